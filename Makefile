@@ -1,0 +1,81 @@
+# Everything happens inside this folder; the first use makes .venv, later uses find it ready.
+#   make demo            start the whole system, show it, measure it     (make demo ARGS=--json for machines)
+#   make test            ruff, mypy and every test but the long ones
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long bench lint stubs install clean distclean
+
+ARGS ?=
+PYTEST_ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.outrider-installed
+
+# Python 3.11 and 3.12 come first: only for these there is a wheel with a Redis server inside.
+PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
+	"$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& { echo "$$candidate"; exit; }; done; \
+	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo python3)
+
+# Torch from the default index brings gigabytes of CUDA libraries on Linux. Without a GPU the CPU build is enough:
+# taken from the configured index where that is what it offers, from TORCH_CPU_INDEX otherwise.
+TORCH ?= torch==2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+HAS_GPU ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_INSTALL := $(PIP) install -qq --progress-bar off
+
+# No process of ours reaches for a model hub, and none asks questions.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export RAY_USAGE_STATS_ENABLED := 0
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: make test-long, bench, lint, stubs, install, clean, distclean"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Outrider needs Python 3.11 or newer and found none. Install one, or: make PYTHON=/path/to/python3"; \
+		exit 1; fi
+	@echo "[1/3] virtual environment in $(VENV) ($$("$(PYTHON)" --version))"
+	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
+	@echo "[2/3] $(TORCH), $(if $(filter-out 0,$(HAS_GPU)),GPU build,CPU build)"
+	@index=(); \
+	if $(BIN)/python -c 'import torch' 2>/dev/null; then :; \
+	elif [ "$(or $(HAS_GPU),0)" = 0 ] && $(PIP) install --dry-run --no-deps --quiet --report - "$(TORCH)" 2>/dev/null \
+		| grep -Ec '^ *"(nvidia|cuda)-[a-z]' >/dev/null; then index=(--index-url "$(TORCH_CPU_INDEX)"); fi; \
+	$(PIP_INSTALL) "$${index[@]}" "$(TORCH)"
+	@echo "[3/3] Outrider and its dependencies"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m outrider demo $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+stubs: $(STAMP)
+	$(BIN)/python -m protos.generate
+
+clean:
+	rm -rf build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis ./*.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""Every number that the README states, reproducible."""

@@ -1,0 +1,172 @@
+"""Starts a target and a draft worker for benchmarks and tests, and talks to them without a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from outrider.sampling_params import SamplingParams
+from outrider.worker_process import CHANNEL_OPTIONS
+from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Generation:
+    """What one request gave."""
+
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    finished: target_pb2.SessionFinished = field(default_factory=target_pb2.SessionFinished)
+    started_at: float = 0.0  # time.perf_counter(), seconds
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """After the first token, so that prefill does not count."""
+        first_step = 1
+        return (len(self.token_ids) - first_step) / (self.ended_at - self.first_token_at)
+
+
+class WorkerProcessHandle:
+    """A worker as a child process; `address` is known once it is ready."""
+
+    def __init__(self, process: asyncio.subprocess.Process, facts: dict[str, object]) -> None:
+        self.process = process
+        self.facts = facts
+        self.address = str(facts["address"])
+
+    @classmethod
+    async def start(cls, module: str, *arguments: str) -> WorkerProcessHandle:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{module} did not start; see its message above")
+            return cls(process, json.loads(line))
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise
+
+    async def stop(self) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(20):
+                return await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            return await self.process.wait()
+
+
+@dataclass(slots=True)
+class WorkerPair:
+    """A target worker and, perhaps, a draft worker."""
+
+    target: WorkerProcessHandle
+    draft: WorkerProcessHandle | None
+    target_stub: target_pb2_grpc.TargetStub
+    draft_stub: draft_pb2_grpc.DraftStub | None
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        use_draft: bool = True,
+        num_speculative_tokens: int = 0,
+        timeout_s: float = 300.0,
+    ) -> Generation:
+        """One request, with the draft attached unless told otherwise."""
+        session_id = uuid.uuid4().hex
+        use_draft = use_draft and self.draft_stub is not None
+        attachment = asyncio.create_task(self._attach(session_id, token_ids, sampling)) if use_draft else None
+        request = target_pb2.GenerateRequest(
+            session_id=session_id,
+            token_ids=token_ids,
+            sampling=sampling.to_proto(),
+            speculation=common_pb2.SpeculationParams(
+                enabled=use_draft, num_speculative_tokens=num_speculative_tokens
+            ),
+        )
+        result = Generation(started_at=time.perf_counter())
+        try:
+            async for event in self.target_stub.Generate(request, timeout=timeout_s):
+                if event.HasField("step"):
+                    result.first_token_at = result.first_token_at or time.perf_counter()
+                    result.token_ids.extend(event.step.token_ids)
+                    result.origins.extend(event.step.origins)
+                elif event.HasField("finished"):
+                    result.finished = event.finished
+            result.ended_at = time.perf_counter()
+        finally:
+            if attachment is not None:
+                attachment.cancel()
+                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                    await attachment
+        return result
+
+    async def _attach(self, session_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        assert self.draft_stub is not None
+        request = draft_pb2.AttachRequest(
+            session_id=session_id,
+            attachment=1,
+            target_address=self.target.address,
+            token_ids=token_ids,
+            sampling=sampling.to_proto(),
+        )
+        async for _ in self.draft_stub.Attach(request, timeout=600.0):
+            pass
+
+
+@contextlib.asynccontextmanager
+async def worker_pair(
+    target_dir: Path,
+    draft_dir: Path | None,
+    *,
+    target_arguments: Sequence[str] = (),
+    draft_arguments: Sequence[str] = (),
+) -> AsyncIterator[WorkerPair]:
+    """Starts the workers, yields them, and stops them whatever happens."""
+    async with contextlib.AsyncExitStack() as stack:
+        starts = [WorkerProcessHandle.start("target_worker", "--model", str(target_dir), *target_arguments)]
+        if draft_dir is not None:
+            starts.append(
+                WorkerProcessHandle.start("draft_worker", "--model", str(draft_dir), *draft_arguments)
+            )
+        started = await asyncio.gather(*starts, return_exceptions=True)
+        for handle in started:
+            if isinstance(handle, WorkerProcessHandle):
+                stack.push_async_callback(handle.stop)
+        for handle in started:
+            if isinstance(handle, BaseException):
+                raise handle
+        handles = [handle for handle in started if isinstance(handle, WorkerProcessHandle)]
+        channels = [
+            await stack.enter_async_context(
+                grpc.aio.insecure_channel(handle.address, options=CHANNEL_OPTIONS)
+            )
+            for handle in handles
+        ]
+        yield WorkerPair(
+            handles[0],
+            handles[1] if draft_dir is not None else None,
+            target_pb2_grpc.TargetStub(channels[0]),
+            draft_pb2_grpc.DraftStub(channels[1]) if draft_dir is not None else None,
+        )

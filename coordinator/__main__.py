@@ -1,0 +1,235 @@
+"""`python -m coordinator`: starts Ray and Serve on this machine, serves until SIGTERM or SIGINT, leaves
+nothing.
+
+Prints one line of JSON to standard output when requests can come in; everything else goes to standard error.
+Exit status: 0 after a signal, 1 when it cannot start, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from coordinator.settings import CoordinatorSettings
+from outrider.errors import ConfigurationError, OutriderError
+from outrider.registry import Registry
+from outrider.tokenizer import Tokenizer
+
+# "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
+# 107.
+_RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64
+_OBJECT_STORE_BYTES: Final = 100 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where this machine listens, and with how much of itself."""
+
+    host: str
+    port: int
+    grpc_port: int
+    num_replicas: int
+    ray_temp_dir: Path | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the coordinator; returns the exit status."""
+    settings, listen = _parse(arguments)
+    try:
+        _check_before_start(settings, listen)
+    except OutriderError as error:
+        print(f"coordinator: {error.message}", file=sys.stderr)
+        return 1
+    stop = threading.Event()
+    _stop_on_signals(stop)
+    own_temp_dir = None if listen.ray_temp_dir else tempfile.mkdtemp(prefix="or-", dir="/tmp")
+    try:
+        _serve(settings, listen, str(listen.ray_temp_dir or own_temp_dir), stop)
+    finally:
+        if own_temp_dir is not None:
+            shutil.rmtree(own_temp_dir, ignore_errors=True)
+    return 0
+
+
+def _serve(settings: CoordinatorSettings, listen: Listen, ray_temp_dir: str, stop: threading.Event) -> None:
+    _prepare_ray_environment()
+    import ray  # after the environment: Ray reads it on import
+    from ray import serve
+
+    from coordinator.app import APPLICATION_NAME, GRPC_SERVICER_FUNCTIONS, build_application
+
+    try:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,  # replicas' output would land on our standard output
+            logging_level="warning",
+            _temp_dir=ray_temp_dir,
+            _node_ip_address="127.0.0.1",  # Ray's own ports are for this machine alone
+        )
+        _stop_on_signals(stop)  # again: Ray has put its own handler in place, which exits with status 15
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        # The ports are ours to name here only: options cannot change once Serve runs.
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": listen.host, "port": listen.port},
+            grpc_options={
+                "port": listen.grpc_port,
+                "grpc_servicer_functions": list(GRPC_SERVICER_FUNCTIONS),
+            },
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        serve.run(build_application(settings, listen.num_replicas), name=APPLICATION_NAME, route_prefix="/")
+        _announce(settings, listen)
+        stop.wait()
+    finally:
+        if ray.is_initialized():
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+
+def _announce(settings: CoordinatorSettings, listen: Listen) -> None:
+    host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
+    line = {
+        "event": "ready",
+        "http": f"http://{host}:{listen.port}",
+        "grpc": f"{host}:{listen.grpc_port}",
+        "num_replicas": listen.num_replicas,
+        "served_model_names": list(settings.served_model_names),
+        "pid": os.getpid(),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def _prepare_ray_environment() -> None:
+    # Without an explicit mode Ray writes a token into the home directory. Ours lives as long as the process.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token":
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Replicas import our packages from wherever this process found them.
+    root = str(Path(__file__).resolve().parent.parent)
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *others])
+
+
+def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
+    """Finds in milliseconds what would otherwise come out of a replica's log seconds later.
+
+    Raises ConfigurationError or RegistryUnavailable.
+    """
+    Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
+    asyncio.run(_ping(settings.redis_url))
+    # Serve's gRPC listener takes every address of the machine, whatever --host says.
+    for name, host, port in (
+        ("--port", listen.host, listen.port),
+        ("--grpc-port", "0.0.0.0", listen.grpc_port),
+    ):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ConfigurationError(f"{name} {port} on {host} is not free: {error.strerror}") from error
+    if listen.ray_temp_dir is not None and len(os.fsencode(listen.ray_temp_dir)) > _RAY_TEMP_DIR_BYTES_MAX:
+        raise ConfigurationError(
+            f"--ray-temp-dir {listen.ray_temp_dir} is longer than {_RAY_TEMP_DIR_BYTES_MAX} bytes; Ray's sockets "
+            "below it would not fit the system's limit"
+        )
+
+
+async def _ping(redis_url: str) -> None:
+    try:
+        registry = Registry(redis_url)
+    except ValueError as error:
+        raise ConfigurationError(f"--redis-url is not a Redis URL: {error}") from error
+    try:
+        await registry.ping()
+    finally:
+        await registry.close()
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]:
+    parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
+    parser.add_argument("--tokenizer", required=True, metavar="MODEL_DIR", type=Path,
+                        help="model folder whose tokenizer the targets share")  # fmt: skip
+    parser.add_argument("--redis-url", default=os.environ.get("OUTRIDER_REDIS_URL"),
+                        help="the registry; default: OUTRIDER_REDIS_URL")  # fmt: skip
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the HTTP listener (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="of HTTP (default: %(default)s)")
+    parser.add_argument(
+        "--grpc-port",
+        type=int,
+        default=9000,
+        help="of gRPC, on every address of the machine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-replicas", type=int, default=1, help="coordinator replicas (default: %(default)s)"
+    )
+    parser.add_argument("--served-model-name", action="append", default=[], metavar="NAME",
+                        help="serve only targets of this name; may be repeated (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja file instead of the model's own"
+    )
+    parser.add_argument(
+        "--max-requests", type=int, default=256, help="at once per replica (default: %(default)s)"
+    )
+    parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
+                        help="for requests without a deadline (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--ray-temp-dir", type=Path, help="Ray's files; short (default: a new folder in /tmp)"
+    )
+    given = parser.parse_args(arguments)
+    if not given.redis_url:
+        parser.error("--redis-url or OUTRIDER_REDIS_URL is required")
+    if given.num_replicas < 1:
+        parser.error("--num-replicas must be at least 1")
+    try:
+        settings = CoordinatorSettings(
+            tokenizer_dir=str(given.tokenizer.resolve()),
+            redis_url=given.redis_url,
+            served_model_names=tuple(given.served_model_name),
+            chat_template=given.chat_template.read_text(encoding="utf-8") if given.chat_template else None,
+            requests_max=given.max_requests,
+            deadline_default_s=given.request_timeout,
+        )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    listen = Listen(
+        host=given.host,
+        port=given.port,
+        grpc_port=given.grpc_port,
+        num_replicas=given.num_replicas,
+        ray_temp_dir=given.ray_temp_dir,
+    )
+    return settings, listen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""The HTTP edge: OpenAI's completion calls and what an operator needs beside them.
+
+`create_app(service)` is a plain FastAPI application: Ray Serve hosts it, tests call it directly. Errors of
+every kind leave as OpenAI's error body; a client that goes away cancels its request at both workers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from coordinator.generation_request import GenerationInput, GenerationSpec
+from coordinator.http_transport import (
+    EventStream,
+    RequestIds,
+    first_of,
+    read_body,
+    unless_disconnected,
+)
+from coordinator.openai_response import ResponseWriter, error_body
+from coordinator.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
+from coordinator.request_session import Finished
+from coordinator.service import GenerationService
+from coordinator.text_output import VisibleOutput
+from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+
+_log = logging.getLogger(__name__)
+
+_CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
+
+
+class HttpApi:
+    """The routes, over one service."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, CompletionBody)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, ChatBody)
+
+    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
+        arrival_s = self._service.environment.now_s()
+        raw = await read_body(request)
+        body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
+        spec = await self._service.prepare(body.to_input(body.request_id or _request_id(request)))
+        request.state.request_id = spec.request.request_id
+        writer = ResponseWriter(
+            spec=spec,
+            created_s=int(time.time()),
+            is_chat=kind is ChatBody,
+            returns_token_ids=bool(body.return_token_ids),
+            includes_usage=body.includes_usage,
+        )
+        if not body.is_streaming:
+            answer = self._collect(spec, writer, arrival_s)
+            result = await unless_disconnected(request, answer)
+            if result is None:
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return JSONResponse(result)
+        # The first item decides between a stream and a plain error status, so wait for it before answering.
+        items = self._service.generate(spec, arrival_s)
+        first = await unless_disconnected(request, first_of(items))
+        if first is None:
+            await items.aclose()
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return EventStream(self._events(first, items, writer))
+
+    async def _collect(
+        self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
+    ) -> dict[str, Any]:
+        outputs: list[VisibleOutput] = []
+        async with aclosing(self._service.generate(spec, arrival_s)) as items:
+            async for item in items:
+                if isinstance(item, Finished):
+                    return writer.whole(outputs, item)
+                outputs.append(item)
+        raise AssertionError("a request ended without Finished")
+
+    async def _events(
+        self,
+        first: VisibleOutput | Finished,
+        items: AsyncGenerator[VisibleOutput | Finished],
+        writer: ResponseWriter,
+    ) -> AsyncGenerator[str]:
+        async with aclosing(items):
+            opening = writer.opening()
+            if opening is not None:
+                yield _event(opening)
+            try:
+                item, is_first = first, True
+                while not isinstance(item, Finished):
+                    chunk = writer.chunk(item, is_first=is_first)
+                    if chunk is not None:
+                        yield _event(chunk)
+                        is_first = False
+                    item = await anext(items)
+                for chunk in writer.closing(item):
+                    yield _event(chunk)
+            except OutriderError as error:
+                # The status line is long gone: the error is the stream's last event.
+                self._service.count_failure(error)
+                yield _event(error_body(error))
+            yield "data: [DONE]\n\n"
+
+    async def models(self) -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "id": status.model,
+                    "object": "model",
+                    "created": 0,
+                    "owned_by": "outrider",
+                    "max_model_len": status.max_model_len,
+                    "num_target_workers": status.num_target_workers,
+                    "num_draft_workers": status.num_draft_workers,
+                }
+                for status in self._service.models()
+            ],
+        }
+
+    async def model(self, name: str) -> dict[str, Any]:
+        for entry in (await self.models())["data"]:
+            if entry["id"] == name:
+                return dict(entry)
+        raise NotFound(f"model {name!r} is not served", "model")
+
+    async def health(self) -> Response:
+        """200 while at least one target worker is usable, else 503; the body says what was found."""
+        models = self._service.models()
+        body = {
+            "status": "ready" if models else "no target worker is live",
+            "registry": "degraded" if self._service.snapshot().degraded else "ok",
+            "num_target_workers": sum(status.num_target_workers for status in models),
+            "num_draft_workers": max((status.num_draft_workers for status in models), default=0),
+            "excluded_workers": [
+                {"worker_id": each.worker_id, "pool": each.pool, "reason": each.reason}
+                for each in self._service.exclusions()
+            ],
+        }
+        return JSONResponse(body, status_code=200 if models else 503)
+
+    async def livez(self) -> dict[str, str]:
+        return {"status": "alive"}
+
+    async def metrics(self) -> Response:
+        return Response(
+            generate_latest(self._service.environment.metrics.registry), media_type=CONTENT_TYPE_LATEST
+        )
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        body = parse_body(TokenizeBody, await read_body(request))
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
+        messages = None if body.messages is None else [message.to_template() for message in body.messages]
+        text = GenerationInput(
+            request_id=_request_id(request),
+            text=body.prompt,
+            messages=messages,
+            chat_template_kwargs=body.chat_template_kwargs or {},
+        )
+        tokens = await self._service.tokenize(text, add_special_tokens=body.add_special_tokens)
+        longest = max((status.max_model_len for status in self._service.models()), default=None)
+        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, await read_body(request))
+        vocab_size = self._service.environment.tokenizer.vocab_size
+        if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
+            raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
+        return {"prompt": self._service.environment.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def create_app(service: GenerationService, *, is_echoing_request_id: bool = True) -> FastAPI:
+    """The application over an opened service. Who opened it closes it."""
+    api = HttpApi(service)
+    # No schema pages: bodies are read by hand, so that each error names its parameter as OpenAI's does.
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
+    app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", api.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
+    app.add_api_route("/health", api.health, methods=["GET"], response_model=None)
+    app.add_api_route("/livez", api.livez, methods=["GET"])
+    app.add_api_route("/metrics", api.metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
+
+    @app.exception_handler(OutriderError)
+    async def answer_error(request: Request, error: OutriderError) -> Response:
+        service.count_failure(error)
+        headers = None
+        if isinstance(error, Overloaded | Unavailable):
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+    @app.exception_handler(HTTPException)
+    async def answer_http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def answer_our_bug(request: Request, error: Exception) -> Response:
+        _log.exception("request %s failed", _request_id(request), exc_info=error)
+        return JSONResponse(error_body(OutriderError("internal error; the log has it")), status_code=500)
+
+    return app
+
+
+def _request_id(request: Request) -> str:
+    return str(request.state.request_id)
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,96 @@
+"""What HTTP needs beside the routes: bodies of bounded size, event streams, request ids, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.generation_request import REQUEST_ID_CHARS_MAX
+from outrider.errors import InvalidRequest
+
+ResultT = TypeVar("ResultT")
+
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+# A prompt of 1 MiB in JSON's escapes, and some room.
+_BODY_BYTES_MAX: Final = 8 << 20
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Closes its generator however the connection ends, so that no worker goes on for
+    nobody."""
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        # X-Accel-Buffering: a proxy in between must not collect chunks.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+class RequestIds:
+    """Gives each request an id, the client's or a new one, and puts it on the response."""
+
+    def __init__(self, app: ASGIApp, *, is_echoing: bool) -> None:
+        """`is_echoing`: False where what hosts the application answers with the id itself, as Serve does."""
+        self._app = app
+        self._is_echoing = is_echoing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = Headers(scope=scope).get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_echoing:
+                # One that is too long was refused; its beginning still tells the client which one.
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"][:REQUEST_ID_CHARS_MAX]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises InvalidRequest when it is too long."""
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > _BODY_BYTES_MAX:
+            raise InvalidRequest(None, f"the body is longer than {_BODY_BYTES_MAX} bytes")
+    return bytes(raw)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """The work's result, or None when the client went away first; then the work is cancelled."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def first_of(items: AsyncGenerator[ResultT]) -> ResultT:
+    """The next item, as a coroutine that a task can run."""
+    return await anext(items)
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client has gone. The body has been read, so nothing else can arrive."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,118 @@
+"""One replica's Prometheus metrics: the names that vLLM's dashboards graph, with our prefix.
+
+`generate_latest(metrics.registry)` renders them. Labels are `model_name` and `engine`; the engine is always
+"coordinator" here, for workers export the same names about themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from coordinator.statistics import RequestTimes
+
+_LABELS: Final = ("model_name", "engine")
+_ENGINE: Final = "coordinator"
+_SECONDS: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+)
+# Positions beyond the longest block anybody may ask for do not occur.
+_POSITIONS_MAX: Final = 32
+
+
+class CoordinatorMetrics:
+    """Every metric of one replica in a registry of its own, so that two in one process do not collide."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"outrider_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"outrider_{name}", text, _LABELS, registry=self.registry, buckets=_SECONDS)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"outrider_{name}", text, labels, registry=self.registry)
+
+        self.num_drafts = counter("spec_decode_num_drafts", "Steps that verified hints", *_LABELS)
+        self.num_draft_tokens = counter("spec_decode_num_draft_tokens", "Hints verified", *_LABELS)
+        self.num_accepted = counter("spec_decode_num_accepted_tokens", "Hints accepted", *_LABELS)
+        self.num_accepted_per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Hints accepted by position", *_LABELS, "position"
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens", *_LABELS)
+        self.generation_tokens = counter("generation_tokens", "Tokens generated", *_LABELS)
+        self.request_success = counter("request_success", "Requests finished", *_LABELS, "finished_reason")
+        self.request_failure = counter("request_failure", "Requests failed, by gRPC code", "code")
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token")
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Gap between chunks; a chunk may carry several tokens"
+        )
+        self.e2e_request_latency = histogram("e2e_request_latency_seconds", "Arrival to end")
+        self.request_queue_time = histogram("request_queue_time_seconds", "Waiting at the target")
+        self.request_prefill_time = histogram("request_prefill_time_seconds", "Prefill at the target")
+        self.request_decode_time = histogram("request_decode_time_seconds", "First token to end")
+        self.num_requests_running = gauge("num_requests_running", "Requests with a first token", *_LABELS)
+        self.num_requests_waiting = gauge("num_requests_waiting", "Requests before theirs", *_LABELS)
+        self.live_workers = gauge("live_workers", "Usable workers", "pool")
+        self.registry_degraded = gauge("registry_degraded", "1 while Redis does not answer")
+        self.fallback_transitions = counter("fallback_transitions", "Fallback state changes", "state")
+        self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
+        self.target_replays = counter("target_replays", "Sessions moved to another target")
+
+    def waiting(self, model: str) -> Gauge:
+        """Requests of a model that have no token yet."""
+        return self.num_requests_waiting.labels(model, _ENGINE)
+
+    def running(self, model: str) -> Gauge:
+        """Requests of a model that have one."""
+        return self.num_requests_running.labels(model, _ENGINE)
+
+    def observe_gap(self, model: str, gap_s: float) -> None:
+        """Seconds between two chunks of one request."""
+        self.inter_token_latency.labels(model, _ENGINE).observe(gap_s)
+
+    def observe_step(self, model: str, num_draft_tokens: int, num_accepted: int) -> None:
+        """One target step of one request that verified at least one hint."""
+        self.num_drafts.labels(model, _ENGINE).inc()
+        self.num_draft_tokens.labels(model, _ENGINE).inc(num_draft_tokens)
+        self.num_accepted.labels(model, _ENGINE).inc(num_accepted)
+        for position in range(min(num_accepted, _POSITIONS_MAX)):
+            self.num_accepted_per_pos.labels(model, _ENGINE, str(position)).inc()
+
+    def observe_end(
+        self, model: str, reason: str, num_prompt_tokens: int, num_output_tokens: int, times: RequestTimes
+    ) -> None:
+        """A request that finished as it should."""
+        labels = (model, _ENGINE)
+        self.request_success.labels(*labels, reason).inc()
+        self.prompt_tokens.labels(*labels).inc(num_prompt_tokens)
+        self.generation_tokens.labels(*labels).inc(num_output_tokens)
+        self.e2e_request_latency.labels(*labels).observe(times.generation_ms / 1000)
+        if times.time_to_first_token_ms is not None:
+            self.time_to_first_token.labels(*labels).observe(times.time_to_first_token_ms / 1000)
+            decode_ms = times.generation_ms - times.time_to_first_token_ms
+            self.request_decode_time.labels(*labels).observe(decode_ms / 1000)
+        if times.queue_ms is not None:
+            self.request_queue_time.labels(*labels).observe(times.queue_ms / 1000)
+        if times.prefill_ms is not None:
+            self.request_prefill_time.labels(*labels).observe(times.prefill_ms / 1000)

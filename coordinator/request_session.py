@@ -1,0 +1,301 @@
+"""One request's life: a target that decides, a draft that rides ahead, and what the client sees of it.
+
+    start ─► attempt at a target ──────────────► finished (stop, length, stop string)
+                 │  ▲ refused: another target
+                 └──┘ lost: prompt + committed tokens at another target
+
+Invariant: what was yielded is final. A replay hands the committed tokens to the next target, so the client
+never sees a token lost, repeated or changed; for greedy and seeded requests the continuation is the very same
+text, for others it is one with the same distribution. Leaving the generator, by whatever way, cancels both
+sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from coordinator.draft_link import DraftLink, LinkedSession
+from coordinator.environment import Environment
+from coordinator.fallback import FallbackAction, FallbackController
+from coordinator.generation_request import GenerationSpec
+from coordinator.routing import WorkerKey, key_of
+from coordinator.statistics import RequestTimes, SpeculationCounts
+from coordinator.text_output import TextOutput, VisibleOutput
+from coordinator.workers import GenerateCall, describe, is_refusal
+from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
+from outrider.registry import WorkerRecord
+from protos.outrider.v1 import common_pb2, target_pb2
+
+_log = logging.getLogger(__name__)
+
+_SET_SPECULATION_TIMEOUT_S: Final = 2.0
+_RETRY_AFTER_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The end of a request that went well; last of what `RequestSession.run` yields."""
+
+    text: str  # held back until now
+    finish_reason: str  # "stop" or "length"
+    stop_reason: str | int | None  # the stop string, or the stop token's id
+    num_prompt_tokens: int
+    num_output_tokens: int
+    decoding_mode: common_pb2.DecodingMode
+    counts: SpeculationCounts
+    times: RequestTimes
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One session at one target."""
+
+    target: WorkerRecord
+    session_id: str
+    request: target_pb2.GenerateRequest
+    link: DraftLink | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class RequestSession:
+    """Runs one request. Made, `run` once, dropped."""
+
+    def __init__(self, environment: Environment, spec: GenerationSpec, arrival_s: float) -> None:
+        """`arrival_s` is when the request came in, on the environment's clock."""
+        request = spec.request
+        self._environment = environment
+        self._spec = spec
+        self._deadline_s = arrival_s + spec.deadline_s
+        self._controller = FallbackController(environment.policy, is_enabled=request.speculation.enabled)
+        self._output = TextOutput(
+            IncrementalDetokenizer(
+                environment.tokenizer,
+                context_token_ids=spec.prompt_token_ids,
+                skip_special_tokens=request.skip_special_tokens,
+            ),
+            StopStringMatcher(request.stop, include_stop_str_in_output=request.include_stop_str_in_output),
+        )
+        self._sampling = request.sampling.to_proto(spec.max_tokens)
+        self._tried: set[WorkerKey] = set()
+        self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
+        self.counts = SpeculationCounts()
+        self.times = RequestTimes(arrival_s)
+
+    async def run(self) -> AsyncGenerator[VisibleOutput | Finished]:
+        """Yields what each step made visible, then one Finished.
+
+        Raises Overloaded or Unavailable before the first token when no target takes the request, WorkerLost
+        when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value.
+        """
+        refusal: OutriderError | None = None
+        for _ in range(self._environment.settings.target_attempts_max):
+            attempt = self._begin_attempt()
+            if attempt is None:
+                break
+            try:
+                async with aclosing(self._run_attempt(attempt)) as items:
+                    async for item in items:
+                        yield item
+                return
+            except (Overloaded, WorkerLost) as error:
+                refusal = error
+                _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
+                             attempt.target.worker_id, error.message)  # fmt: skip
+                # A target that died right after the last token owes us nothing but the word that it is done.
+                if len(self._output.token_ids) >= self._spec.max_tokens:
+                    yield self._finish("length", None)
+                    return
+                self._environment.metrics.target_replays.inc()
+        raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
+
+    def _begin_attempt(self) -> _Attempt | None:
+        environment = self._environment
+        target = environment.router.pick_target(
+            environment.snapshot(),
+            environment.now_s(),
+            model=self._spec.model,
+            num_tokens=self._spec.num_tokens_max,
+            excluded=self._tried,
+        )
+        if target is None:
+            return None
+        self._tried.add(key_of(target))
+        # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
+        session_id = uuid.uuid4().hex
+        request = target_pb2.GenerateRequest(
+            session_id=session_id,
+            token_ids=self._committed(),
+            num_prompt_tokens=len(self._spec.prompt_token_ids),
+            sampling=self._sampling,
+            speculation=self._speculation(),
+        )
+        return _Attempt(target, session_id, request)
+
+    async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[VisibleOutput | Finished]:
+        environment = self._environment
+        environment.router.open_session(attempt.target)
+        call = environment.channels.generate(attempt.target.address, attempt.request, self._remaining_s())
+        attempt.link = DraftLink(
+            environment,
+            LinkedSession(
+                session_id=attempt.session_id,
+                target=attempt.target,
+                sampling=self._sampling,
+                num_tokens_max=self._spec.num_tokens_max,
+                deadline_s=self._deadline_s,
+                committed=self._committed,
+            ),
+            on_no_draft=lambda: self._apply(self._controller.on_no_draft(), attempt),
+        )
+        try:
+            self._apply(self._controller.start(), attempt)
+            async with aclosing(self._events(call, attempt.target)) as events:
+                async for event in events:
+                    item = self._take(event, attempt)
+                    if item is not None:
+                        yield item
+                    if isinstance(item, Finished):
+                        return
+                    if self._output.stop_string is not None:
+                        yield self._finish("stop", self._output.stop_string)
+                        return
+        finally:
+            call.cancel()
+            environment.router.close_session(attempt.target)
+            for task in attempt.background:
+                task.cancel()
+            await attempt.link.close()
+
+    async def _events(
+        self, call: GenerateCall, target: WorkerRecord
+    ) -> AsyncGenerator[target_pb2.GenerateEvent]:
+        """The target's events. Its errors and its silence become ours."""
+        silence_max_s: float | None = None  # until the first token a request may wait for its turn
+        try:
+            while True:
+                async with asyncio.timeout(silence_max_s):
+                    event = await call.read()
+                if not isinstance(event, target_pb2.GenerateEvent):
+                    raise WorkerLost(f"target worker {target.worker_id} ended the stream without a last word")
+                if event.WhichOneof("event") == "step":
+                    silence_max_s = self._environment.settings.target_silence_max_s
+                yield event
+        except TimeoutError as error:
+            self._environment.router.pass_over(target, self._environment.now_s())
+            raise WorkerLost(f"target worker {target.worker_id} fell silent") from error
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, target) from error
+
+    def _translated(self, error: grpc.aio.AioRpcError, target: WorkerRecord) -> OutriderError:
+        if is_refusal(error):
+            return Overloaded(f"every target worker is full ({error.details()})", _RETRY_AFTER_S)
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest(None, f"the target worker refused the request: {error.details()}")
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"not finished within the request's {self._spec.deadline_s:g} s")
+        self._environment.router.pass_over(target, self._environment.now_s())
+        return WorkerLost(f"target worker {target.worker_id} failed: {describe(error)}")
+
+    def _take(self, event: target_pb2.GenerateEvent, attempt: _Attempt) -> VisibleOutput | Finished | None:
+        """Moves the request on by one event. What comes back goes to the client."""
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self._decoding_mode = event.started.decoding_mode
+            return None
+        if kind == "finished":
+            finished = event.finished
+            self.times.queue_ms, self.times.prefill_ms = finished.queue_ms, finished.prefill_ms
+            self.counts.num_stale_hints += finished.stats.num_stale_hints
+            is_stop = finished.reason == target_pb2.FINISH_REASON_STOP
+            stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+            return self._finish("stop" if is_stop else "length", stop_token_id)
+        if kind == "step":
+            # Only a target that counts max_tokens anew after a replay would go on here.
+            has_room = len(self._output.token_ids) < self._spec.max_tokens
+            return self._take_step(event.step, attempt) if has_room else self._finish("length", None)
+        return None  # a kind of event that a newer target may send
+
+    def _take_step(self, step: target_pb2.StepOutput, attempt: _Attempt) -> VisibleOutput:
+        metrics, model = self._environment.metrics, self._spec.model
+        gap_s = self.times.chunk(self._environment.now_s())
+        if gap_s is not None:
+            metrics.observe_gap(model, gap_s)
+        self.counts.add_step(step.num_draft_tokens, step.num_accepted_draft_tokens)
+        if step.num_draft_tokens:
+            metrics.observe_step(model, step.num_draft_tokens, step.num_accepted_draft_tokens)
+        room = self._spec.max_tokens - len(self._output.token_ids)
+        visible = self._output.push(step.token_ids[:room], step.origins[:room])
+        state = self._controller.state
+        actions = self._controller.on_step(
+            len(step.token_ids), step.num_draft_tokens, step.num_accepted_draft_tokens
+        )
+        self._apply(actions, attempt)
+        if self._controller.state is not state:
+            metrics.fallback_transitions.labels(self._controller.state.name.lower()).inc()
+        return visible
+
+    def _apply(self, actions: Sequence[FallbackAction], attempt: _Attempt) -> None:
+        assert attempt.link is not None
+        for action in actions:
+            match action:
+                case FallbackAction.ATTACH:
+                    attempt.link.attach()
+                case FallbackAction.DETACH:
+                    attempt.link.detach()
+                case FallbackAction.START_LISTENING | FallbackAction.STOP_LISTENING:
+                    task = asyncio.create_task(self._set_speculation(attempt))
+                    attempt.background.add(task)
+                    task.add_done_callback(attempt.background.discard)
+
+    async def _set_speculation(self, attempt: _Attempt) -> None:
+        request = target_pb2.SetSpeculationRequest(
+            session_id=attempt.session_id, speculation=self._speculation()
+        )
+        try:
+            await self._environment.channels.set_speculation(
+                attempt.target.address, request, _SET_SPECULATION_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            # It costs speed only, and a session that has just ended answers NOT_FOUND.
+            _log.info("target %s did not change speculation: %s", attempt.target.worker_id, describe(error))
+
+    def _finish(self, reason: str, stop_reason: str | int | None) -> Finished:
+        text = self._output.finish()
+        if self._output.stop_string is not None:  # completed by a character that only the end made visible
+            reason, stop_reason = "stop", self._output.stop_string
+        self.times.end_s = self._environment.now_s()
+        num_prompt, num_output = len(self._spec.prompt_token_ids), len(self._output.token_ids)
+        self._environment.metrics.observe_end(self._spec.model, reason, num_prompt, num_output, self.times)
+        return Finished(
+            text=text, finish_reason=reason, stop_reason=stop_reason, num_prompt_tokens=num_prompt,
+            num_output_tokens=num_output, decoding_mode=self._decoding_mode, counts=self.counts, times=self.times,
+        )  # fmt: skip
+
+    def _speculation(self) -> common_pb2.SpeculationParams:
+        return common_pb2.SpeculationParams(
+            enabled=self._controller.is_listening,
+            num_speculative_tokens=self._spec.request.speculation.num_speculative_tokens,
+        )
+
+    def _committed(self) -> list[int]:
+        return [*self._spec.prompt_token_ids, *self._output.token_ids]
+
+    def _remaining_s(self) -> float:
+        return max(self._deadline_s - self._environment.now_s(), 0.001)

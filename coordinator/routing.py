@@ -1,0 +1,153 @@
+"""Which target decides and which draft worker rides ahead.
+
+Pure: a snapshot, the clock's reading and a source of chance come in with each call. The router remembers only
+what the snapshot cannot know yet: the sessions this replica has open at a worker, and workers that just
+failed it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from outrider.registry import Snapshot, WorkerRecord
+
+WorkerKey = tuple[str, str, str]  # pool, worker id, incarnation: a restarted worker starts with a clean sheet
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A registered worker that was passed over, and why; operators read it at /health."""
+
+    worker_id: str
+    pool: str
+    reason: str
+
+
+def key_of(worker: WorkerRecord) -> WorkerKey:
+    """What identifies one run of one worker."""
+    return worker.pool, worker.worker_id, worker.incarnation
+
+
+class Router:
+    """Picks workers for one replica of the coordinator.
+
+    A target must serve the model under the name asked for and mean the same tokens as the coordinator. A
+    draft worker only has to mean the same tokens: its own model's name says nothing about what it can hint
+    at.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        served_model_names: Collection[str],
+        chance: random.Random,
+        quarantine_s: float,
+    ) -> None:
+        """`served_model_names`: the only names served; empty serves whatever the targets are called."""
+        self._fingerprint = fingerprint
+        self._served = frozenset(served_model_names)
+        self._chance = chance
+        self._quarantine_s = quarantine_s
+        self._num_open: Counter[WorkerKey] = Counter()
+        self._passed_over_until_s: dict[WorkerKey, float] = {}
+
+    def usable(
+        self, workers: Iterable[WorkerRecord], now_s: float
+    ) -> tuple[list[WorkerRecord], list[Exclusion]]:
+        """Splits workers into those that may be picked and those that may not."""
+        chosen, excluded = [], []
+        for worker in workers:
+            reason = self._reason_against(worker, now_s)
+            if reason is None:
+                chosen.append(worker)
+            else:
+                excluded.append(Exclusion(worker.worker_id, worker.pool, reason))
+        return chosen, excluded
+
+    def models(self, snapshot: Snapshot, now_s: float) -> dict[str, list[WorkerRecord]]:
+        """Usable targets by the model name they serve, in order of the names."""
+        found: dict[str, list[WorkerRecord]] = {}
+        for worker in sorted(self.usable(snapshot.targets, now_s)[0], key=lambda worker: worker.model_name):
+            found.setdefault(worker.model_name, []).append(worker)
+        return found
+
+    def pick_target(
+        self,
+        snapshot: Snapshot,
+        now_s: float,
+        *,
+        model: str,
+        num_tokens: int,
+        excluded: Collection[WorkerKey],
+    ) -> WorkerRecord | None:
+        """A target of `model` for a context of `num_tokens`, prompt and output; None when there is none."""
+        usable, _ = self.usable(snapshot.targets, now_s)
+        return self._least_loaded_of_two(
+            [
+                worker
+                for worker in usable
+                if worker.model_name == model
+                and worker.max_model_len >= num_tokens
+                and key_of(worker) not in excluded
+            ]
+        )
+
+    def pick_draft(
+        self, snapshot: Snapshot, now_s: float, *, num_tokens: int, excluded: Collection[WorkerKey]
+    ) -> WorkerRecord | None:
+        """A draft worker with a free slot that can hold `num_tokens`; None when there is none."""
+        usable, _ = self.usable(snapshot.drafts, now_s)
+        return self._least_loaded_of_two(
+            [
+                worker
+                for worker in usable
+                if worker.max_model_len >= num_tokens
+                and self._load(worker) < 1
+                and key_of(worker) not in excluded
+            ]
+        )
+
+    def open_session(self, worker: WorkerRecord) -> None:
+        """Counts a session at the worker, until `close_session`."""
+        self._num_open[key_of(worker)] += 1
+
+    def close_session(self, worker: WorkerRecord) -> None:
+        """Reverses one `open_session`."""
+        key = key_of(worker)
+        assert self._num_open[key] > 0, "closed more sessions than were opened"
+        self._num_open[key] -= 1
+        if not self._num_open[key]:
+            del self._num_open[key]
+
+    def pass_over(self, worker: WorkerRecord, now_s: float) -> None:
+        """Leaves a worker that did not answer alone for a while; its lease may take seconds to run out."""
+        self._passed_over_until_s = {
+            key: until_s for key, until_s in self._passed_over_until_s.items() if until_s > now_s
+        }
+        self._passed_over_until_s[key_of(worker)] = now_s + self._quarantine_s
+
+    def _reason_against(self, worker: WorkerRecord, now_s: float) -> str | None:
+        if worker.tokenizer_fingerprint != self._fingerprint:
+            return f"tokenizer fingerprint {worker.tokenizer_fingerprint}, ours is {self._fingerprint}"
+        if worker.pool == "target" and self._served and worker.model_name not in self._served:
+            return f"serves {worker.model_name!r}, this coordinator serves {', '.join(sorted(self._served))}"
+        if worker.state != "ready":
+            return worker.state
+        if self._passed_over_until_s.get(key_of(worker), now_s) > now_s:
+            return "did not answer a moment ago"
+        return None
+
+    def _least_loaded_of_two(self, candidates: list[WorkerRecord]) -> WorkerRecord | None:
+        # Two at random, not the best of all: replicas that share a snapshot would all run to the same worker.
+        if len(candidates) > 2:
+            candidates = self._chance.sample(candidates, 2)
+        self._chance.shuffle(candidates)
+        return min(candidates, key=self._load, default=None)
+
+    def _load(self, worker: WorkerRecord) -> float:
+        """Sessions per place. The worker's own count includes other replicas but is up to a heartbeat old."""
+        num_sessions = max(worker.num_running + worker.num_waiting, self._num_open[key_of(worker)])
+        return num_sessions / worker.max_num_seqs

@@ -1,0 +1,218 @@
+"""What one replica offers, whatever the edge: check a request, generate, tell which models are live.
+
+    async with GenerationService(settings) as service:
+        spec = await service.prepare(request)
+        async for item in service.generate(spec, arrival_s): ...
+
+HTTP and gRPC are two thin translations of these calls. The service owns the replica's connections and tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from coordinator.environment import Environment
+from coordinator.generation_request import GenerationInput, GenerationSpec, check_input, fit_to_context
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.request_session import Finished, RequestSession
+from coordinator.routing import Exclusion, Router
+from coordinator.settings import CoordinatorSettings
+from coordinator.text_output import VisibleOutput
+from coordinator.workers import WorkerChannels
+from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.registry import Registry, Snapshot, WorkerDirectory, WorkerRecord
+from outrider.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_HOUSEKEEPING_S: Final = 5.0
+_RETRY_AFTER_S: Final = 1.0
+# Below this many characters tokenizing takes less time than handing the work to a thread.
+_TOKENIZE_INLINE_CHARS_MAX: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One served model as of now."""
+
+    model: str
+    max_model_len: int  # of the roomiest target, tokens
+    num_target_workers: int
+    num_draft_workers: int
+
+
+class GenerationService:
+    """One per replica; open it on the event loop that serves requests."""
+
+    def __init__(self, settings: CoordinatorSettings, snapshot: Callable[[], Snapshot] | None = None) -> None:
+        """`snapshot` replaces the registry: tests inject the workers that there are."""
+        template = settings.chat_template
+        tokenizer = Tokenizer(Path(settings.tokenizer_dir), template)
+        if not tokenizer.has_chat_template:
+            _log.warning("%s has no chat template; messages are joined by newlines", settings.tokenizer_dir)
+        self._injected_snapshot = snapshot
+        self._directory: WorkerDirectory | None = None
+        self._stack = AsyncExitStack()
+        self._num_active = 0
+        self.environment = Environment(
+            settings=settings,
+            tokenizer=tokenizer,
+            router=Router(
+                tokenizer.fingerprint, settings.served_model_names, random.Random(), settings.quarantine_s
+            ),
+            channels=WorkerChannels(),
+            metrics=CoordinatorMetrics(),
+            snapshot=self.snapshot,
+            now_s=time.monotonic,
+        )
+
+    async def __aenter__(self) -> Self:
+        if self._injected_snapshot is None:
+            registry = Registry(self.environment.settings.redis_url)
+            self._stack.push_async_callback(registry.close)
+            self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
+        self._stack.push_async_callback(self.environment.channels.close)
+        housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
+        self._stack.push_async_callback(_end, housekeeping)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def snapshot(self) -> Snapshot:
+        """The workers as of the last look at the registry."""
+        if self._injected_snapshot is not None:
+            return self._injected_snapshot()
+        return self._directory.snapshot if self._directory is not None else Snapshot(degraded=True)
+
+    def models(self) -> list[ModelStatus]:
+        """Models with at least one usable target, in order of their names."""
+        snapshot, now_s = self.snapshot(), self.environment.now_s()
+        drafts, _ = self.environment.router.usable(snapshot.drafts, now_s)
+        return [
+            ModelStatus(model, max(target.max_model_len for target in targets), len(targets), len(drafts))
+            for model, targets in self.environment.router.models(snapshot, now_s).items()
+        ]
+
+    def exclusions(self) -> list[Exclusion]:
+        """Registered workers that are not used, and why."""
+        snapshot, now_s = self.snapshot(), self.environment.now_s()
+        _, excluded = self.environment.router.usable((*snapshot.targets, *snapshot.drafts), now_s)
+        return excluded
+
+    async def prepare(self, request: GenerationInput) -> GenerationSpec:
+        """Checks and tokenizes. Raises InvalidRequest, NotFound for the model, Unavailable without a target."""
+        check_input(request)
+        model, targets = self.find_model(request.model)
+        prompt_token_ids = await self.tokenize(request)
+        max_model_len = max(target.max_model_len for target in targets)
+        vocab_size = min(target.vocab_size for target in targets)
+        settings = self.environment.settings
+        deadline_s = settings.deadline_default_s if request.deadline_s is None else request.deadline_s
+        if not 0 < deadline_s <= settings.deadline_max_s:
+            raise InvalidRequest("deadline_ms", f"the deadline may be at most {settings.deadline_max_s:g} s")
+        return GenerationSpec(
+            request=request,
+            model=model,
+            prompt_token_ids=tuple(prompt_token_ids),
+            max_tokens=fit_to_context(
+                request, prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size
+            ),
+            deadline_s=deadline_s,
+        )
+
+    async def generate(
+        self, spec: GenerationSpec, arrival_s: float
+    ) -> AsyncGenerator[VisibleOutput | Finished]:
+        """Runs one request; close the generator to cancel it. Raises what RequestSession.run raises."""
+        environment = self.environment
+        if self._num_active >= environment.settings.requests_max:
+            raise Overloaded(f"this replica serves its most of {self._num_active} requests", _RETRY_AFTER_S)
+        self._num_active += 1
+        gauge = environment.metrics.waiting(spec.model)
+        gauge.inc()
+        try:
+            async with aclosing(RequestSession(environment, spec, arrival_s).run()) as items:
+                async for item in items:
+                    if gauge is not environment.metrics.running(spec.model):
+                        gauge.dec()
+                        gauge = environment.metrics.running(spec.model)
+                        gauge.inc()
+                    yield item
+        finally:
+            gauge.dec()
+            self._num_active -= 1
+
+    async def tokenize(self, request: GenerationInput, *, add_special_tokens: bool = True) -> list[int]:
+        """The prompt as token ids. Raises InvalidRequest when the chat template refuses the messages."""
+        if request.token_ids is not None:
+            return list(request.token_ids)
+        tokenizer = self.environment.tokenizer
+        if request.messages is not None:
+            text = tokenizer.render_chat(request.messages, **request.chat_template_kwargs)
+            add_special_tokens = False  # the template writes them
+        else:
+            text = request.text or ""
+        if len(text) <= _TOKENIZE_INLINE_CHARS_MAX:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def find_model(self, name: str) -> tuple[str, list[WorkerRecord]]:
+        """The model's name and its usable targets. Raises NotFound naming those served, or Unavailable."""
+        models = self.environment.router.models(self.snapshot(), self.environment.now_s())
+        served = sorted(models.keys() | set(self.environment.settings.served_model_names))
+        if name and served and name not in served:
+            raise NotFound(f"model {name!r} is not served; there is {', '.join(served)}", "model")
+        if not name:
+            if len(served) > 1:
+                raise InvalidRequest(
+                    "model", f"model is required, for there are several: {', '.join(served)}"
+                )
+            name = served[0] if served else ""
+        if name not in models:
+            raise Unavailable(self._why_no_target(), 2.0)
+        return name, models[name]
+
+    def _why_no_target(self) -> str:
+        reasons = [f"{each.worker_id}: {each.reason}" for each in self.exclusions() if each.pool == "target"]
+        if self.snapshot().degraded:
+            reasons.append("the registry does not answer")
+        return "no target worker is live" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+    async def _keep_house(self) -> None:
+        reported: set[Exclusion] = set()
+        while True:
+            snapshot, metrics = self.snapshot(), self.environment.metrics
+            await self.environment.channels.forget_all_but(
+                {worker.address for worker in (*snapshot.targets, *snapshot.drafts)}
+            )
+            excluded = set(self.exclusions())
+            for exclusion in excluded - reported:
+                _log.warning(
+                    "%s worker %s is not used: %s", exclusion.pool, exclusion.worker_id, exclusion.reason
+                )
+            reported = excluded
+            for pool, workers in (("target", snapshot.targets), ("draft", snapshot.drafts)):
+                usable, _ = self.environment.router.usable(workers, self.environment.now_s())
+                metrics.live_workers.labels(pool).set(len(usable))
+            metrics.registry_degraded.set(snapshot.degraded)
+            await asyncio.sleep(_HOUSEKEEPING_S)
+
+    def count_failure(self, error: OutriderError) -> None:
+        """Counts a request that ended in an error, by its gRPC code."""
+        self.environment.metrics.request_failure.labels(error.grpc_code).inc()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,34 @@
+"""What one coordinator is told at start. Read from the command line in `__main__` only; sent to every
+replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """Checks itself on construction; raises ValueError that names the field."""
+
+    tokenizer_dir: str  # model folder whose tokenizer the targets share
+    redis_url: str
+    served_model_names: tuple[str, ...] = ()  # only targets of these names; empty: whatever is registered
+    chat_template: str | None = None  # Jinja text that replaces the model's own
+    requests_max: int = 256  # at once in one replica, streaming ones included
+    deadline_default_s: float = 600.0  # for requests that carry none
+    deadline_max_s: float = 3600.0
+    target_silence_max_s: float = (
+        60.0  # between two events of a running session; then the worker counts as lost
+    )
+    draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
+    target_attempts_max: int = 3  # targets tried for one request, replays included
+    draft_attempts_max: int = 3  # draft workers tried for one attachment
+    quarantine_s: float = 3.0  # how long a worker that failed to answer is passed over
+
+    def __post_init__(self) -> None:
+        for name in (
+            "requests_max", "deadline_default_s", "deadline_max_s", "target_silence_max_s", "draft_silence_max_s",
+            "target_attempts_max", "draft_attempts_max", "quarantine_s",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -1,0 +1,62 @@
+"""What the client sees of the committed tokens: text up to a stop string, tokens up to the one that completed
+it.
+
+Pure. Tokens go through one at a time, so the outcome does not depend on how many a step committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from protos.outrider.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleOutput:
+    """News for the client. `token_ids`, `origins` and `pieces` have one entry per token."""
+
+    text: str  # may lag behind the pieces while a stop string is possible
+    token_ids: tuple[int, ...]
+    origins: tuple[common_pb2.TokenOrigin, ...]
+    pieces: tuple[str, ...]  # the text each token completed
+
+
+class TextOutput:
+    """One request's output so far. After a stop string matched, `stop_reason` is set and tokens are refused."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, matcher: StopStringMatcher) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self.token_ids: list[int] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, once one did."""
+        return self._matcher.matched
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._matcher.matched is not None
+
+    def push(self, token_ids: Sequence[int], origins: Sequence[common_pb2.TokenOrigin]) -> VisibleOutput:
+        """Takes committed tokens in order; those behind a completed stop string are dropped."""
+        text, pieces = [], []
+        for token_id in token_ids:
+            piece = self._detokenizer.push(token_id)
+            text.append(self._matcher.push(piece))
+            pieces.append(piece)
+            if self.is_stopped:
+                break
+        kept = len(pieces)
+        self.token_ids.extend(token_ids[:kept])
+        return VisibleOutput("".join(text), tuple(token_ids[:kept]), tuple(origins[:kept]), tuple(pieces))
+
+    def finish(self) -> str:
+        """The rest of the text when the tokens have ended; may still complete a stop string."""
+        if self.is_stopped:
+            return ""
+        text = self._matcher.push(self._detokenizer.flush())
+        return text if self.is_stopped else text + self._matcher.flush()

@@ -1,0 +1,1 @@
+"""The small trained model pair, how it was made, measured, and grown."""

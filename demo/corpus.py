@@ -1,0 +1,98 @@
+"""The corpus: Python sources of the running interpreter's standard library, split by file name.
+
+A file is held out when a hash of its relative name says so. The rule needs no list, so it holds for every
+interpreter version; `held_out.txt` writes down what it selected for the one the shipped pair was trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Tests repeat themselves, character maps and keyword tables are data, generated build settings name the
+# builder's folders, and the rest is not part of what people import.
+SKIPPED_FOLDERS = frozenset({
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test",
+    "idlelib", "encodings", "pydoc_data",
+})  # fmt: skip
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+HELD_OUT_PERCENT = 6
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One source file: its name relative to the library, with forward slashes, and its text."""
+
+    name: str
+    text: str
+
+
+def library_root() -> Path:
+    """The standard library folder of the running interpreter."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file of this relative name is kept away from training (about HELD_OUT_PERCENT of files)."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def is_skipped(name: str) -> bool:
+    """Whether the file of this relative name belongs to no split at all."""
+    parts = name.split("/")
+    return any(part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in parts)
+
+
+def source_files(root: Path | None = None) -> Iterator[SourceFile]:
+    """Every usable source file in name order; files that are not UTF-8 are left out."""
+    root = root or library_root()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if is_skipped(name):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            yield SourceFile(name, text)
+
+
+def training_files(root: Path | None = None) -> list[SourceFile]:
+    """Files that training, the tokenizer and distillation may see."""
+    return [file for file in source_files(root) if not is_held_out(file.name)]
+
+
+def held_out_files(root: Path | None = None) -> list[SourceFile]:
+    """Files that no stage of training has seen."""
+    return [file for file in source_files(root) if is_held_out(file.name)]
+
+
+def held_out_prompts(
+    count: int, *, seed: int = 0, chars_min: int = 100, chars_max: int = 700, root: Path | None = None
+) -> list[str]:
+    """Prompts cut from held-out files: they start at a line and end before white space.
+
+    A character is about 0.27 tokens, so the default lengths are 27 to 190 tokens. The same arguments give the
+    same prompts on the same interpreter version.
+    """
+    files = [file for file in held_out_files(root) if len(file.text) > 2 * chars_max]
+    if not files:
+        raise ValueError("the standard library has no held-out file that is long enough")
+    rng = random.Random(seed)
+    prompts: list[str] = []
+    while len(prompts) < count:
+        text = rng.choice(files).text
+        start = text.rfind("\n", 0, rng.randrange(len(text) - chars_max)) + 1
+        end = start + rng.randint(chars_min, chars_max)
+        while end < len(text) and not text[end].isspace():
+            end += 1
+        prompt = text[start:end].rstrip()
+        if len(prompt) >= chars_min // 2:
+            prompts.append(prompt)
+    return prompts

@@ -1,0 +1,100 @@
+"""`python -m draft_worker`: starts one draft worker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from outrider.worker_process import (
+    WorkerProcess,
+    add_worker_arguments,
+    engine_config,
+    model_name,
+    pin_to_cores,
+    record_from_info,
+    run_worker,
+    worker_info,
+    worker_options,
+)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="draft_worker",
+        description="Serves a draft model: rides ahead of target workers and streams hints to them.",
+    )
+    add_worker_arguments(parser, "draft")
+    parser.add_argument(
+        "--max-nodes", type=int, default=96, help="live nodes of one hint tree (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-lookahead",
+        type=int,
+        default=20,
+        help="how far ahead of the committed tokens (default %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
+    # Imported late, so that --help and bad arguments do not wait for torch.
+    from draft_worker.messages import Action, DraftLimits, Event
+    from draft_worker.runner import DraftCore
+    from draft_worker.scheduler import DraftScheduler
+    from draft_worker.server import DraftServicer
+    from outrider.engine.model import load_model
+    from outrider.model_thread import ModelThread
+    from outrider.telemetry import DraftMetrics, serve_metrics
+    from protos.outrider.v1 import draft_pb2_grpc
+
+    options = worker_options(arguments)
+    name = model_name(arguments.model)
+    async with WorkerProcess(options, "draft", ["outrider.v1.Draft"]) as process:
+        engine = load_model(engine_config(arguments))
+        info = worker_info(engine, options, name, process.incarnation)
+        limits = DraftLimits(
+            max_num_seqs=arguments.max_num_seqs,
+            max_model_len=engine.max_model_len,
+            max_nodes=arguments.max_nodes,
+            max_lookahead=arguments.max_lookahead,
+        )
+        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
+        metrics = DraftMetrics(name, options.worker_id)
+        metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
+        servicer = DraftServicer(info, scheduler, metrics)
+        loop = asyncio.get_running_loop()
+
+        def deliver(actions: list[Action]) -> None:
+            loop.call_soon_threadsafe(servicer.dispatch, actions)
+
+        def fail(error: BaseException) -> None:
+            loop.call_soon_threadsafe(process.request_stop, error)
+
+        thread: ModelThread[Event, Action] = ModelThread(
+            DraftCore(scheduler, engine, metrics), deliver, fail, name="draft-model"
+        )
+        servicer.bind(thread)
+        draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.server)
+        thread.start()
+        try:
+            await process.run(
+                record_from_info("draft", info),
+                load=lambda: (scheduler.num_sessions, 0),
+                on_drain=servicer.start_draining,
+                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
+            )
+        finally:
+            thread.stop()
+            await servicer.close()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    pin_to_cores(arguments.cpu_affinity)
+    return run_worker(lambda: serve(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

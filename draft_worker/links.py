@@ -1,0 +1,153 @@
+"""Streams from this draft worker to target workers: one `Hints.Exchange` per target, for all sessions.
+
+A link is opened when the first session names its target and closed when the last one has left. When it breaks it
+is opened again with growing pauses, and the scheduler is told, so that it says everything anew (`LinkOpened`).
+Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from outrider.worker_process import CHANNEL_OPTIONS
+from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+MAX_PENDING_NODES = 8192  # per link; hints beyond it are dropped, as they would be stale before they left
+
+
+class TargetLink:
+    """The stream to one target worker, kept open."""
+
+    def __init__(self, address: str, on_event: Callable[[Event], None]) -> None:
+        self.address = address
+        self.session_ids: set[str] = set()
+        self._on_event = on_event
+        self._frame = hints_pb2.HintFrame()
+        self._num_pending_nodes = 0
+        self._wake = asyncio.Event()
+        self._task = asyncio.create_task(self._keep_open(), name=f"hints to {address}")
+
+    def put(self, action: Subscribe | Unsubscribe | SendHints) -> None:
+        """Adds to the frame that leaves next; frames grow while the stream is busy."""
+        match action:
+            case Subscribe():
+                self._frame.subscribe.add(
+                    session_id=action.session_id, attachment=action.attachment, known_len=action.known_len
+                )
+            case Unsubscribe():
+                self._frame.unsubscribe.append(action.session_id)
+            case SendHints():
+                if self._num_pending_nodes >= MAX_PENDING_NODES:
+                    return
+                self._num_pending_nodes += len(action.hints)
+                _add_nodes(self._frame.nodes.add(), action)
+        self._wake.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _keep_open(self) -> None:
+        num_failures = 0
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                    async for frame in self._open(channel):
+                        num_failures = 0
+                        for commit in frame.commits:
+                            self._on_event(_commit_event(commit))
+                reason = "closed by the target"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name} {error.details()}"
+            pause_s = RETRY_S[min(num_failures, len(RETRY_S) - 1)]
+            num_failures += 1
+            logger.info("hint stream to %s broke (%s); trying again in %.2f s", self.address, reason, pause_s)
+            await asyncio.sleep(pause_s)
+
+    def _open(self, channel: grpc.aio.Channel) -> AsyncIterator[hints_pb2.CommitFrame]:
+        self._take_frame()  # what an earlier stream did not take is said anew
+        self._on_event(LinkOpened(self.address))
+        stub = hints_pb2_grpc.HintsStub(channel)
+        call: AsyncIterator[hints_pb2.CommitFrame] = stub.Exchange(self._frames())
+        return call
+
+    async def _frames(self) -> AsyncIterator[hints_pb2.HintFrame]:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            yield self._take_frame()
+
+    def _take_frame(self) -> hints_pb2.HintFrame:
+        frame, self._frame = self._frame, hints_pb2.HintFrame()
+        self._num_pending_nodes = 0
+        return frame
+
+
+class TargetLinks:
+    """All links of one draft worker, opened and closed as sessions come and go."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self._links: dict[str, TargetLink] = {}
+
+    def join(self, address: str, session_id: str) -> None:
+        if address not in self._links:
+            self._links[address] = TargetLink(address, self._on_event)
+        self._links[address].session_ids.add(session_id)
+
+    async def leave(self, address: str, session_id: str) -> None:
+        link = self._links.get(address)
+        if link is None:
+            return
+        link.session_ids.discard(session_id)
+        await asyncio.sleep(IDLE_S)
+        if not link.session_ids and self._links.get(address) is link:
+            del self._links[address]
+            await link.close()
+
+    def put(self, action: Action) -> None:
+        if isinstance(action, Subscribe | Unsubscribe | SendHints):
+            link = self._links.get(action.target_address)
+            if link is not None:
+                link.put(action)
+
+    async def close(self) -> None:
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.close()
+
+
+IDLE_S = 10.0
+"""A link outlives its last session by this long, since the next one often comes soon."""
+
+
+def _add_nodes(message: hints_pb2.HintNodes, action: SendHints) -> None:
+    message.session_id = action.session_id
+    message.attachment = action.attachment
+    message.base_len = action.base_len
+    message.node_ids.extend([hint.node_id for hint in action.hints])
+    message.parent_ids.extend([hint.parent_id for hint in action.hints])
+    message.token_ids.extend([hint.token_id for hint in action.hints])
+    if any(hint.distribution for hint in action.hints):
+        for hint in action.hints:
+            message.support_sizes.append(len(hint.distribution.token_ids) if hint.distribution else 0)
+            if hint.distribution:
+                message.support_token_ids.extend(hint.distribution.token_ids)
+                message.support_weights.extend(hint.distribution.weights)
+
+
+def _commit_event(commit: hints_pb2.SessionCommit) -> CommitHeard:
+    return CommitHeard(
+        commit.session_id, commit.from_len, list(commit.token_ids), commit.is_listening, commit.is_finished
+    )

@@ -1,0 +1,159 @@
+"""What the draft scheduler is told (events) and what it wants done (actions). Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.kv_cache import KVSequence
+from outrider.errors import OutriderError
+from outrider.hint_tree import DraftDistribution, Hint
+from outrider.sampling_params import SamplingParams
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class AttachSession:
+    session_id: str
+    attachment: int
+    target_address: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int  # the client's in coupled mode, the draft worker's own otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class DetachSession:
+    session_id: str
+    attachment: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    """A stream to this target was opened, or opened again: everything it should know must be said anew."""
+
+    target_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitHeard:
+    session_id: str
+    from_len: int
+    token_ids: list[int]
+    is_listening: bool
+    is_finished: bool
+
+
+Event = AttachSession | DetachSession | LinkOpened | CommitHeard
+
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentAccepted:
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentRefused:
+    session_id: str
+    attachment: int
+    error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentEnded:
+    """The target said that the session has ended."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    target_address: str
+    session_id: str
+    attachment: int
+    known_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    target_address: str
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendHints:
+    target_address: str
+    session_id: str
+    attachment: int
+    base_len: int
+    hints: list[Hint]
+
+
+Action = AttachmentAccepted | AttachmentRefused | AttachmentEnded | Subscribe | Unsubscribe | SendHints
+
+
+# One step.
+
+
+@dataclass(frozen=True, slots=True)
+class KVMove:
+    """KV entries that survived a move of the cursor, to be brought together before the next forward pass."""
+
+    source_slots: npt.NDArray[np.int64]
+    destination_slots: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One session's part in a step.
+
+    `node_ids` are expanded: one row of logits each. Prefill has one (the cursor) or, for a chunk that is not the
+    last, none; it feeds committed tokens and leaves the tree fields unset.
+    """
+
+    session_id: str
+    kv: KVSequence
+    token_ids: Sequence[int]
+    node_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    decided_positions: list[int]  # per node: the position that its children guess
+    positions: npt.NDArray[np.int64] | None = None  # as in engine.model.SequenceChunk
+    tree_start: int = 0
+    visible: npt.NDArray[np.bool_] | None = None
+    key_positions: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    moves: list[KVMove]
+    items: list[StepItem]
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The children of one node: the primary child first, then alternatives, likeliest first."""
+
+    token_ids: list[int]
+    chances: list[float]  # that the target says this token here, as far as the draft can tell; 0 to 1
+    distribution: DraftDistribution | None  # what the primary child was sampled from; rejection mode only
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Bounds of one draft worker (I7)."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512  # fed in one step, prefill included
+    max_model_len: int = 1024  # tokens; a longer session gets no more hints
+    max_nodes: int = 96  # live nodes of one tree
+    max_lookahead: int = 20  # depth below the cursor
+    max_nodes_per_step: int = 8  # of one session; attention pads rows to eights anyway
+    min_chance: float = 0.02  # alternatives that are less likely to be reached are not grown

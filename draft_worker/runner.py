@@ -1,0 +1,107 @@
+"""Runs the draft scheduler's steps on the model and turns logits into children."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from draft_worker.messages import Action, Event, Expansion, Step, StepItem
+from draft_worker.scheduler import DraftScheduler
+from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.sampling import coupled_scores, draft_distribution, probabilities, sample_draft
+from outrider.sampling_params import DecodingMode
+from outrider.telemetry import DraftMetrics
+
+NUM_CHILDREN = 3
+"""One primary child and up to two alternatives; a third alternative is hardly ever said."""
+SUPPORT_SIZE = 32
+"""Entries of a hint's distribution in rejection mode."""
+SAMPLED_PRIMARY_CHANCE = 0.75
+"""How often a sampled primary child is accepted, roughly; only orders the growth of the tree."""
+
+
+@torch.inference_mode()
+def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
+    """One forward pass; per item, the expansion of each of its nodes."""
+    for move in step.moves:
+        engine.move_entries(move.source_slots, move.destination_slots)
+    chunks = [
+        SequenceChunk(
+            item.kv,
+            item.token_ids,
+            len(item.node_ids),
+            item.positions,
+            item.tree_start,
+            item.visible,
+            item.key_positions,
+        )
+        for item in step.items
+    ]
+    logits = engine.forward(chunks)
+    expansions: list[list[Expansion]] = []
+    row = 0
+    for item in step.items:
+        rows = logits[row : row + len(item.node_ids)]
+        row += len(item.node_ids)
+        expansions.append(expand(item, rows) if item.node_ids else [])
+    return expansions
+
+
+def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
+    """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
+    if item.sampling.decoding_mode is DecodingMode.GREEDY:
+        return _most_likely(torch.softmax(logits, dim=-1))
+    probs = probabilities(logits, item.sampling)
+    if item.sampling.decoding_mode is DecodingMode.COUPLED:
+        scores = [
+            coupled_scores(row, item.seed, position)
+            for row, position in zip(probs, item.decided_positions, strict=True)
+        ]
+        stacked = torch.stack(scores)
+        return _most_likely((stacked / stacked.sum(dim=-1, keepdim=True)).float())
+    return [
+        _sampled(row, item.seed, position)
+        for row, position in zip(probs, item.decided_positions, strict=True)
+    ]
+
+
+def _most_likely(chances: torch.Tensor) -> list[Expansion]:
+    """The best token as primary child, the next ones as alternatives.  # [num_nodes, vocab_size]"""
+    values, indices = torch.topk(chances, NUM_CHILDREN, dim=-1)
+    return [
+        Expansion(token_ids, row_chances, None)
+        for token_ids, row_chances in zip(indices.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _sampled(probs: torch.Tensor, seed: int, position: int) -> Expansion:
+    """A primary child drawn from exactly the distribution that is sent with it (I5).  # [vocab_size]"""
+    distribution = draft_distribution(probs, SUPPORT_SIZE)
+    token_id = sample_draft(distribution, seed, position)
+    others = [other for other in distribution.token_ids if other != token_id][: NUM_CHILDREN - 1]
+    rest = max(1.0 - float(probs[token_id]), 1e-6)
+    chances = [(1.0 - SAMPLED_PRIMARY_CHANCE) * float(probs[other]) / rest for other in others]
+    return Expansion([token_id, *others], [SAMPLED_PRIMARY_CHANCE, *chances], distribution)
+
+
+class DraftCore:
+    """The scheduler and the engine as one core for the model thread."""
+
+    def __init__(self, scheduler: DraftScheduler, engine: Engine, metrics: DraftMetrics) -> None:
+        self.scheduler = scheduler
+        self.engine = engine
+        self._metrics = metrics
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        return self.scheduler.handle(event)
+
+    def run_next(self, now: float) -> tuple[list[Action], float | None]:
+        step = self.scheduler.next_step()
+        self._metrics.num_sessions.set(self.scheduler.num_sessions)
+        if step is None:
+            return [], None
+        started = time.perf_counter()
+        expansions = run_step(self.engine, step)
+        self._metrics.step_ms.observe((time.perf_counter() - started) * 1e3)
+        return self.scheduler.finish_step(step, expansions), 0.0

@@ -1,0 +1,173 @@
+"""Whose hint trees grow next. Pure: events in, actions and steps out.
+
+Each step feeds pending committed tokens (prefill) and expands frontier nodes of every session that is listened
+to, several per session, fairly: the room of a step is dealt out evenly. A session whose tree is as large as its
+bounds allow rests until commits arrive.
+"""
+
+from __future__ import annotations
+
+from draft_worker.messages import (
+    Action,
+    AttachmentAccepted,
+    AttachmentEnded,
+    AttachmentRefused,
+    AttachSession,
+    CommitHeard,
+    DetachSession,
+    DraftLimits,
+    Event,
+    Expansion,
+    KVMove,
+    LinkOpened,
+    SendHints,
+    Step,
+    Subscribe,
+    Unsubscribe,
+)
+from draft_worker.session import DraftSession
+from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.hint_tree import Hint
+
+
+class DraftScheduler:
+    """All sessions of one draft worker."""
+
+    def __init__(self, limits: DraftLimits, allocator: BlockAllocator, vocab_size: int) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.vocab_size = vocab_size
+        self._sessions: dict[str, DraftSession] = {}
+        self._moves: list[KVMove] = []
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def progress(self, session_id: str) -> DraftSession | None:
+        """For status reports; to be read, not changed."""
+        return self._sessions.get(session_id)
+
+    def handle(self, event: Event) -> list[Action]:
+        match event:
+            case AttachSession():
+                return self._attach(event)
+            case DetachSession():
+                session = self._sessions.get(event.session_id)
+                if session is not None and session.attachment == event.attachment:
+                    self._remove(session)
+                    return [Unsubscribe(session.target_address, session.session_id)]
+            case LinkOpened():
+                return self._introduce(event.target_address)
+            case CommitHeard():
+                return self._hear(event)
+        return []
+
+    def _attach(self, event: AttachSession) -> list[Action]:
+        error = self._objection(event)
+        if error is not None:
+            return [AttachmentRefused(event.session_id, event.attachment, error)]
+        session = DraftSession(
+            event.session_id,
+            event.attachment,
+            event.target_address,
+            list(event.token_ids),
+            event.sampling,
+            event.seed,
+            KVSequence(self.allocator),
+            self.limits,
+        )
+        self._sessions[event.session_id] = session
+        return [
+            AttachmentAccepted(event.session_id),
+            Subscribe(event.target_address, event.session_id, event.attachment, len(session.token_ids)),
+        ]
+
+    def _objection(self, event: AttachSession) -> OutriderError | None:
+        if event.session_id in self._sessions:
+            return InvalidRequest("session_id", f"session {event.session_id} is already attached here")
+        if len(event.token_ids) >= self.limits.max_model_len:
+            return InvalidRequest(
+                "token_ids",
+                f"{len(event.token_ids)} tokens are more than this draft model can follow "
+                f"(at most {self.limits.max_model_len - 1})",
+            )
+        if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
+            return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
+        if len(self._sessions) >= self.limits.max_num_seqs:
+            return Overloaded(f"all {self.limits.max_num_seqs} draft slots are taken", retry_after_s=1.0)
+        return None
+
+    def _remove(self, session: DraftSession) -> None:
+        del self._sessions[session.session_id]
+        session.kv.free()
+
+    def _introduce(self, target_address: str) -> list[Action]:
+        actions: list[Action] = []
+        for session in self._sessions.values():
+            if session.target_address == target_address:
+                actions.append(
+                    Subscribe(target_address, session.session_id, session.attachment, len(session.token_ids))
+                )
+                if session.nodes:
+                    actions.append(self._send(session, session.live_hints()))
+        return actions
+
+    def _hear(self, event: CommitHeard) -> list[Action]:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            return []
+        if event.is_finished:
+            self._remove(session)
+            return [AttachmentEnded(session.session_id)]
+        session.is_listened_to = event.is_listening
+        known_len = len(session.token_ids)
+        if event.from_len > known_len:  # something was missed: ask again from where we are
+            return [Subscribe(session.target_address, session.session_id, session.attachment, known_len)]
+        new_token_ids = event.token_ids[known_len - event.from_len :]
+        if new_token_ids:
+            move = session.commit(new_token_ids)
+            if move is not None:
+                self._moves.append(move)
+        return []
+
+    def next_step(self) -> Step | None:
+        """A step over everything that can grow, or None when nothing can."""
+        growing = [session for session in self._sessions.values() if session.wants_to_grow()]
+        if not growing:
+            return None
+        budget = self.limits.max_num_batched_tokens
+        items = []
+        share = max(1, min(self.limits.max_nodes_per_step, budget // len(growing)))
+        for session in growing:
+            if not session.num_pending and (node_ids := session.frontier(share)):
+                items.append(session.grow_item(node_ids))
+                budget -= len(node_ids)
+        for session in growing:
+            if session.num_pending and budget > 0:
+                items.append(session.prefill_item(budget))
+                budget -= len(items[-1].token_ids)
+        if not items:
+            return None
+        moves, self._moves = self._moves, []
+        return Step(moves, items)
+
+    def finish_step(self, step: Step, expansions: list[list[Expansion]]) -> list[Action]:
+        """Attaches the new nodes; `expansions[i]` belongs to the nodes of `step.items[i]`."""
+        actions: list[Action] = []
+        for item, expanded in zip(step.items, expansions, strict=True):
+            session = self._sessions[item.session_id]  # events are handled between steps only
+            if item.visible is None:
+                session.finish_prefill(len(item.token_ids))
+            hints: list[Hint] = []
+            for node_id, expansion in zip(item.node_ids, expanded, strict=True):
+                hints += session.add_children(node_id, expansion)
+            if hints:
+                actions.append(self._send(session, hints))
+        return actions
+
+    def _send(self, session: DraftSession, hints: list[Hint]) -> SendHints:
+        return SendHints(
+            session.target_address, session.session_id, session.attachment, session.base_len, hints
+        )

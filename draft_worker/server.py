@@ -1,0 +1,154 @@
+"""The draft worker's gRPC face: coordinators attach sessions here. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from draft_worker.links import TargetLinks
+from draft_worker.messages import (
+    Action,
+    AttachmentAccepted,
+    AttachmentEnded,
+    AttachmentRefused,
+    AttachSession,
+    DetachSession,
+    Event,
+    SendHints,
+)
+from draft_worker.scheduler import DraftScheduler
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, TokenizerMismatch, Unavailable
+from outrider.model_thread import ModelThread
+from outrider.sampling_params import SamplingParams
+from outrider.telemetry import DraftMetrics
+from outrider.worker_process import abort
+from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+
+MAX_SESSION_ID = 64  # characters
+STATUS_EVERY_S = 1.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DraftServicer(draft_pb2_grpc.DraftServicer):
+    """Serves outrider.v1.Draft."""
+
+    def __init__(self, info: common_pb2.WorkerInfo, scheduler: DraftScheduler, metrics: DraftMetrics) -> None:
+        self._info = info
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._callers: dict[str, asyncio.Queue[Action]] = {}
+        self._thread: ModelThread[Event, Action] | None = None
+        self._links = TargetLinks(self._submit)
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+
+    def bind(self, thread: ModelThread[Event, Action]) -> None:
+        """Must be called before the server starts."""
+        self._thread = thread
+
+    def start_draining(self) -> None:
+        self._is_draining = True
+
+    async def close(self) -> None:
+        await self._links.close()
+
+    def dispatch(self, actions: list[Action]) -> None:
+        """Takes the scheduler's actions, on the event loop."""
+        for action in actions:
+            if isinstance(action, AttachmentAccepted | AttachmentRefused | AttachmentEnded):
+                caller = self._callers.get(action.session_id)
+                if caller is not None:
+                    caller.put_nowait(action)
+            else:
+                if isinstance(action, SendHints):
+                    self._metrics.num_sent_nodes.inc(len(action.hints))
+                self._links.put(action)
+
+    def _submit(self, event: Event) -> None:
+        assert self._thread is not None
+        if not self._thread.submit(event):
+            raise Overloaded("the worker is too far behind to take more")
+
+    # outrider.v1.Draft
+
+    async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Context) -> common_pb2.WorkerInfo:
+        return self._info
+
+    async def Attach(
+        self, request: draft_pb2.AttachRequest, context: Context
+    ) -> AsyncIterator[draft_pb2.AttachStatus]:
+        try:
+            event = self._parse(request)
+        except OutriderError as error:
+            await abort(context, error)
+            return
+        actions: asyncio.Queue[Action] = asyncio.Queue()
+        self._callers[event.session_id] = actions
+        self._links.join(event.target_address, event.session_id)
+        try:
+            self._submit(event)
+            async for status in self._follow(event.session_id, actions):
+                yield status
+        except OutriderError as error:
+            await abort(context, error)
+        finally:
+            del self._callers[event.session_id]
+            self._submit(DetachSession(event.session_id, event.attachment))
+            task = asyncio.create_task(self._links.leave(event.target_address, event.session_id))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _follow(
+        self, session_id: str, actions: asyncio.Queue[Action]
+    ) -> AsyncIterator[draft_pb2.AttachStatus]:
+        """Statuses of one attachment until it ends. Raises what it was refused with."""
+        status = draft_pb2.AttachStatus()
+        while not status.is_finished:
+            try:
+                async with asyncio.timeout(STATUS_EVERY_S):
+                    action = await actions.get()
+                if isinstance(action, AttachmentRefused):
+                    raise action.error
+                status.is_finished = isinstance(action, AttachmentEnded)
+            except TimeoutError:
+                pass
+            session = self._scheduler.progress(session_id)
+            if session is not None:
+                status.num_sent_nodes = session.num_sent_nodes
+                status.num_roots = session.num_roots
+                status.committed_len = len(session.token_ids)
+            yield status
+
+    def _parse(self, request: draft_pb2.AttachRequest) -> AttachSession:
+        """Raises an OutriderError that says what is wrong."""
+        if self._is_draining:
+            raise Unavailable("this worker is draining")
+        if not 0 < len(request.session_id) <= MAX_SESSION_ID:
+            raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
+        if request.session_id in self._callers:
+            raise InvalidRequest("session_id", f"session {request.session_id} is already attached here")
+        if not request.token_ids:
+            raise InvalidRequest(
+                "token_ids", "token_ids is empty; at least one token is needed to go on from"
+            )
+        if ":" not in request.target_address:
+            raise InvalidRequest(
+                "target_address", f"target_address is {request.target_address!r}; host:port is wanted"
+            )
+        ours, theirs = self._info.tokenizer_fingerprint, request.tokenizer_fingerprint
+        if theirs and theirs != ours:
+            raise TokenizerMismatch(ours, theirs, "the target")
+        sampling = SamplingParams.from_proto(request.sampling)
+        return AttachSession(
+            request.session_id,
+            request.attachment,
+            request.target_address,
+            list(request.token_ids),
+            sampling,
+            sampling.seed if sampling.seed is not None else secrets.randbits(64),
+        )

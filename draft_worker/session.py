@@ -1,0 +1,245 @@
+"""One session's hint tree on the draft worker, and the KV that goes with it. Pure.
+
+The tree hangs below the committed tokens. Its nodes are of two kinds: *fed* nodes have gone through the model, so
+their KV entry and their children exist; the others are the frontier. KV entries `[0, num_prefix)` belong to
+committed tokens, those after it to fed nodes, in the order they were fed; `entry_nodes` names them.
+
+Invariants: while `num_prefix == len(token_ids)` the cursor is fed; otherwise the tokens without KV are pending
+and the tree is empty. Every node that is kept was sent, so the target's cursor can go wherever ours can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from draft_worker.messages import DraftLimits, Expansion, KVMove, StepItem
+from outrider.engine.kv_cache import KVSequence
+from outrider.hint_tree import ROOT_ID, Hint
+from outrider.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class DraftNode:
+    hint: Hint
+    depth: int  # below the root; it guesses position base_len + depth - 1
+    reach: float  # estimated chance that the committed tokens come this way
+    children: list[int] = field(default_factory=list)
+    entry: int | None = None  # index of its KV entry, once fed
+
+
+@dataclass(slots=True, eq=False)
+class DraftSession:
+    session_id: str
+    attachment: int
+    target_address: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    kv: KVSequence
+    limits: DraftLimits
+    base_len: int = 0
+    cursor: int = ROOT_ID
+    cursor_depth: int = 0
+    num_prefix: int = 0
+    nodes: dict[int, DraftNode] = field(default_factory=dict)
+    cursor_children: list[int] = field(default_factory=list)
+    entry_nodes: list[int] = field(default_factory=list)
+    next_node_id: int = 1
+    is_listened_to: bool = True
+    num_roots: int = 1
+    num_sent_nodes: int = 0
+
+    def __post_init__(self) -> None:
+        self.base_len = len(self.token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens without KV; the last of them is the cursor's."""
+        return len(self.token_ids) - self.num_prefix
+
+    def commit(self, token_ids: list[int]) -> KVMove | None:
+        """Moves the cursor along newly committed tokens, keeps what lies below it and drops the rest.
+
+        Returns the KV entries to be moved so that what is kept lies together again.
+        """
+        path: list[DraftNode] = []
+        is_lost = self.num_pending > 0
+        for token_id in token_ids:
+            child = None if is_lost else self._child_saying(token_id)
+            if child is None:
+                is_lost = True
+                continue
+            path.append(self.nodes[child])
+            self.cursor, self.cursor_depth = child, self.nodes[child].depth
+            self.cursor_children = self.nodes[child].children
+        self.token_ids.extend(token_ids)
+        fed = [node.entry for node in path if node.entry is not None]
+        if is_lost or len(fed) < len(path):
+            survivors: list[int] = []
+        else:
+            survivors = self._fed_below_cursor()
+        move = self._compact(fed, survivors)
+        if is_lost:
+            self._plant()
+        return move
+
+    def _child_saying(self, token_id: int) -> int | None:
+        for child in self.cursor_children:
+            if self.nodes[child].hint.token_id == token_id:
+                return child
+        return None
+
+    def _plant(self) -> None:
+        """Starts a new tree at the end of the committed tokens."""
+        self.base_len = len(self.token_ids)
+        self.cursor, self.cursor_depth = ROOT_ID, 0
+        self.nodes, self.cursor_children, self.entry_nodes = {}, [], []
+        self.next_node_id = 1
+        self.num_roots += 1
+
+    def _fed_below_cursor(self) -> list[int]:
+        """Node ids in the order of their KV entries."""
+        found, pending = [], list(self.cursor_children)
+        while pending:
+            node_id = pending.pop()
+            node = self.nodes[node_id]
+            if node.entry is not None:
+                found.append(node_id)
+                pending.extend(node.children)
+        return sorted(found, key=lambda node_id: self.nodes[node_id].entry or 0)
+
+    def _compact(self, fed_path: list[int], survivors: list[int]) -> KVMove | None:
+        """Makes the fed path part of the prefix and closes the gaps behind it."""
+        sources = fed_path + [self.nodes[node_id].entry or 0 for node_id in survivors]
+        slots = self.kv.slots(0, self.kv.length)
+        destinations = np.arange(self.num_prefix, self.num_prefix + len(sources))
+        moved = np.asarray(sources, dtype=np.int64) != destinations
+        move = None
+        if moved.any():
+            move = KVMove(slots[np.asarray(sources, dtype=np.int64)[moved]], slots[destinations[moved]])
+        self.num_prefix += len(fed_path)
+        self._keep_below_cursor()
+        self.entry_nodes = survivors
+        for index, node_id in enumerate(survivors):
+            self.nodes[node_id].entry = self.num_prefix + index
+        self.kv.truncate(self.num_prefix + len(survivors))
+        return move
+
+    def _keep_below_cursor(self) -> None:
+        kept: dict[int, DraftNode] = {}
+        pending = list(self.cursor_children)
+        cursor_reach = self.nodes[self.cursor].reach if self.cursor in self.nodes else 1.0
+        while pending:
+            node_id = pending.pop()
+            node = self.nodes[node_id]
+            node.reach /= cursor_reach
+            kept[node_id] = node
+            pending.extend(node.children)
+        self.nodes = kept
+
+    # Growing.
+
+    def wants_to_grow(self) -> bool:
+        return self.is_listened_to and len(self.token_ids) < self.limits.max_model_len - 1
+
+    def prefill_item(self, budget: int) -> StepItem:
+        """Feeds up to `budget` pending tokens; the last one expands the cursor."""
+        count = min(self.num_pending, budget)
+        token_ids = self.token_ids[self.num_prefix : self.num_prefix + count]
+        is_last = count == self.num_pending
+        self.kv.extend(count)
+        return StepItem(
+            self.session_id,
+            self.kv,
+            token_ids,
+            [self.cursor] if is_last else [],
+            self.sampling,
+            self.seed,
+            [len(self.token_ids)] if is_last else [],
+        )
+
+    def frontier(self, max_nodes: int) -> list[int]:
+        """At most `max_nodes` nodes to expand next: the end of the primary path, then the likeliest others."""
+        if self.num_pending or len(self.nodes) >= self.limits.max_nodes:
+            return []
+        deepest = min(
+            self.cursor_depth + self.limits.max_lookahead, self.limits.max_model_len - 1 - self.base_len
+        )
+        open_nodes = [
+            node_id for node_id, node in self.nodes.items() if node.entry is None and node.depth < deepest
+        ]
+        primary_tip = self._primary_tip()
+        chosen = sorted(
+            open_nodes, key=lambda node_id: (node_id == primary_tip, self.nodes[node_id].reach), reverse=True
+        )
+        return chosen[:max_nodes]
+
+    def _primary_tip(self) -> int | None:
+        """The last node of the primary path below the cursor, when it is not fed yet."""
+        children, tip = self.cursor_children, None
+        while children:
+            tip = children[0]
+            children = self.nodes[tip].children
+        return tip if tip is not None and self.nodes[tip].entry is None else None
+
+    def grow_item(self, node_ids: list[int]) -> StepItem:
+        """Feeds frontier nodes, each seeing the committed tokens, its ancestors and itself."""
+        first_entry = self.kv.length
+        self.kv.extend(len(node_ids))
+        for index, node_id in enumerate(node_ids):
+            self.nodes[node_id].entry = first_entry + index
+        self.entry_nodes = self.entry_nodes + node_ids
+        visible = np.zeros((len(node_ids), len(self.entry_nodes)), dtype=np.bool_)
+        for row, node_id in enumerate(node_ids):
+            ancestor: int = node_id
+            while ancestor != self.cursor:
+                node = self.nodes[ancestor]
+                assert node.entry is not None
+                visible[row, node.entry - self.num_prefix] = True
+                ancestor = node.hint.parent_id
+        positions = [self.base_len + self.nodes[node_id].depth - 1 for node_id in node_ids]
+        key_positions = [self.base_len + self.nodes[node_id].depth - 1 for node_id in self.entry_nodes]
+        return StepItem(
+            self.session_id,
+            self.kv,
+            [self.nodes[node_id].hint.token_id for node_id in node_ids],
+            node_ids,
+            self.sampling,
+            self.seed,
+            [position + 1 for position in positions],
+            np.asarray(positions, dtype=np.int64),
+            self.num_prefix,
+            visible,
+            np.asarray(key_positions, dtype=np.int64),
+        )
+
+    def finish_prefill(self, num_fed: int) -> None:
+        self.num_prefix += num_fed
+
+    def add_children(self, node_id: int, expansion: Expansion) -> list[Hint]:
+        """Attaches a node's children as its expansion says; returns them as they are to be sent."""
+        if node_id == self.cursor:
+            depth, reach, children = self.cursor_depth, 1.0, self.cursor_children
+        else:
+            parent = self.nodes[node_id]
+            depth, reach, children = parent.depth, parent.reach, parent.children
+        hints = []
+        for index, (token_id, chance) in enumerate(zip(expansion.token_ids, expansion.chances, strict=True)):
+            is_first = index == 0
+            if not is_first and (
+                reach * chance < self.limits.min_chance or len(self.nodes) >= self.limits.max_nodes
+            ):
+                break
+            hint = Hint(self.next_node_id, node_id, token_id, expansion.distribution if is_first else None)
+            self.next_node_id += 1
+            self.nodes[hint.node_id] = DraftNode(hint, depth + 1, reach * chance)
+            children.append(hint.node_id)
+            hints.append(hint)
+        self.num_sent_nodes += len(hints)
+        return hints
+
+    def live_hints(self) -> list[Hint]:
+        """All nodes below the cursor, parents first."""
+        return [self.nodes[node_id].hint for node_id in sorted(self.nodes)]

@@ -1,0 +1,175 @@
+"""What `outrider serve` runs: the processes of one machine, as a plan.
+
+Pure: options in, child specifications out. Paths are only put together here, never looked at.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from outrider.child_spec import ChildSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO_TARGET = ROOT / "demo" / "target"
+DEMO_DRAFT = ROOT / "demo" / "draft"
+
+# Loading and packing gigabytes of weights takes minutes; a worker that hangs should still be noticed.
+WORKER_READY_TIMEOUT_S = 600.0
+COORDINATOR_READY_TIMEOUT_S = 120.0
+WORKER_DRAIN_S = 5.0  # the coordinator stops first, so what is left to finish belongs to nobody
+WORKER_GRACE_S = 10.0
+COORDINATOR_GRACE_S = 15.0  # Ray stops its own processes one after the other
+
+
+class Dtype(StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class Affinity(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One model pair on one machine. None leaves a value to the process it concerns."""
+
+    target: Path
+    draft: Path | None
+    dtype: Dtype = Dtype.BFLOAT16
+    num_speculative_tokens: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 9000
+    num_target_workers: int = 1
+    num_draft_workers: int = 1
+    num_replicas: int = 1
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    served_model_name: str | None = None
+    affinity: Affinity = Affinity.AUTO
+
+    @property
+    def model_name(self) -> str:
+        """What clients ask for: the given name, else that of the target's folder."""
+        return self.served_model_name or self.target.resolve().name
+
+
+@dataclass(frozen=True)
+class CorePlan:
+    """The cores of each worker; an empty tuple means no pinning."""
+
+    targets: tuple[tuple[int, ...], ...]
+    drafts: tuple[tuple[int, ...], ...]
+
+
+def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CorePlan:
+    """Splits cores so that no two workers share one: a draft and its target run at the same time, always.
+
+    A draft model is small and gets one core, from the end. Targets share the rest evenly; from four cores on
+    one is left to the coordinator. Too few cores for one each: nobody is pinned.
+    """
+    if len(cores) < num_targets + num_drafts:
+        return CorePlan(((),) * num_targets, ((),) * num_drafts)
+    ordered = sorted(cores)
+    split = len(ordered) - num_drafts
+    drafts = tuple((core,) for core in ordered[split:])
+    is_roomy = len(ordered) >= 4 and split > num_targets
+    rest = ordered[1:split] if is_roomy else ordered[:split]
+    share = len(rest) // num_targets
+    targets = tuple(tuple(rest[i * share : (i + 1) * share]) for i in range(num_targets))
+    return CorePlan(targets, drafts)
+
+
+def worker_specs(
+    deployment: Deployment, cores: Sequence[int], redis_url: str, run_id: str
+) -> list[ChildSpec]:
+    """Target workers, then draft workers. `run_id` keeps the worker ids of several systems apart."""
+    num_drafts = deployment.num_draft_workers if deployment.draft is not None else 0
+    usable = cores if deployment.affinity is Affinity.AUTO else ()
+    plan = plan_cores(usable, deployment.num_target_workers, num_drafts)
+    target_flags = {
+        "--num-speculative-tokens": deployment.num_speculative_tokens,
+        "--served-model-name": deployment.model_name,
+    }
+    specs = [
+        _worker_spec("target", i, deployment.target, deployment, own, redis_url, run_id, target_flags)
+        for i, own in enumerate(plan.targets)
+    ]
+    if deployment.draft is not None:
+        specs += [
+            _worker_spec("draft", i, deployment.draft, deployment, own, redis_url, run_id, {})
+            for i, own in enumerate(plan.drafts)
+        ]
+    return specs
+
+
+def _worker_spec(
+    role: str,
+    index: int,
+    model: Path,
+    deployment: Deployment,
+    cores: tuple[int, ...],
+    redis_url: str,
+    run_id: str,
+    extra: Mapping[str, object],
+) -> ChildSpec:
+    flags: dict[str, object] = {
+        "--model": model,
+        "--host": "127.0.0.1",
+        "--port": 0,
+        "--redis-url": redis_url,
+        "--dtype": deployment.dtype.value,
+        "--worker-id": f"{role}-{index}-{run_id}",
+        "--drain-grace-s": WORKER_DRAIN_S,
+        "--max-num-seqs": deployment.max_num_seqs,
+        "--max-model-len": deployment.max_model_len,
+        "--num-threads": len(cores) or None,
+        "--cpu-affinity": ",".join(map(str, cores)) or None,
+        **extra,
+    }
+    # OpenMP reads its own variable before any flag of ours is parsed.
+    environment = {"OMP_NUM_THREADS": str(len(cores))} if cores else {}
+    return ChildSpec(
+        f"{role}-{index}",
+        role,
+        (*module(f"{role}_worker"), *flatten(flags)),
+        environment,
+        ready_timeout_s=WORKER_READY_TIMEOUT_S,
+        stop_grace_s=WORKER_GRACE_S,
+    )
+
+
+def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
+    """The Ray Serve application with its HTTP and gRPC ports."""
+    flags = {
+        "--tokenizer": deployment.target,
+        "--host": deployment.host,
+        "--port": deployment.port,
+        "--grpc-port": deployment.grpc_port,
+        "--num-replicas": deployment.num_replicas,
+        "--served-model-name": deployment.model_name,
+        "--ray-temp-dir": ray_temp_dir,
+    }
+    return ChildSpec(
+        "coordinator",
+        "coordinator",
+        (*module("coordinator"), *flatten(flags)),
+        ready_timeout_s=COORDINATOR_READY_TIMEOUT_S,
+        stop_grace_s=COORDINATOR_GRACE_S,
+    )
+
+
+def module(name: str) -> tuple[str, ...]:
+    """The command that runs one of our packages with this interpreter."""
+    return (sys.executable, "-m", name)
+
+
+def flatten(flags: Mapping[str, object]) -> list[str]:
+    """Command-line words of the flags that have a value."""
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]

@@ -1,0 +1,101 @@
+"""The flags of `outrider serve`, each with its type, bounds and one line of help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.deployment import Affinity, Dtype
+
+_MODELS = "Models"
+_NETWORK = "Network"
+_CAPACITY = "Capacity"
+
+Target = Annotated[
+    Path,
+    typer.Option(
+        help="Model folder of the target, which decides.",
+        rich_help_panel=_MODELS,
+        show_default="the demo's",
+    ),
+]
+Draft = Annotated[
+    Path | None,
+    typer.Option(
+        help="Model folder of the draft, which guesses.",
+        show_default="the demo's",
+        rich_help_panel=_MODELS,
+    ),
+]
+NoDraft = Annotated[
+    bool, typer.Option("--no-draft", help="Serve plainly, without a draft.", rich_help_panel=_MODELS)
+]
+DtypeChoice = Annotated[Dtype, typer.Option(help="Type of the weights in memory.", rich_help_panel=_MODELS)]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(
+        help="What clients ask for.", show_default="the target folder's name", rich_help_panel=_MODELS
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=32,
+        help="Most hints verified per step.",
+        show_default="the target worker's",
+        rich_help_panel=_MODELS,
+    ),
+]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.", rich_help_panel=_NETWORK)
+]
+Port = Annotated[int, typer.Option(help="HTTP (OpenAI API); 0 takes a free one.", rich_help_panel=_NETWORK)]
+GrpcPort = Annotated[
+    int, typer.Option(help="gRPC (outrider.v1.Generation); 0 takes a free one.", rich_help_panel=_NETWORK)
+]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="OUTRIDER_REDIS_URL",
+        help="Redis to use.",
+        show_default="an embedded one",
+        rich_help_panel=_NETWORK,
+    ),
+]
+NumTargetWorkers = Annotated[int, typer.Option(min=1, max=64, rich_help_panel=_CAPACITY)]
+NumDraftWorkers = Annotated[int, typer.Option(min=1, max=64, rich_help_panel=_CAPACITY)]
+NumReplicas = Annotated[
+    int, typer.Option(min=1, max=64, help="Coordinator replicas.", rich_help_panel=_CAPACITY)
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most sequences at once per worker.",
+        show_default="the worker's",
+        rich_help_panel=_CAPACITY,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Longest prompt plus output, tokens.",
+        show_default="the model's",
+        rich_help_panel=_CAPACITY,
+    ),
+]
+CpuAffinity = Annotated[
+    Affinity,
+    typer.Option(
+        help="auto gives each worker cores of its own where there are enough.", rich_help_panel=_CAPACITY
+    ),
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Where each process's log goes.", show_default="in the cache"),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the processes' logs here too.")]

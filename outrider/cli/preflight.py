@@ -1,0 +1,130 @@
+"""Looks before anything starts: every mistake that can be seen early is said early, with the flag to change.
+
+Each check returns in silence or raises ConfigurationError with one paragraph for the operator.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from outrider.cli.deployment import Deployment
+from outrider.errors import ConfigurationError, TokenizerMismatch
+from outrider.tokenizer import fingerprint
+
+REDIS_TIMEOUT_S = 2.0
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+def check(deployment: Deployment) -> None:
+    """Everything that can be known without starting a process or opening a connection."""
+    check_model(deployment.target, "--target")
+    if deployment.draft is not None:
+        check_model(deployment.draft, "--draft")
+        check_tokenizers(deployment.target, deployment.draft)
+    if deployment.port == deployment.grpc_port != 0:
+        raise ConfigurationError(f"--port and --grpc-port are both {deployment.port}; they must differ")
+    check_port(deployment.host, deployment.port, "--port")
+    check_port(deployment.host, deployment.grpc_port, "--grpc-port")
+
+
+def check_model(folder: Path, flag: str) -> None:
+    """A transformers model folder with configuration, tokenizer and complete safetensors weights."""
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{flag} {folder}: there is no such folder. Give a folder with config.json, tokenizer.json and "
+            "safetensors weights; models are not downloaded."
+        )
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ConfigurationError(
+                f"{flag} {folder}: {name} is missing; is this a transformers model folder?"
+            )
+    missing = [name for name in _weight_files(folder, flag) if not (folder / name).is_file()]
+    if missing:
+        raise ConfigurationError(f"{flag} {folder}: weights are missing: {', '.join(missing[:5])}")
+
+
+def _weight_files(folder: Path, flag: str) -> list[str]:
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return [WEIGHTS]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigurationError(f"{flag} {folder}: {WEIGHTS_INDEX} cannot be read: {error}") from error
+
+
+def check_tokenizers(target: Path, draft: Path) -> None:
+    """A hint is a token id: it must mean the same text on both sides."""
+    target_fingerprint, draft_fingerprint = fingerprint(target), fingerprint(draft)
+    if target_fingerprint != draft_fingerprint:
+        raise TokenizerMismatch(target_fingerprint, draft_fingerprint, f"the draft in {draft}")
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """A port that this process could listen on now; 0 lets the system choose."""
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"{flag} {port}: a port is a number from 0 to 65535")
+    try:
+        with _listener(host, port):
+            pass
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"--host {host}: not an address of this machine ({error.strerror})"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}). Stop the program that uses it "
+            f"or choose another with {flag}."
+        ) from error
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listened on a moment ago."""
+    with _listener(host, 0) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # As servers do: connections of a former server that linger in TIME_WAIT do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def check_redis(url: str) -> None:
+    """A Redis that answers under the given URL within two seconds."""
+    import redis  # a quarter of a second that `--help` need not wait for
+
+    try:
+        client = redis.Redis.from_url(
+            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"--redis-url {url}: {error}") from error
+    try:
+        client.ping()
+    except redis.exceptions.RedisError as error:
+        raise ConfigurationError(
+            f"Redis at {_without_password(url)} does not answer: {error}. Correct --redis-url or "
+            "OUTRIDER_REDIS_URL, or leave both out to use an embedded Redis."
+        ) from error
+    finally:
+        client.close()
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"

@@ -1,0 +1,106 @@
+"""`outrider serve`: a draft model, a target model and the coordinator on this machine, under one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deployment, Dtype
+from outrider.cli.options import (
+    CpuAffinity,
+    Draft,
+    DtypeChoice,
+    GrpcPort,
+    Host,
+    LogDir,
+    MaxModelLen,
+    MaxNumSeqs,
+    NoDraft,
+    NumDraftWorkers,
+    NumReplicas,
+    NumSpeculativeTokens,
+    NumTargetWorkers,
+    Port,
+    RedisUrl,
+    ServedModelName,
+    Target,
+    Verbose,
+)
+from outrider.cli.progress import Progress
+from outrider.cli.system import new_log_dir, run_until_signalled, running_system
+
+SIGTERM_STATUS = 128 + 15
+
+
+def serve(
+    target: Target = DEMO_TARGET,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    dtype: DtypeChoice = Dtype.BFLOAT16,
+    served_model_name: ServedModelName = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    grpc_port: GrpcPort = 9000,
+    redis_url: RedisUrl = None,
+    num_target_workers: NumTargetWorkers = 1,
+    num_draft_workers: NumDraftWorkers = 1,
+    num_replicas: NumReplicas = 1,
+    max_num_seqs: MaxNumSeqs = None,
+    max_model_len: MaxModelLen = None,
+    cpu_affinity: CpuAffinity = Affinity.AUTO,
+    log_dir: LogDir = None,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model pair on this machine: Redis, workers and coordinator, started, watched and stopped together.
+
+    With no flag at all it serves the demo pair. A worker that dies is started again; Ctrl-C stops everything.
+    """
+    if no_draft and draft is not None:
+        raise typer.BadParameter("--draft and --no-draft exclude each other")
+    deployment = Deployment(
+        target=target,
+        draft=None if no_draft else draft or DEMO_DRAFT,
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        host=host,
+        port=port,
+        grpc_port=grpc_port,
+        num_target_workers=num_target_workers,
+        num_draft_workers=num_draft_workers,
+        num_replicas=num_replicas,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        served_model_name=served_model_name,
+        affinity=cpu_affinity,
+    )
+    status = run_until_signalled(lambda: _serve(deployment, redis_url, log_dir, verbose))
+    # Being asked to stop and having stopped is success; Ctrl-C keeps the status that shells expect.
+    raise typer.Exit(0 if status == SIGTERM_STATUS else status)
+
+
+async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | None, verbose: bool) -> int:
+    console = Console(stderr=True, highlight=False)
+    with Progress(console) as progress:
+        progress.say(f"Starting Outrider with {deployment.target} and {deployment.draft or 'no draft'}")
+        async with running_system(
+            deployment,
+            redis_url=redis_url or None,
+            log_dir=log_dir or new_log_dir(),
+            on_event=progress.on_event,
+            echo=progress.echo if verbose else None,
+        ) as addresses:
+            print(
+                f"Outrider is ready: {addresses.http}/v1 (OpenAI), {addresses.grpc} (gRPC), "
+                f"model {deployment.model_name}, logs in {addresses.log_dir}",
+                flush=True,
+            )
+            progress.say(f"Serving {deployment.model_name}; Ctrl-C stops it.")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                progress.say("Stopping.")
+    return 0

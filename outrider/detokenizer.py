@@ -1,0 +1,136 @@
+"""Token ids to visible text, one token at a time: whole characters only, up to a stop string.
+
+Two pure pieces. `IncrementalDetokenizer` never shows half a character, however tokens cut it.
+`StopStringMatcher` never shows text that turns out to belong to a stop string. Both give the same text for
+the same tokens, however the tokens were grouped into steps, which is what keeps text independent of the
+draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+_REPLACEMENT: Final = "\ufffd"
+# A character spans at most four byte tokens; a longer run that still ends in U+FFFD is not going to become
+# one.
+_PENDING_TOKENS_MAX: Final = 8
+# A run of tokens without text (special ones, skipped) must not make every later decode longer.
+_WINDOW_TOKENS_MAX: Final = 32
+# Enough of the prompt for a decoder to see whether the first generated word follows a space.
+_CONTEXT_TOKENS: Final = 6
+
+
+class Decoder(Protocol):
+    """What the detokenizer needs of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """Decodes a growing text; `push` costs two decodes of a few tokens, whatever the length so far.
+
+    `_token_ids[:_read]` has been shown. A decoder may treat its first token specially (a leading space is
+    dropped, say), so each decode starts at `_prefix`, a little before, and only the difference is shown.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, context_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids = list(context_token_ids[-_CONTEXT_TOKENS:])
+        self._prefix = 0
+        self._read = len(self._token_ids)
+        self._has_shown = False
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        self._token_ids.append(token_id)
+        text = self._pending_text()
+        is_incomplete = text.endswith(_REPLACEMENT)
+        if is_incomplete and len(self._token_ids) - self._read < _PENDING_TOKENS_MAX:
+            return ""
+        return self._show(text)
+
+    def flush(self) -> str:
+        """The rest, at the end of the text; an unfinished character shows as U+FFFD."""
+        return self._show(self._pending_text())
+
+    def _pending_text(self) -> str:
+        shown = self._decode(self._token_ids[self._prefix : self._read])
+        if not self._has_shown:
+            # The prompt may itself end within a character; its visible bytes are then part of the first new
+            # one.
+            shown = shown.rstrip(_REPLACEMENT)
+        return self._decode(self._token_ids[self._prefix :])[len(shown) :]
+
+    def _show(self, text: str) -> str:
+        if text:
+            self._has_shown = True
+        if text or len(self._token_ids) - self._prefix > _WINDOW_TOKENS_MAX:
+            self._prefix = self._read
+        self._read = len(self._token_ids)
+        # Forget what no later decode will look at.
+        del self._token_ids[: self._prefix]
+        self._read -= self._prefix
+        self._prefix = 0
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class StopStringMatcher:
+    """Cuts text at the first stop string and holds back what may yet become one.
+
+    "First" means the one whose last character comes first, the longest of those: the only rule that does not
+    depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
+        """`stop` holds non-empty strings; an empty sequence matches nothing and holds nothing back."""
+        assert all(stop), "an empty stop string would end every text"
+        self._stop = tuple(stop)
+        self._include = include_stop_str_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now. After a match, `matched` is set and everything else is dropped."""
+        if self.matched is not None or not self._stop:
+            return text if self.matched is None else ""
+        self._held += text
+        match = self._first_match()
+        if match is not None:
+            start, self.matched = match
+            end = start + len(self.matched) if self._include else start
+            shown, self._held = self._held[:end], ""
+            return shown
+        keep = self._held_back_len()
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back, when the text ended without a match."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _first_match(self) -> tuple[int, str] | None:
+        found = [
+            (start + len(stop), start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0
+        ]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _held_back_len(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        for length in range(longest, 0, -1):
+            tail = self._held[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,134 @@
+"""Who owns which KV block. Pure: no tensors here, only block numbers.
+
+A sequence's KV lives in fixed-size blocks; entry `i` of a sequence is slot `block_ids[i // block_size] *
+block_size + i % block_size` of every layer's cache. Blocks are reference-counted, so that forked sequences share
+what they have in common (paged attention, Kwon et al. 2309.06180).
+
+Invariant: a block that more than one sequence references is never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+NULL_BLOCK = 0
+"""Never owned by a sequence: padding reads it, so it must hold finite numbers."""
+
+
+class OutOfBlocksError(Exception):
+    """No free KV block is left. The caller admitted more than it had reserved for."""
+
+
+class BlockAllocator:
+    """Hands out blocks `1 .. num_blocks - 1` and counts their references."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(f"need at least 2 blocks of at least 1 entry, got {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._num_references = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_entries: int) -> int:
+        """Blocks that hold `num_entries` KV entries."""
+        return -(-num_entries // self.block_size)
+
+    def allocate(self) -> int:
+        if not self._free:
+            raise OutOfBlocksError(f"all {self.num_blocks - 1} KV blocks are in use")
+        block_id = self._free.pop()
+        self._num_references[block_id] = 1
+        return block_id
+
+    def retain(self, block_id: int) -> None:
+        assert self._num_references[block_id] > 0, f"block {block_id} is free"
+        self._num_references[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        assert self._num_references[block_id] > 0, f"block {block_id} is free"
+        self._num_references[block_id] -= 1
+        if self._num_references[block_id] == 0:
+            self._free.append(block_id)
+
+    def is_shared(self, block_id: int) -> bool:
+        return self._num_references[block_id] > 1
+
+    def check_integrity(self, sequences: list[KVSequence]) -> None:
+        """Raises AssertionError unless `sequences` together explain every reference and all other blocks are free."""
+        references = [0] * self.num_blocks
+        for sequence in sequences:
+            for block_id in sequence.block_ids:
+                references[block_id] += 1
+        assert references == self._num_references, "block references differ from what the sequences hold"
+        assert sorted(self._free) == [b for b in range(1, self.num_blocks) if references[b] == 0]
+
+
+@dataclass(slots=True, eq=False)
+class KVSequence:
+    """The KV of one sequence: entries `[0, length)` are valid in every layer."""
+
+    allocator: BlockAllocator
+    block_ids: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def extend(self, num_entries: int) -> list[tuple[int, int]]:
+        """Makes room for `num_entries` more and counts them as valid; the next forward pass writes them.
+
+        Returns the block copies `(source, destination)` to be done before that write, because the last block was
+        shared. Raises OutOfBlocksError and changes nothing when there is no room.
+        """
+        size = self.allocator.block_size
+        new_length = self.length + num_entries
+        num_new = self.allocator.blocks_for(new_length) - len(self.block_ids)
+        writes_shared = (
+            num_entries > 0
+            and self.length % size != 0
+            and self.allocator.is_shared(self.block_ids[self.length // size])
+        )
+        if num_new + writes_shared > self.allocator.num_free:
+            raise OutOfBlocksError(
+                f"{num_new + writes_shared} KV blocks wanted, {self.allocator.num_free} free"
+            )
+        copies: list[tuple[int, int]] = []
+        if writes_shared:
+            index = self.length // size
+            source = self.block_ids[index]
+            self.block_ids[index] = self.allocator.allocate()
+            self.allocator.release(source)
+            copies.append((source, self.block_ids[index]))
+        self.block_ids.extend(self.allocator.allocate() for _ in range(num_new))
+        self.length = new_length
+        return copies
+
+    def truncate(self, length: int) -> None:
+        """Forgets entries from `length` on and gives their blocks back."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate {self.length} KV entries to {length}")
+        num_kept = self.allocator.blocks_for(length)
+        for block_id in self.block_ids[num_kept:]:
+            self.allocator.release(block_id)
+        del self.block_ids[num_kept:]
+        self.length = length
+
+    def fork(self) -> KVSequence:
+        """A second sequence with the same entries; they share blocks until one of them writes."""
+        for block_id in self.block_ids:
+            self.allocator.retain(block_id)
+        return KVSequence(self.allocator, list(self.block_ids), self.length)
+
+    def free(self) -> None:
+        self.truncate(0)
+
+    def slots(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Cache slots of entries `[start, end)`.  # [end - start]"""
+        size = self.allocator.block_size
+        entries = np.arange(start, end, dtype=np.int64)
+        return np.asarray(self.block_ids, dtype=np.int64)[entries // size] * size + entries % size

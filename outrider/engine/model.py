@@ -1,0 +1,296 @@
+"""Loads a causal language model and runs steps of it over a paged KV cache.
+
+The model code is transformers' own; only its attention (`attention`) and its linear layers (`linear`) are ours.
+`load_model` refuses, by name, an architecture that does not compute through them, by comparing with transformers'
+own attention on a few tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from outrider.engine.attention import ATTENTION_NAME, QueryBlock, plan_step
+from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.linear import make_batch_invariant
+from outrider.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelLoadError(ConfigurationError):
+    """The model cannot be served; the message names the cause and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is made from."""
+
+    model_dir: Path
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    max_num_seqs: int = 32  # sequences whose KV should fit at once
+    max_model_len: int | None = None  # longest sequence, tokens; None: the model's own limit
+    block_size: int = 16  # KV entries per block
+    kv_cache_bytes: int = 2 * 2**30  # most memory for KV
+    num_threads: int = 1  # torch intra-op threads
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """New tokens of one sequence for one step.
+
+    Room for them is reserved by `KVSequence.extend` beforehand: they are entries `[kv.length - len(token_ids),
+    kv.length)`. Logits are computed for the last `num_logits` of them.
+    """
+
+    kv: KVSequence
+    token_ids: Sequence[int]
+    num_logits: int
+    positions: npt.NDArray[np.int64] | None = None
+    tree_start: int = 0
+    visible: npt.NDArray[np.bool_] | None = None
+    key_positions: npt.NDArray[np.int64] | None = None
+
+    def query_block(self) -> QueryBlock:
+        return QueryBlock(
+            self.kv, len(self.token_ids), self.positions, self.tree_start, self.visible, self.key_positions
+        )
+
+
+class Engine:
+    """A model, its KV cache and the allocator of its blocks. Not thread-safe: one thread runs it."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.model = model
+        self.config = config
+        hf_config: Any = model.config
+        self.vocab_size: int = hf_config.vocab_size
+        self.max_model_len = _max_model_len(hf_config, config.max_model_len)
+        self.num_layers: int = hf_config.num_hidden_layers
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.eos_token_ids = _eos_token_ids(model)
+        num_heads: int = hf_config.num_attention_heads
+        num_kv_heads: int = getattr(hf_config, "num_key_value_heads", None) or num_heads
+        head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
+        dtype = DTYPES[config.dtype]
+        self.kv_bytes_per_token = 2 * self.num_layers * num_kv_heads * head_dim * dtype.itemsize
+        num_blocks = _num_blocks(config, self.max_model_len, self.kv_bytes_per_token)
+        self.allocator = BlockAllocator(num_blocks, config.block_size)
+        shape = (num_blocks * config.block_size, num_kv_heads, head_dim)
+        self.caches = [
+            (
+                torch.zeros(shape, dtype=dtype, device=config.device),
+                torch.zeros(shape, dtype=dtype, device=config.device),
+            )
+            for _ in range(self.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """Runs one step and returns float32 logits.  # [sum of num_logits, vocab_size]
+
+        Logits come in the order of `chunks`, each chunk's in the order of its tokens. When no chunk wants any, there
+        is one row without meaning.
+        """
+        token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
+        layout = plan_step([chunk.query_block() for chunk in chunks], self.caches)
+        ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
+        wanted = np.concatenate(
+            [np.arange(end - chunk.num_logits, end) for end, chunk in zip(ends, chunks, strict=True)]
+        )
+        if len(wanted) == 0:  # the output layer wants at least one row
+            wanted = np.zeros(1, dtype=np.int64)
+        logits: torch.Tensor = self.model(
+            input_ids=torch.from_numpy(token_ids).unsqueeze(0),
+            position_ids=layout.positions,
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(wanted),
+            outrider_layout=layout,
+        ).logits
+        if layout.num_calls != self.num_layers:
+            raise ModelLoadError(
+                f"{layout.num_calls} of {self.num_layers} layers attended through the paged cache"
+            )
+        return logits[0].float()
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole KV blocks, as `KVSequence.extend` asks for."""
+        size = self.config.block_size
+        for source, destination in copies:
+            for cache in (tensor for layer in self.caches for tensor in layer):
+                cache[destination * size : (destination + 1) * size] = cache[
+                    source * size : (source + 1) * size
+                ]
+
+    @torch.inference_mode()
+    def move_entries(
+        self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]
+    ) -> None:
+        """Moves KV entries between slots; sources and destinations may overlap."""
+        sources, destinations = torch.from_numpy(source_slots), torch.from_numpy(destination_slots)
+        for cache in (tensor for layer in self.caches for tensor in layer):
+            cache.index_copy_(0, destinations, cache.index_select(0, sources))
+
+    def new_sequence(self) -> KVSequence:
+        return KVSequence(self.allocator)
+
+
+LOOKAHEAD_ENTRIES = 256
+"""KV entries that a sequence may use beyond its longest length: hints being verified, a draft's hint tree."""
+
+
+def _max_model_len(hf_config: Any, wanted: int | None) -> int:
+    longest: int = getattr(hf_config, "max_position_embeddings", None) or 1 << 20
+    if wanted is not None and not 2 <= wanted <= longest:
+        raise ModelLoadError(f"max_model_len is {wanted}; permitted for this model: 2 to {longest}")
+    return wanted or longest
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, kv_bytes_per_token: int) -> int:
+    """Blocks for `max_num_seqs` of the longest sequences, or as many as the memory bound permits."""
+    per_sequence = -(-(max_model_len + LOOKAHEAD_ENTRIES) // config.block_size)
+    affordable = config.kv_cache_bytes // (kv_bytes_per_token * config.block_size)
+    if affordable < per_sequence:
+        needed = per_sequence * config.block_size * kv_bytes_per_token / 2**30
+        raise ModelLoadError(
+            f"{config.kv_cache_bytes / 2**30:.2f} GiB of KV cache hold no sequence of {max_model_len} tokens; "
+            f"one needs {needed:.2f} GiB: raise --kv-cache-gib or lower --max-model-len"
+        )
+    return int(min(per_sequence * config.max_num_seqs, affordable)) + 1
+
+
+def _eos_token_ids(model: nn.Module) -> frozenset[int]:
+    """End-of-sequence tokens: the generation configuration's, else the model's."""
+    generation: Any = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+def load_model(config: EngineConfig) -> Engine:
+    """Loads weights, makes them batch-invariant and checks the result. Raises ModelLoadError with the cause."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(config.num_threads)
+    if not (config.model_dir / "config.json").is_file():
+        raise ModelLoadError(
+            f"no model in {config.model_dir}: config.json is missing; name a folder in Hugging Face format"
+        )
+    if not any(config.model_dir.glob("*.safetensors")) and not any(config.model_dir.glob("*.bin")):
+        raise ModelLoadError(
+            f"{config.model_dir} has a config.json but no weights (*.safetensors); was the download finished?"
+        )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model_dir,
+            dtype=DTYPES[config.dtype],
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelLoadError(f"cannot load {config.model_dir}: {error}") from error
+    model.eval().requires_grad_(False).to(config.device)
+    expected = _reference_logits(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    engine = Engine(model, config)
+    logger.info("linear layers: %s", make_batch_invariant(model))
+    _check_against(engine, expected)
+    return engine
+
+
+PROBE_LENGTH = 24
+
+
+def _probe_token_ids(vocab_size: int) -> list[int]:
+    return [(7919 * i + 13) % vocab_size for i in range(PROBE_LENGTH)]
+
+
+@torch.inference_mode()
+def _reference_logits(model: Any) -> torch.Tensor:
+    """transformers' own answer to the probe.  # [PROBE_LENGTH, vocab_size]"""
+    token_ids = torch.tensor([_probe_token_ids(model.config.vocab_size)])
+    return model(input_ids=token_ids, use_cache=False).logits[0].float()
+
+
+def _check_against(engine: Engine, expected: torch.Tensor) -> None:
+    """Refuses a model whose logits through the paged cache, in two chunks, are not transformers' own."""
+    name = type(engine.model).__name__
+    token_ids = _probe_token_ids(engine.vocab_size)
+    kv = engine.new_sequence()
+    parts = []
+    try:
+        for part in (token_ids[: PROBE_LENGTH // 2], token_ids[PROBE_LENGTH // 2 :]):
+            kv.extend(len(part))
+            parts.append(engine.forward([SequenceChunk(kv, part, len(part))]))
+    except Exception as error:  # whatever a foreign architecture raises, the operator needs its name
+        raise ModelLoadError(f"the engine cannot run {name}: {error}") from error
+    finally:
+        kv.free()
+    difference = float((torch.cat(parts) - expected).abs().max())
+    tolerance = (1e-3 if engine.config.dtype == "float32" else 0.1) * max(1.0, float(expected.abs().max()))
+    if not difference <= tolerance:
+        raise ModelLoadError(
+            f"the engine cannot run {name}: its logits differ from transformers' by {difference:.3g} "
+            f"(permitted {tolerance:.3g}); its attention is not the one the paged cache computes"
+        )
+
+
+@torch.inference_mode()
+def batch_invariance_failures(engine: Engine, num_rounds: int = 3) -> list[str]:
+    """Self-test: the logits of a sequence alone, in company, in blocks and chunked must have the same bits.
+
+    Returns what differed, empty when the machine keeps invariant I2 for this model.
+    """
+    generator = np.random.default_rng(0)
+    failures = []
+    for round_index in range(num_rounds):
+        length = min(40 + 90 * round_index, engine.max_model_len - 1)
+        token_ids = generator.integers(0, engine.vocab_size, length).tolist()
+        one_by_one = _logits_in_pieces(engine, token_ids, [length - 8] + [1] * 8)
+        for label, pieces in (("a block of 8", [length - 8, 8]), ("chunks", [5, length - 21, 8, 8])):
+            together = _logits_in_pieces(engine, token_ids, pieces, company=round_index + 1)
+            if not torch.equal(one_by_one[-8:], together[-8:]):
+                failures.append(f"{label} at length {length}")
+    return failures
+
+
+def _logits_in_pieces(
+    engine: Engine, token_ids: list[int], pieces: list[int], company: int = 0
+) -> torch.Tensor:
+    """Logits of every token, run in `pieces`, with `company` other sequences in every step."""
+    kv = engine.new_sequence()
+    others = [engine.new_sequence() for _ in range(company)]
+    outputs, done = [], 0
+    for piece in pieces:
+        chunks = []
+        for number, other in enumerate(others):
+            size = 1 + (3 * number + piece) % 7
+            other.extend(size)
+            chunks.append(SequenceChunk(other, token_ids[:size], 1))
+        kv.extend(piece)
+        chunks.append(SequenceChunk(kv, token_ids[done : done + piece], piece))
+        outputs.append(engine.forward(chunks)[company:])
+        done += piece
+    for sequence in (kv, *others):
+        sequence.free()
+    return torch.cat(outputs)

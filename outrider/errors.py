@@ -1,0 +1,124 @@
+"""What can go wrong, as types that every process shares.
+
+The tree:
+
+    OutriderError                     500  INTERNAL
+    ├── InvalidRequest                400  INVALID_ARGUMENT     the caller can fix it; names the parameter
+    ├── NotFound                      404  NOT_FOUND            no such model, session or route
+    ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; come back after `retry_after_s`
+    ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
+    │   ├── RegistryUnavailable                                 Redis cannot be reached
+    │   └── WorkerLost                                          a worker went away in the middle of its work
+    ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
+    └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
+        └── TokenizerMismatch                                   two workers do not mean the same tokens
+
+Each class knows its HTTP status, the name of its `grpc.StatusCode` and the `type` of an OpenAI error body, so
+that the edges translate without a table of their own. The module imports nothing, so that anything may import
+it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class OutriderError(Exception):
+    """Base of everything that we raise on purpose; `message` is written for the person who reads it."""
+
+    http_status: ClassVar[int] = 500
+    grpc_code: ClassVar[str] = "INTERNAL"
+    error_type: ClassVar[str] = "internal_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(OutriderError):
+    """The request cannot be honoured as it stands. `parameter` is the field to change, None for the whole."""
+
+    http_status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    error_type = "invalid_request_error"
+
+    def __init__(self, parameter: str | None, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class NotFound(OutriderError):
+    """What the request names does not exist here. `parameter` is the field that named it."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    error_type = "invalid_request_error"
+    code = "not_found"
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class Overloaded(OutriderError):
+    """Refused before any work because everything is full. `retry_after_s` is above 0, in seconds."""
+
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    error_type = "overloaded_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(OutriderError):
+    """A part that the request needs is missing right now. `retry_after_s` is above 0, in seconds."""
+
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    error_type = "service_unavailable_error"
+    code = "unavailable"
+
+    def __init__(self, message: str, retry_after_s: float = 2.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RegistryUnavailable(Unavailable):
+    """Redis does not answer. The message names its address without the password, and the way out."""
+
+
+class WorkerLost(Unavailable):
+    """A worker went away, or fell silent, in the middle of its work."""
+
+
+class DeadlineExceeded(OutriderError):
+    """The request's own deadline passed before its text was complete."""
+
+    http_status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class ConfigurationError(OutriderError):
+    """The process cannot start, or take part, as it was configured."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    error_type = "configuration_error"
+    code = "configuration"
+
+
+class TokenizerMismatch(ConfigurationError):
+    """Two sides would mean different tokens by the same ids."""
+
+    def __init__(self, ours: str, theirs: str, who: str) -> None:
+        super().__init__(
+            f"tokenizer fingerprints differ: ours is {ours}, that of {who} is {theirs}; "
+            "draft and target must share vocabulary, merges and special tokens"
+        )
+        self.ours = ours
+        self.theirs = theirs

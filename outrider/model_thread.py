@@ -1,0 +1,107 @@
+"""The thread that a worker's model runs in.
+
+A pure core decides (events in, actions and steps out); this shell feeds it. Everything the core owns is touched by
+this one thread only, so it needs no locks; the event loop talks to it by `submit` and hears from it by `deliver`.
+Between the end of a step and the start of the next there is only the core's own work: publishing happens on the
+event loop while the next step runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+
+EventT = TypeVar("EventT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+ActionT = TypeVar("ActionT")
+
+
+class Core(Protocol[EventT_contra, ActionT]):
+    """What the shell drives. Times are `time.monotonic()` seconds."""
+
+    def handle(self, event: EventT_contra, now: float) -> list[ActionT]: ...
+
+    def run_next(self, now: float) -> tuple[list[ActionT], float | None]:
+        """Runs a step if there is one to run, and returns its actions and when to be called again.
+
+        0.0 means at once, None means not before an event comes.
+        """
+        ...
+
+
+class ModelThread(Generic[EventT, ActionT]):
+    """Runs `core` until stopped. `deliver` is called on this thread with each batch of actions."""
+
+    def __init__(
+        self,
+        core: Core[EventT, ActionT],
+        deliver: Callable[[list[ActionT]], None],
+        on_failure: Callable[[BaseException], None],
+        *,
+        name: str,
+        max_events: int = 65536,
+    ) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._max_events = max_events
+        # SimpleQueue wakes its reader without a Python-level lock; the bound is checked in `submit`.
+        self._inbox: queue.SimpleQueue[EventT | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_stopping = False
+        self.last_turn_at = time.monotonic()
+        self.is_in_step = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, event: EventT) -> bool:
+        """Hands an event to the core; False when it is too far behind to take more (I7)."""
+        if self._inbox.qsize() >= self._max_events:
+            return False
+        self._inbox.put(event)
+        return True
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        self._is_stopping = True
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            wake_at: float | None = None
+            while not self._is_stopping:
+                self._take_events(wake_at)
+                self.is_in_step = True
+                actions, wake_at = self._core.run_next(time.monotonic())
+                self.is_in_step = False
+                self.last_turn_at = time.monotonic()
+                if actions:
+                    self._deliver(actions)
+        except BaseException as error:
+            logger.exception("the model thread died")
+            self._on_failure(error)
+
+    def _take_events(self, wake_at: float | None) -> None:
+        """Waits for an event until `wake_at`, then takes all that are there."""
+        actions: list[ActionT] = []
+        try:
+            if wake_at is None:
+                event = self._inbox.get()
+            elif (wait_s := wake_at - time.monotonic()) > 0.0:
+                event = self._inbox.get(timeout=wait_s)
+            else:
+                event = self._inbox.get_nowait()
+            while event is not None:
+                actions += self._core.handle(event, time.monotonic())
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if actions:
+            self._deliver(actions)

@@ -1,0 +1,77 @@
+"""Metrics of the worker processes, under the names that people already graph (vLLM's, with our prefix)."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+__all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "serve_metrics"]
+
+MILLISECOND_BUCKETS = (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
+LABELS = ("model_name", "engine")
+
+
+class _Metrics:
+    """A registry whose metrics all carry the labels `model_name` and `engine` (the worker id)."""
+
+    def __init__(self, model_name: str, worker_id: str) -> None:
+        self.registry = CollectorRegistry()
+        self._values = (model_name, worker_id)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"outrider_{name}", text, LABELS, registry=self.registry).labels(*self._values)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"outrider_{name}", text, LABELS, registry=self.registry).labels(*self._values)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        histogram = Histogram(
+            f"outrider_{name}", text, LABELS, registry=self.registry, buckets=MILLISECOND_BUCKETS
+        )
+        return histogram.labels(*self._values)
+
+
+class TargetMetrics(_Metrics):
+    """What a target worker exports."""
+
+    def __init__(self, model_name: str, worker_id: str) -> None:
+        super().__init__(model_name, worker_id)
+        self.num_drafts = self._counter("spec_decode_num_drafts", "Steps that verified hints, by session")
+        self.num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Hints verified")
+        self.num_accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Hints accepted")
+        self.num_accepted_tokens_per_pos = Counter(
+            "outrider_spec_decode_num_accepted_tokens_per_pos",
+            "Hints accepted, by their place in the block",
+            (*LABELS, "position"),
+            registry=self.registry,
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted sessions")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens committed")
+        self.num_requests_running = self._gauge("num_requests_running", "Sessions in the batch")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Sessions waiting for a place")
+        self.kv_cache_usage_perc = self._gauge("kv_cache_usage_perc", "Share of KV blocks reserved, 0 to 1")
+        self.step_ms = self._histogram("step_milliseconds", "Forward pass and verification of a batch")
+        self.step_gap_ms = self._histogram(
+            "step_gap_milliseconds", "From a step's end to the next one's start"
+        )
+        self.num_bad_hints = self._counter("bad_hint_messages", "Hint messages that made no sense")
+
+    def observe_accepted(self, num_accepted: int) -> None:
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos.labels(*self._values, str(position)).inc()
+
+
+class DraftMetrics(_Metrics):
+    """What a draft worker exports."""
+
+    def __init__(self, model_name: str, worker_id: str) -> None:
+        super().__init__(model_name, worker_id)
+        self.num_sessions = self._gauge("draft_sessions", "Sessions attached")
+        self.num_sent_nodes = self._counter("draft_nodes_sent", "Hint tree nodes sent")
+        self.num_roots = self._counter("draft_roots", "Hint trees planted")
+        self.step_ms = self._histogram("draft_step_milliseconds", "Forward pass of a batch of nodes")
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
+    """Serves `/metrics` over HTTP on a thread of its own; returns the port (0 picks a free one)."""
+    server, _ = start_http_server(port, addr=host, registry=registry)
+    return int(server.server_port)

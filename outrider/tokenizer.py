@@ -1,0 +1,218 @@
+"""Text to token ids and back, and the identity of a vocabulary; never imports torch.
+
+`transformers.AutoTokenizer` imports torch (checked with 5.23), which would cost every coordinator replica
+some 300 MB, so this wraps the `tokenizers` library that transformers itself uses, plus the chat template.
+
+Invariant: two model folders have the same `fingerprint` exactly when the same token id means the same piece
+of text in both, so that a hint from one can be compared with a token of the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from outrider.errors import ConfigurationError, InvalidRequest
+
+# For a model that was never taught a chat format: what the people in the conversation said, one after
+# another.
+PLAIN_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+# Offsets are bookkeeping for the caller and dropout belongs to training; neither changes which text an id
+# means.
+_ADDED_TOKEN_KEYS: Final = ("id", "content", "special", "lstrip", "rstrip", "single_word", "normalized")
+_COSMETIC_KEYS: Final = frozenset({"trim_offsets", "dropout"})
+
+
+def fingerprint(model_dir: Path) -> str:
+    """What the ids of a model's tokenizer mean, as 16 hexadecimal characters.
+
+    Covers model type and options, vocabulary, merges, normalizer, pre-tokenizer and added tokens. Leaves out
+    padding, truncation, offsets, the post-processor and decoder, the order of entries and the layout of the
+    file; the rows of the model's embedding are not looked at, so padding them changes nothing.
+
+    Raises ConfigurationError when `tokenizer.json` is missing or is not one.
+    """
+    description = _read_json(model_dir / "tokenizer.json")
+    model = description.get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise ConfigurationError(f"{model_dir / 'tokenizer.json'} has no model with a vocabulary")
+    added = [
+        {key: token.get(key) for key in _ADDED_TOKEN_KEYS} for token in description.get("added_tokens") or []
+    ]
+    canonical = {
+        "vocab": _canonical_vocab(model["vocab"], added),
+        "merges": [_canonical_merge(merge) for merge in model.get("merges") or []],
+        "model": {
+            key: value
+            for key, value in _without_cosmetics(model).items()
+            if key not in ("vocab", "merges") and value is not None and value is not False
+        },
+        "normalizer": _without_cosmetics(description.get("normalizer")),
+        "pre_tokenizer": _without_cosmetics(description.get("pre_tokenizer")),
+        "added_tokens": sorted(added, key=lambda token: int(token["id"])),
+    }
+    encoded = json.dumps(canonical, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(encoded.encode()).hexdigest()[:16]
+
+
+def _canonical_vocab(vocab: Any, added: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """Every id with its token. Some files list added tokens in both places, some only in one: the union."""
+    # A Unigram vocabulary is a list of [token, score] whose index is the id.
+    entries = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
+    by_id = {int(token_id): str(token) for token, token_id in entries}
+    by_id.update({int(token["id"]): str(token["content"]) for token in added})
+    return sorted(by_id.items())
+
+
+def _canonical_merge(merge: Any) -> list[str]:
+    """Older files write a merge as "a b", newer ones as ["a", "b"]."""
+    return merge.split(" ", 1) if isinstance(merge, str) else [str(part) for part in merge]
+
+
+def _without_cosmetics(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_cosmetics(inner) for key, inner in value.items() if key not in _COSMETIC_KEYS}
+    if isinstance(value, list):
+        return [_without_cosmetics(inner) for inner in value]
+    return value
+
+
+class Tokenizer:
+    """A model folder's tokenizer. Immutable after construction; safe to use from several threads."""
+
+    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
+        """Loads `tokenizer.json`; `chat_template` overrides the model's own (Jinja text).
+
+        Raises ConfigurationError when a file is missing or damaged.
+        """
+        self.model_dir = model_dir
+        self.fingerprint = fingerprint(model_dir)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
+            raise ConfigurationError(f"cannot load {model_dir / 'tokenizer.json'}: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._config = _read_json(model_dir / "tokenizer_config.json", optional=True)
+        own_template = chat_template or self._find_chat_template()
+        self.has_chat_template = own_template is not None
+        self._chat_template = own_template or PLAIN_CHAT_TEMPLATE
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids with a meaning, added tokens included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids with which the model ends a text: of `generation_config.json`, else `config.json`, else the
+        tokenizer's own. Empty when none is named."""
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(self.model_dir / name, optional=True).get("eos_token_id")
+            if value is not None:
+                return frozenset(value if isinstance(value, list) else [value])
+        token_id = self._tokenizer.token_to_id(self._special_tokens().get("eos_token", ""))
+        return frozenset() if token_id is None else frozenset([token_id])
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with special tokens as the model's post-processor places them."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a meaning decode to nothing, incomplete characters to U+FFFD."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        """A conversation as the text the model was taught, ready for its answer.
+
+        Encode it with `add_special_tokens=False`: the template writes them itself. `kwargs` reach the
+        template. Raises InvalidRequest("messages") when the template refuses the conversation.
+        """
+        variables: dict[str, Any] = {
+            "add_generation_prompt": True, **self._special_tokens(), **kwargs, "messages": list(messages),
+        }  # fmt: skip
+        try:
+            return self._compiled_chat_template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                "messages", f"the model's chat template refused the messages: {error}"
+            ) from error
+
+    @cached_property
+    def _compiled_chat_template(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(self._chat_template)
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(
+                f"the chat template of {self.model_dir} is not valid: {error}"
+            ) from error
+
+    def _find_chat_template(self) -> str | None:
+        path = self.model_dir / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several named ones
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return None if template is None else str(template)
+
+    def _special_tokens(self) -> dict[str, str]:
+        """`bos_token` and its like by name. Files hold either the text or a description with `content`."""
+        found = {}
+        for name, value in self._config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+        return found
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it only passes."""
+
+    tags = {"generation"}  # noqa: RUF012  declared so by jinja2
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML, which a model was never shown.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{path} does not exist; a model folder must hold one") from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} does not hold a JSON object")
+    return content

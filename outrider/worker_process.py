@@ -1,0 +1,302 @@
+"""What both kinds of worker process share: a gRPC server with health and reflection, metrics, a lease, a clean end.
+
+    async with WorkerProcess(options, "target", ["outrider.v1.Target"]) as process:
+        add_TargetServicer_to_server(servicer, process.server)
+        await process.run(record, load, on_drain, ready_facts)
+
+Order of a graceful end: the lease says "draining", health says NOT_SERVING, running sessions finish within the
+grace, the server stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import _async as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import ConfigurationError, OutriderError
+from outrider.registry import Pool, Registry, WorkerLease, WorkerRecord
+from protos.outrider.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from outrider.engine.model import Engine, EngineConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two workers on one port would share its connections at random
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """The part of a worker's command line that both kinds share."""
+
+    host: str
+    port: int  # 0 picks a free one
+    redis_url: str | None  # None: not announced, for tests and benchmarks
+    metrics_port: int  # 0 picks a free one
+    worker_id: str
+    drain_grace_s: float
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
+    """Adds the flags of `WorkerOptions` and of the engine."""
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--host", default="127.0.0.1", help="address to serve and announce (default %(default)s)"
+    )
+    network.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one (default)")
+    network.add_argument(
+        "--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0 picks a free one"
+    )
+    network.add_argument(
+        "--redis-url", default=None, help="where to announce the worker; not announced without it"
+    )
+    network.add_argument("--worker-id", default=f"{role}-{uuid.uuid4().hex[:8]}", help="unique in its pool")
+    network.add_argument(
+        "--drain-grace-s", type=float, default=30.0, help="time to finish sessions after SIGTERM, seconds"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", required=True, help="folder in Hugging Face format")
+    engine.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV"
+    )
+    engine.add_argument("--max-num-seqs", type=int, default=32, help="sessions at once (default %(default)s)")
+    engine.add_argument(
+        "--block-size", type=int, default=16, help="KV entries per block (default %(default)s)"
+    )
+    engine.add_argument(
+        "--kv-cache-gib", type=float, default=2.0, help="most memory for KV, GiB (default %(default)s)"
+    )
+    engine.add_argument(
+        "--max-model-len", type=int, default=None, help="prompt plus output; default: the model's"
+    )
+    engine.add_argument("--num-threads", type=int, default=1, help="torch threads (default %(default)s)")
+    engine.add_argument(
+        "--cpu-affinity", default=None, help="cores to run on, such as 0 or 0,1; default: any"
+    )
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's part of the command line. Imports torch."""
+    from outrider.engine.model import EngineConfig
+
+    return EngineConfig(
+        Path(arguments.model),
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_model_len=arguments.max_model_len,
+        block_size=arguments.block_size,
+        kv_cache_bytes=int(arguments.kv_cache_gib * 2**30),
+        num_threads=arguments.num_threads,
+    )
+
+
+def model_name(model: str) -> str:
+    """What a model is called when nobody says otherwise: its folder's name."""
+    return Path(model).resolve().name
+
+
+def worker_info(engine: Engine, options: WorkerOptions, name: str, incarnation: str) -> common_pb2.WorkerInfo:
+    """What a worker says about itself, to callers and in the registry."""
+    from outrider.tokenizer import fingerprint
+
+    config = engine.config
+    return common_pb2.WorkerInfo(
+        worker_id=options.worker_id,
+        model_name=name,
+        tokenizer_fingerprint=fingerprint(config.model_dir),
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        dtype=config.dtype,
+        incarnation=incarnation,
+        num_model_parameters=engine.num_parameters,
+    )
+
+
+def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
+    return WorkerOptions(
+        arguments.host,
+        arguments.port,
+        arguments.redis_url,
+        arguments.metrics_port,
+        arguments.worker_id,
+        arguments.drain_grace_s,
+    )
+
+
+def pin_to_cores(cores: str | None) -> None:
+    """Keeps this process and its threads on `cores`; must run before torch starts threads of its own."""
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+class WorkerProcess:
+    """One worker's server from start to end."""
+
+    def __init__(self, options: WorkerOptions, role: str, service_names: list[str]) -> None:
+        self.options = options
+        self.role = role
+        self.incarnation = uuid.uuid4().hex
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.port = 0
+        self._service_names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._health = health_aio.HealthServicer()
+        self._stop = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(self._service_names, self.server)
+        address = f"{self.options.host}:{self.options.port}"
+        _check_port(self.options.host, self.options.port)
+        try:
+            self.port = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen on {address}: {error}") from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(grace=0.5)
+
+    @property
+    def address(self) -> str:
+        return f"{self.options.host}:{self.port}"
+
+    def request_stop(self, failure: BaseException | None = None) -> None:
+        """Ends `run`; with a failure the process exits non-zero. Call it on the event loop."""
+        self._failure = self._failure or failure
+        self._stop.set()
+
+    async def run(
+        self,
+        record: WorkerRecord,
+        load: Callable[[], tuple[int, int]],
+        on_drain: Callable[[], None],
+        ready_facts: dict[str, Any],
+    ) -> None:
+        """Serves until SIGTERM, SIGINT or `request_stop`; then drains.
+
+        `load` returns (sessions running, sessions waiting); from `on_drain` on the servicer must refuse new ones.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        await self.server.start()
+        record = replace(record, address=self.address)
+        async with contextlib.AsyncExitStack() as stack:
+            lease: WorkerLease | None = None
+            if self.options.redis_url is not None:
+                registry = Registry(self.options.redis_url)
+                stack.push_async_callback(registry.close)
+                await registry.ping()
+                lease = await stack.enter_async_context(WorkerLease(registry, record, load))
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+            facts = {
+                "event": "ready",
+                "role": self.role,
+                "address": self.address,
+                "pid": os.getpid(),
+                **ready_facts,
+            }
+            print(json.dumps(facts), flush=True)
+            await self._stop.wait()
+            if self._failure is None:
+                on_drain()
+                await self._drain(lease, load)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _drain(self, lease: WorkerLease | None, load: Callable[[], tuple[int, int]]) -> None:
+        logger.info("draining: admitting nothing, at most %.0f s to finish", self.options.drain_grace_s)
+        if lease is not None:
+            lease.set_state("draining")
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.options.drain_grace_s):
+                while any(load()):  # noqa: ASYNC110 - the count lives on the model's thread
+                    await asyncio.sleep(0.05)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", *self._service_names):
+            await self._health.set(service, status)
+
+
+def record_from_info(pool: Pool, info: common_pb2.WorkerInfo) -> WorkerRecord:
+    """What the registry says about a worker; the address is filled in when it listens."""
+    return WorkerRecord(
+        worker_id=info.worker_id,
+        pool=pool,
+        address="unknown:0",
+        incarnation=info.incarnation,
+        model_name=info.model_name,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        dtype=info.dtype,
+        num_model_parameters=info.num_model_parameters,
+    )
+
+
+def _check_port(host: str, port: int) -> None:
+    """gRPC's own error does not say which port or why."""
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"port {port} on {host} cannot be used ({error.strerror}); name another with --port"
+            ) from error
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+    """Ends the call with the error's own status; never returns."""
+    await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message)
+
+
+def run_worker(main: Callable[[], Any]) -> int:
+    """Runs an async main; a known error is one paragraph on stderr and exit status 1."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        import uvloop
+
+        uvloop.run(main())
+    except OutriderError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    return 0

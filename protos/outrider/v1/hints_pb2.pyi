@@ -1,0 +1,69 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HintFrame(_message.Message):
+    __slots__ = ("subscribe", "nodes", "unsubscribe")
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    UNSUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    subscribe: _containers.RepeatedCompositeFieldContainer[Subscribe]
+    nodes: _containers.RepeatedCompositeFieldContainer[HintNodes]
+    unsubscribe: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Subscribe(_message.Message):
+    __slots__ = ("session_id", "attachment", "known_len")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_LEN_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    attachment: int
+    known_len: int
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ...) -> None: ...
+
+class HintNodes(_message.Message):
+    __slots__ = ("session_id", "attachment", "base_len", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_SIZES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    attachment: int
+    base_len: int
+    node_ids: _containers.RepeatedScalarFieldContainer[int]
+    parent_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    support_sizes: _containers.RepeatedScalarFieldContainer[int]
+    support_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    support_weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., base_len: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitFrame(_message.Message):
+    __slots__ = ("commits",)
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    commits: _containers.RepeatedCompositeFieldContainer[SessionCommit]
+    def __init__(self, commits: _Optional[_Iterable[_Union[SessionCommit, _Mapping]]] = ...) -> None: ...
+
+class SessionCommit(_message.Message):
+    __slots__ = ("session_id", "from_len", "token_ids", "is_listening", "is_finished")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_LEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_LISTENING_FIELD_NUMBER: _ClassVar[int]
+    IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    from_len: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    is_listening: bool
+    is_finished: bool
+    def __init__(self, session_id: _Optional[str] = ..., from_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., is_listening: _Optional[bool] = ..., is_finished: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,122 @@
+"""`python -m target_worker`: starts one target worker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+
+from outrider.worker_process import (
+    WorkerProcess,
+    add_worker_arguments,
+    engine_config,
+    model_name,
+    pin_to_cores,
+    record_from_info,
+    run_worker,
+    worker_info,
+    worker_options,
+)
+
+logger = logging.getLogger("target_worker")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="target_worker",
+        description="Serves a target model: a complete generation server that also listens to draft workers' hints.",
+    )
+    add_worker_arguments(parser, "target")
+    parser.add_argument(
+        "--served-model-name", default=None, help="what clients ask for; default: the folder's name"
+    )
+    parser.add_argument(
+        "--max-num-waiting", type=int, default=64, help="sessions that may wait (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="tokens fed in one step (default %(default)s)"
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=8,
+        help="most hints per session and step (default %(default)s)",
+    )
+    parser.add_argument(
+        "--hint-wait-ms",
+        type=float,
+        default=10.0,
+        help="most that a step waits for hints; 0 never waits (default %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
+    # Imported late, so that --help and bad arguments do not wait for torch.
+    from outrider.engine.model import batch_invariance_failures, load_model
+    from outrider.model_thread import ModelThread
+    from outrider.telemetry import TargetMetrics, serve_metrics
+    from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
+    from target_worker.messages import Action, Event, SchedulerLimits
+    from target_worker.runner import TargetCore
+    from target_worker.scheduler import Scheduler
+    from target_worker.server import TargetServicer
+
+    options = worker_options(arguments)
+    name = arguments.served_model_name or model_name(arguments.model)
+    async with WorkerProcess(options, "target", ["outrider.v1.Target", "outrider.v1.Hints"]) as process:
+        engine = load_model(engine_config(arguments))
+        if failures := batch_invariance_failures(engine):
+            logger.warning(
+                "NOT batch-invariant here, text may depend on its company: %s", "; ".join(failures)
+            )
+        info = worker_info(engine, options, name, process.incarnation)
+        limits = SchedulerLimits(
+            max_num_seqs=arguments.max_num_seqs,
+            max_num_waiting=arguments.max_num_waiting,
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            num_speculative_tokens=arguments.num_speculative_tokens,
+            hint_wait_ms_max=arguments.hint_wait_ms,
+            end_of_sequence_ids=engine.eos_token_ids,
+        )
+        scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
+        metrics = TargetMetrics(name, options.worker_id)
+        metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
+        servicer = TargetServicer(info, metrics)
+        loop = asyncio.get_running_loop()
+
+        def deliver(actions: list[Action]) -> None:
+            loop.call_soon_threadsafe(servicer.dispatch, actions)
+
+        def fail(error: BaseException) -> None:
+            loop.call_soon_threadsafe(process.request_stop, error)
+
+        thread: ModelThread[Event, Action] = ModelThread(
+            TargetCore(scheduler, engine, metrics), deliver, fail, name="target-model"
+        )
+        servicer.bind(thread)
+        target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)
+        hints_pb2_grpc.add_HintsServicer_to_server(servicer, process.server)
+        thread.start()
+        try:
+            await process.run(
+                record_from_info("target", info),
+                load=lambda: (scheduler.num_running, scheduler.num_waiting),
+                on_drain=servicer.start_draining,
+                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
+            )
+        finally:
+            thread.stop()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    pin_to_cores(arguments.cpu_affinity)
+    return run_worker(lambda: serve(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

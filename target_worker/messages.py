@@ -1,0 +1,195 @@
+"""What the scheduler is told (events) and what it wants done (actions). Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.engine.kv_cache import KVSequence
+from outrider.engine.verification import Verdict
+from outrider.errors import OutriderError
+from outrider.hint_tree import Hint
+from outrider.sampling_params import DecodingMode, SamplingParams
+from protos.outrider.v1 import common_pb2, target_pb2
+
+StreamId = int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """Whether hints are listened to, and how many are verified per step at the most (0: the worker's own limit)."""
+
+    enabled: bool = True
+    num_speculative_tokens: int = 0
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class StartSession:
+    session_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    speculation: SpeculationSettings
+    seed: int  # of every random number of the session
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSession:
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeSpeculation:
+    session_id: str
+    speculation: SpeculationSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SubscribeDraft:
+    stream_id: StreamId
+    session_id: str
+    attachment: int
+    known_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnsubscribeDraft:
+    stream_id: StreamId
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    stream_id: StreamId
+
+
+@dataclass(frozen=True, slots=True)
+class HintsArrived:
+    session_id: str
+    attachment: int
+    base_len: int
+    hints: list[Hint]
+
+
+Event = (
+    StartSession
+    | CancelSession
+    | ChangeSpeculation
+    | SubscribeDraft
+    | UnsubscribeDraft
+    | CloseStream
+    | HintsArrived
+)
+
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAdmitted:
+    session_id: str
+    decoding_mode: DecodingMode
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRefused:
+    session_id: str
+    error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class TokensCommitted:
+    session_id: str
+    token_ids: list[int]
+    origins: list[common_pb2.TokenOrigin]
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    session_id: str
+    reason: target_pb2.FinishReason
+    stop_token_id: int | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    stats: common_pb2.SpeculationStats
+    queue_ms: float
+    prefill_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPublished:
+    """For one draft worker's stream."""
+
+    stream_id: StreamId
+    session_id: str
+    from_len: int
+    token_ids: list[int]
+    is_listening: bool
+    is_finished: bool
+
+
+Action = SessionAdmitted | SessionRefused | TokensCommitted | SessionEnded | CommitPublished
+
+
+# One step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One session's part in a step: `token_ids` are fed, the last `num_logits` of them are asked for logits.
+
+    `hints` are verified: `num_logits - 1` of them were fed, one more may follow for the last position. A prefill
+    chunk that is not the last has `num_logits == 0`.
+    """
+
+    session_id: str
+    kv: KVSequence
+    token_ids: Sequence[int]
+    num_logits: int
+    hints: list[Hint]
+    sampling: SamplingParams
+    seed: int
+    position: int  # of the first token to be decided
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    items: list[StepItem]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    verdicts: list[Verdict | None]  # one per item; None where no logits were asked for
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForHints:
+    """Run nothing before `until` (the shell's clock, seconds), unless an event changes the picture."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one target worker (I7)."""
+
+    max_num_seqs: int = 32  # sessions that run at once
+    max_num_waiting: int = 64  # sessions that wait for a place
+    max_num_batched_tokens: int = 512  # fed in one step
+    max_model_len: int = 1024  # prompt plus output, tokens
+    num_speculative_tokens: int = 8  # hints fed per session and step
+    hint_wait_ms_max: float = 10.0
+    max_early_sessions: int = 256  # that draft workers speak of before the coordinator does
+    max_early_events: int = 32  # kept for each of them
+    end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)

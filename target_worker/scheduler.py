@@ -1,0 +1,388 @@
+"""What happens next on a target worker. Pure: events in, actions and steps out; the clock is an argument.
+
+One session's life: `StartSession` → refused, or admitted and waiting → a place and KV are reserved → prefill in
+chunks → decode steps with whatever hints have arrived → ended. There is one kind of step: every running session
+feeds the committed tokens that have no KV yet, then some hints. Prefill is a step with many pending tokens, plain
+decoding a step without hints.
+
+Hints may speak of a session before the coordinator does (both workers get the request at once); a bounded number
+of such events is kept and replayed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
+from outrider.hint_tree import Hint
+from target_worker.messages import (
+    Action,
+    CancelSession,
+    ChangeSpeculation,
+    CloseStream,
+    CommitPublished,
+    Event,
+    HintsArrived,
+    SchedulerLimits,
+    SessionAdmitted,
+    SessionEnded,
+    SessionRefused,
+    StartSession,
+    Step,
+    StepItem,
+    StepResult,
+    StreamId,
+    SubscribeDraft,
+    TokensCommitted,
+    UnsubscribeDraft,
+    WaitForHints,
+)
+from target_worker.session import CommitOutcome, Session
+from target_worker.speculation import StepCost, allot, best_wait
+
+
+class Scheduler:
+    """All sessions of one worker. Every method returns at once; the caller runs the steps."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator, vocab_size: int) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.vocab_size = vocab_size
+        self.cost = StepCost()
+        self._sessions: dict[str, Session] = {}
+        self._waiting: deque[Session] = deque()
+        self._running: dict[str, Session] = {}
+        self._num_reserved_blocks = 0
+        self._early: OrderedDict[str, list[SubscribeDraft | HintsArrived]] = OrderedDict()
+        self._wait_deadline: float | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks that are reserved."""
+        return self._num_reserved_blocks / (self.allocator.num_blocks - 1)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Takes one event. Errors of a session are answered with an action, never raised."""
+        match event:
+            case StartSession():
+                return self._start(event, now)
+            case CancelSession():
+                return self._cancel(event.session_id)
+            case ChangeSpeculation():
+                return self._change_speculation(event, now)
+            case SubscribeDraft():
+                return self._subscribe(event)
+            case UnsubscribeDraft():
+                self._unsubscribe(event.stream_id, event.session_id)
+            case CloseStream():
+                for session_id in list(self._sessions):
+                    self._unsubscribe(event.stream_id, session_id)
+            case HintsArrived():
+                self._add_hints(event, now)
+        return []
+
+    def has_session(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    # Admission.
+
+    def _start(self, event: StartSession, now: float) -> list[Action]:
+        error = self._objection(event)
+        if error is not None:
+            return [SessionRefused(event.session_id, error)]
+        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, self.limits.max_model_len)
+        session = Session.from_event(
+            event,
+            max_model_len=self.limits.max_model_len,
+            end_of_sequence_ids=self.limits.end_of_sequence_ids,
+            kv=KVSequence(self.allocator),
+            num_reserved_blocks=self.allocator.blocks_for(longest + self.limits.num_speculative_tokens + 1),
+            now=now,
+        )
+        self._sessions[session.session_id] = session
+        self._waiting.append(session)
+        actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
+        for early in self._early.pop(session.session_id, ()):
+            actions += self.handle(early, now)
+        return actions
+
+    def _objection(self, event: StartSession) -> OutriderError | None:
+        limits = self.limits
+        num_tokens = len(event.token_ids)
+        if event.session_id in self._sessions:
+            return InvalidRequest("session_id", f"session {event.session_id} is already running here")
+        if not 0 < event.num_prompt_tokens <= num_tokens:
+            return InvalidRequest(
+                "token_ids", f"{event.num_prompt_tokens} prompt tokens of {num_tokens} token ids"
+            )
+        if num_tokens >= limits.max_model_len:
+            return InvalidRequest(
+                "token_ids",
+                f"{num_tokens} tokens leave no room to generate: the longest context is {limits.max_model_len}",
+            )
+        if num_tokens - event.num_prompt_tokens >= event.sampling.max_tokens:
+            return InvalidRequest("max_tokens", "as many tokens as max_tokens permits are already committed")
+        if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
+            return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
+        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, limits.max_model_len)
+        num_blocks = self.allocator.blocks_for(longest + limits.num_speculative_tokens + 1)
+        if num_blocks > self.allocator.num_blocks - 1:
+            capacity = (self.allocator.num_blocks - 1) * self.allocator.block_size
+            return InvalidRequest("max_tokens", f"{longest} tokens do not fit the KV cache of {capacity}")
+        if len(self._waiting) >= limits.max_num_waiting:
+            return Overloaded(f"{len(self._waiting)} sessions wait already", retry_after_s=1.0)
+        return None
+
+    def _promote_waiting(self, now: float) -> None:
+        """Gives waiting sessions a place, first come first served, as long as their whole length fits."""
+        while self._waiting and len(self._running) < self.limits.max_num_seqs:
+            session = self._waiting[0]
+            if self._num_reserved_blocks + session.num_reserved_blocks > self.allocator.num_blocks - 1:
+                return
+            self._waiting.popleft()
+            self._num_reserved_blocks += session.num_reserved_blocks
+            session.first_step_at = now
+            self._running[session.session_id] = session
+
+    def _remove(self, session: Session) -> None:
+        del self._sessions[session.session_id]
+        if self._running.pop(session.session_id, None) is not None:
+            self._num_reserved_blocks -= session.num_reserved_blocks
+        else:
+            self._waiting.remove(session)
+        session.kv.free()
+
+    def _cancel(self, session_id: str) -> list[Action]:
+        self._early.pop(session_id, None)
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        self._remove(session)
+        return self._publish(session, session.committed_len, [], is_finished=True)
+
+    # Hints and those who send them.
+
+    def _change_speculation(self, event: ChangeSpeculation, now: float) -> list[Action]:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            return [SessionRefused(event.session_id, NotFound(f"no session {event.session_id} here"))]
+        session.speculation = event.speculation
+        return self._publish(session, session.committed_len, [], is_finished=False)
+
+    def _subscribe(self, event: SubscribeDraft) -> list[Action]:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            self._keep_early(event.session_id, event)
+            return []
+        session.subscribers[event.stream_id] = event.attachment
+        from_len = min(event.known_len, session.committed_len)
+        return [
+            CommitPublished(
+                event.stream_id,
+                session.session_id,
+                from_len,
+                session.token_ids[from_len:],
+                session.is_listening,
+                is_finished=False,
+            )
+        ]
+
+    def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.subscribers.pop(stream_id, None)
+
+    def _add_hints(self, event: HintsArrived, now: float) -> None:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            self._keep_early(event.session_id, event)
+        elif session.is_listening:
+            session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
+            limit = self.limits.num_speculative_tokens
+            session.timing.on_hints(now, len(session.tree.primary_path(limit)))
+
+    def _keep_early(self, session_id: str, event: SubscribeDraft | HintsArrived) -> None:
+        events = self._early.setdefault(session_id, [])
+        if len(events) < self.limits.max_early_events:
+            events.append(event)
+        if len(self._early) > self.limits.max_early_sessions:
+            self._early.popitem(last=False)
+
+    # Steps.
+
+    def next_step(self, now: float) -> Step | WaitForHints | None:
+        """What to run now: a step, nothing until some moment, or nothing until an event comes."""
+        self._promote_waiting(now)
+        if not self._running:
+            return None
+        wait_until = self._wait_for_hints(now)
+        if wait_until is not None:
+            return WaitForHints(wait_until)
+        self._wait_deadline = None
+        return self._compose()
+
+    def _wait_for_hints(self, now: float) -> float | None:
+        """The moment to wait for, or None to go on. One step waits `hint_wait_ms_max` at the most, in all."""
+        if any(session.num_pending > 1 for session in self._running.values()):
+            return None  # prefill is work enough
+        hoping = [session for session in self._running.values() if session.can_expect_hints()]
+        if not hoping:
+            return None
+        if self._wait_deadline is not None and now >= self._wait_deadline:
+            for session in hoping:
+                if session.timing.path_len == 0:
+                    session.timing.on_disappointment(now)
+            return None
+        limit = self.limits.num_speculative_tokens
+        longest_s = self.limits.hint_wait_ms_max / 1e3
+        if self._wait_deadline is not None:
+            longest_s = self._wait_deadline - now
+        wait_s = best_wait(
+            [session.timing for session in hoping],
+            [session.acceptance.rate for session in hoping],
+            [session.hint_limit(limit) for session in hoping],
+            self.cost,
+            now,
+            longest_s,
+        )
+        if wait_s <= 0.0:
+            return None
+        if self._wait_deadline is None:
+            self._wait_deadline = now + min(1.5 * wait_s + 2e-4, longest_s)
+        return self._wait_deadline
+
+    def _compose(self) -> Step:
+        """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`."""
+        budget = self.limits.max_num_batched_tokens
+        decoding = [session for session in self._running.values() if session.num_pending == 1]
+        prefilling = [session for session in self._running.values() if session.num_pending > 1]
+        budget -= len(decoding)
+        limit = self.limits.num_speculative_tokens
+        paths = [self._hints(session) for session in decoding]
+        num_fed = allot(
+            [session.acceptance.rate for session in decoding],
+            [
+                min(len(path), session.hint_limit(limit))
+                for session, path in zip(decoding, paths, strict=True)
+            ],
+            self.cost,
+            max(budget, 0),
+        )
+        items = []
+        for session, path, fed in zip(decoding, paths, num_fed, strict=True):
+            items.append(self._item(session, path[: fed + 1], fed))
+            budget -= fed
+        for session in prefilling:
+            if budget <= 0:
+                break
+            items.append(self._prefill_item(session, budget))
+            budget -= len(items[-1].token_ids)
+        return Step(items)
+
+    def _hints(self, session: Session) -> list[Hint]:
+        """The primary path, one hint longer than may be fed: the last position is verified without being fed."""
+        if not session.is_listening:
+            return []
+        return session.tree.primary_path(session.hint_limit(self.limits.num_speculative_tokens) + 1)
+
+    def _item(self, session: Session, hints: list[Hint], num_fed: int) -> StepItem:
+        token_ids = session.token_ids[session.kv.length :] + [hint.token_id for hint in hints[:num_fed]]
+        session.kv.extend(len(token_ids))
+        return StepItem(
+            session.session_id,
+            session.kv,
+            token_ids,
+            num_fed + 1,
+            hints,
+            session.sampling,
+            session.seed,
+            session.committed_len,
+        )
+
+    def _prefill_item(self, session: Session, budget: int) -> StepItem:
+        if session.num_pending <= budget:
+            return self._item(session, self._hints(session)[:1], 0)
+        token_ids = session.token_ids[session.kv.length : session.kv.length + budget]
+        session.kv.extend(budget)
+        return StepItem(
+            session.session_id,
+            session.kv,
+            token_ids,
+            0,
+            [],
+            session.sampling,
+            session.seed,
+            session.committed_len,
+        )
+
+    def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
+        """Commits what a step decided and says who must hear of it."""
+        if all(item.num_logits for item in step.items):
+            self.cost.observe(step.num_tokens, result.step_ms)
+        actions: list[Action] = []
+        for item, verdict in zip(step.items, result.verdicts, strict=True):
+            session = self._sessions.get(item.session_id)
+            if session is None or verdict is None:
+                continue
+            from_len, num_fed = session.committed_len, item.num_logits - 1
+            outcome = session.commit(verdict, num_fed)
+            if session.first_token_at is None:
+                session.first_token_at = now
+            if outcome.token_ids:
+                actions.append(
+                    TokensCommitted(
+                        session.session_id,
+                        outcome.token_ids,
+                        outcome.origins,
+                        num_fed,
+                        verdict.num_accepted,
+                        result.step_ms,
+                    )
+                )
+            is_finished = outcome.reason is not None
+            actions += self._publish(session, from_len, outcome.token_ids, is_finished=is_finished)
+            if is_finished:
+                actions.append(self._end(session, outcome))
+            else:
+                path = session.tree.primary_path(self.limits.num_speculative_tokens)
+                session.timing.on_commit(now, len(path))
+        return actions
+
+    def _end(self, session: Session, outcome: CommitOutcome) -> SessionEnded:
+        assert outcome.reason is not None
+        self._remove(session)
+        first_step_at = session.first_step_at or session.arrived_at
+        return SessionEnded(
+            session.session_id,
+            outcome.reason,
+            outcome.stop_token_id,
+            session.num_prompt_tokens,
+            session.num_output_tokens,
+            session.final_stats(),
+            queue_ms=(first_step_at - session.arrived_at) * 1e3,
+            prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
+        )
+
+    def _publish(
+        self, session: Session, from_len: int, token_ids: list[int], *, is_finished: bool
+    ) -> list[Action]:
+        return [
+            CommitPublished(
+                stream_id,
+                session.session_id,
+                from_len,
+                token_ids,
+                session.is_listening,
+                is_finished=is_finished,
+            )
+            for stream_id in session.subscribers
+        ]

@@ -1,0 +1,302 @@
+"""The target worker's gRPC face: callers' streams of tokens, draft workers' streams of hints.
+
+Everything here runs on the event loop; the scheduler and the model run on a thread of their own (`ModelThread`).
+Calls become events for the scheduler, its actions become messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.hint_tree import DraftDistribution, Hint
+from outrider.model_thread import ModelThread
+from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, SamplingParams
+from outrider.telemetry import TargetMetrics
+from outrider.worker_process import abort
+from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
+from target_worker.messages import (
+    Action,
+    CancelSession,
+    ChangeSpeculation,
+    CloseStream,
+    CommitPublished,
+    Event,
+    HintsArrived,
+    SessionAdmitted,
+    SessionEnded,
+    SessionRefused,
+    SpeculationSettings,
+    StartSession,
+    StreamId,
+    SubscribeDraft,
+    TokensCommitted,
+    UnsubscribeDraft,
+)
+
+MAX_SESSION_ID = 64  # characters
+MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DraftStream:
+    """Commits on their way to one draft worker, gathered into frames while it is slow to take them."""
+
+    def __init__(self) -> None:
+        self._pending: list[hints_pb2.SessionCommit] = []
+        self._wake = asyncio.Event()
+        self.is_overrun = False
+
+    def put(self, commit: hints_pb2.SessionCommit) -> None:
+        if len(self._pending) >= MAX_PENDING_COMMITS:
+            self.is_overrun = True
+        else:
+            self._pending.append(commit)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Wakes the writer once more, so that it can see that the stream has ended."""
+        self._wake.set()
+
+    async def next_frame(self) -> hints_pb2.CommitFrame:
+        await self._wake.wait()
+        self._wake.clear()
+        frame = hints_pb2.CommitFrame(commits=self._pending)
+        self._pending = []
+        return frame
+
+
+class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsServicer):
+    """Serves outrider.v1.Target and outrider.v1.Hints."""
+
+    def __init__(self, info: common_pb2.WorkerInfo, metrics: TargetMetrics) -> None:
+        self._info = info
+        self._metrics = metrics
+        self._callers: dict[str, asyncio.Queue[Action]] = {}
+        self._streams: dict[StreamId, DraftStream] = {}
+        self._next_stream_id = 1
+        self._thread: ModelThread[Event, Action] | None = None
+        self._is_draining = False
+
+    def bind(self, thread: ModelThread[Event, Action]) -> None:
+        """Must be called before the server starts."""
+        self._thread = thread
+
+    def start_draining(self) -> None:
+        self._is_draining = True
+
+    def dispatch(self, actions: list[Action]) -> None:
+        """Takes the scheduler's actions, on the event loop."""
+        for action in actions:
+            if isinstance(action, CommitPublished):
+                stream = self._streams.get(action.stream_id)
+                if stream is not None:
+                    stream.put(_commit_message(action))
+                continue
+            self._count(action)
+            caller = self._callers.get(action.session_id)
+            if caller is not None:
+                caller.put_nowait(action)  # bounded by the session's max_tokens
+
+    def _submit(self, event: Event) -> None:
+        assert self._thread is not None
+        if not self._thread.submit(event):
+            raise Overloaded("the worker is too far behind to take more")
+
+    # outrider.v1.Target
+
+    async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Context) -> common_pb2.WorkerInfo:
+        return self._info
+
+    async def Generate(
+        self, request: target_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[target_pb2.GenerateEvent]:
+        try:
+            if self._is_draining:
+                raise Unavailable("this worker is draining")
+            event = parse_generate(request)
+            if event.session_id in self._callers:
+                raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
+        except OutriderError as error:
+            await abort(context, error)
+            return
+        actions: asyncio.Queue[Action] = asyncio.Queue()
+        self._callers[event.session_id] = actions
+        has_ended = False
+        try:
+            self._submit(event)
+            while not has_ended:
+                action = await actions.get()
+                if isinstance(action, SessionRefused):
+                    has_ended = True
+                    raise action.error
+                has_ended = isinstance(action, SessionEnded)
+                yield _event_message(action)
+        except OutriderError as error:
+            await abort(context, error)
+        finally:
+            del self._callers[event.session_id]
+            if not has_ended:
+                self._submit(CancelSession(event.session_id))
+
+    async def SetSpeculation(
+        self, request: target_pb2.SetSpeculationRequest, context: Context
+    ) -> target_pb2.SetSpeculationResponse:
+        try:
+            if request.session_id not in self._callers:
+                raise NotFound(f"no session {request.session_id} here")
+            self._submit(ChangeSpeculation(request.session_id, parse_speculation(request.speculation)))
+        except OutriderError as error:
+            await abort(context, error)
+        return target_pb2.SetSpeculationResponse()
+
+    # outrider.v1.Hints
+
+    async def Exchange(
+        self, request_iterator: AsyncIterator[hints_pb2.HintFrame], context: Context
+    ) -> AsyncIterator[hints_pb2.CommitFrame]:
+        stream_id, stream = self._next_stream_id, DraftStream()
+        self._next_stream_id += 1
+        self._streams[stream_id] = stream
+        reader = asyncio.create_task(self._read_hints(request_iterator, stream_id))
+        reader.add_done_callback(lambda _: stream.close())
+        try:
+            while not reader.done():
+                frame = await stream.next_frame()
+                if stream.is_overrun:
+                    await abort(context, Overloaded("this draft worker does not read its commits"))
+                if frame.commits:
+                    yield frame
+        finally:
+            reader.cancel()
+            del self._streams[stream_id]
+            self._submit(CloseStream(stream_id))
+
+    async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId) -> None:
+        async for frame in frames:
+            for subscribe in frame.subscribe:
+                if 0 < len(subscribe.session_id) <= MAX_SESSION_ID:
+                    self._submit(
+                        SubscribeDraft(
+                            stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
+                        )
+                    )
+            for nodes in frame.nodes:
+                event = parse_hints(nodes, self._info.vocab_size)
+                if event is None:
+                    self._metrics.num_bad_hints.inc()
+                else:
+                    self._submit(event)
+            for session_id in frame.unsubscribe:
+                self._submit(UnsubscribeDraft(stream_id, session_id))
+
+    def _count(self, action: Action) -> None:
+        if isinstance(action, TokensCommitted):
+            self._metrics.generation_tokens.inc(len(action.token_ids))
+            if action.num_draft_tokens:
+                self._metrics.num_drafts.inc()
+                self._metrics.num_draft_tokens.inc(action.num_draft_tokens)
+                self._metrics.num_accepted_tokens.inc(action.num_accepted_draft_tokens)
+                self._metrics.observe_accepted(action.num_accepted_draft_tokens)
+        elif isinstance(action, SessionEnded):
+            self._metrics.prompt_tokens.inc(action.num_prompt_tokens)
+
+
+def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
+    """Raises InvalidRequest naming the field."""
+    if not 0 < len(request.session_id) <= MAX_SESSION_ID:
+        raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
+    if not request.token_ids:
+        raise InvalidRequest("token_ids", "token_ids is empty; at least one token is needed to go on from")
+    sampling = SamplingParams.from_proto(request.sampling)
+    return StartSession(
+        request.session_id,
+        list(request.token_ids),
+        request.num_prompt_tokens or len(request.token_ids),
+        sampling,
+        parse_speculation(request.speculation) if request.HasField("speculation") else SpeculationSettings(),
+        sampling.seed if sampling.seed is not None else secrets.randbits(64),
+    )
+
+
+def parse_speculation(message: common_pb2.SpeculationParams) -> SpeculationSettings:
+    if message.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+        raise InvalidRequest(
+            "num_speculative_tokens",
+            f"num_speculative_tokens is {message.num_speculative_tokens}; permitted: 0 to {MAX_SPECULATIVE_TOKENS}",
+        )
+    return SpeculationSettings(message.enabled, message.num_speculative_tokens)
+
+
+def parse_hints(message: hints_pb2.HintNodes, vocab_size: int) -> HintsArrived | None:
+    """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
+    num_nodes = len(message.node_ids)
+    if len(message.parent_ids) != num_nodes or len(message.token_ids) != num_nodes:
+        return None
+    if num_nodes and max(message.token_ids) >= vocab_size:
+        return None
+    sizes = message.support_sizes or [0] * num_nodes
+    num_entries = len(message.support_token_ids)
+    if len(sizes) != num_nodes or sum(sizes) != num_entries or len(message.support_weights) != num_entries:
+        return None
+    hints, offset = [], 0
+    for node_id, parent_id, token_id, size in zip(
+        message.node_ids, message.parent_ids, message.token_ids, sizes, strict=True
+    ):
+        distribution = None
+        if size:
+            distribution = DraftDistribution(
+                tuple(message.support_token_ids[offset : offset + size]),
+                tuple(message.support_weights[offset : offset + size]),
+            )
+            offset += size
+            # Taken as certain, a hint with a bad distribution can cost acceptance but cannot bias the output.
+            if not distribution.is_valid(vocab_size) or token_id not in distribution.token_ids:
+                distribution = None
+        hints.append(Hint(node_id, parent_id, token_id, distribution))
+    return HintsArrived(message.session_id, message.attachment, message.base_len, hints)
+
+
+def _commit_message(action: CommitPublished) -> hints_pb2.SessionCommit:
+    return hints_pb2.SessionCommit(
+        session_id=action.session_id,
+        from_len=action.from_len,
+        token_ids=action.token_ids,
+        is_listening=action.is_listening,
+        is_finished=action.is_finished,
+    )
+
+
+def _event_message(action: Action) -> target_pb2.GenerateEvent:
+    match action:
+        case SessionAdmitted():
+            started = target_pb2.SessionStarted(decoding_mode=action.decoding_mode.value)
+            return target_pb2.GenerateEvent(started=started)
+        case TokensCommitted():
+            step = target_pb2.StepOutput(
+                token_ids=action.token_ids,
+                origins=action.origins,
+                num_draft_tokens=action.num_draft_tokens,
+                num_accepted_draft_tokens=action.num_accepted_draft_tokens,
+                step_ms=action.step_ms,
+            )
+            return target_pb2.GenerateEvent(step=step)
+        case SessionEnded():
+            finished = target_pb2.SessionFinished(
+                reason=action.reason,
+                stop_token_id=action.stop_token_id,
+                num_prompt_tokens=action.num_prompt_tokens,
+                num_output_tokens=action.num_output_tokens,
+                stats=action.stats,
+                queue_ms=action.queue_ms,
+                prefill_ms=action.prefill_ms,
+            )
+            return target_pb2.GenerateEvent(finished=finished)
+    raise AssertionError(f"{type(action).__name__} is not for callers")

@@ -1,0 +1,170 @@
+"""How many hints to verify, and how long to wait for them. Pure.
+
+Both questions are answered from measurements: what a step costs by the number of tokens fed, how often a session's
+hints were accepted, when its hints tend to arrive. None looks at a hint's own token or probability, so the answer
+does not bias sampling (invariant I4; figure 1 of peers.md's item 13 shows what happens otherwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Step time as a line over the number of tokens fed, fitted with exponential forgetting; milliseconds.
+
+    Starts from a prior of a step that costs 20 ms and 2 % more per token, so that the first steps speculate.
+    """
+
+    forgetting: float = 0.98
+    weight: float = 1e-3
+    sum_tokens: float = 0.0
+    sum_tokens_squared: float = 0.0
+    sum_ms: float = 0.0
+    sum_tokens_ms: float = 0.0
+
+    def observe(self, num_tokens: int, step_ms: float) -> None:
+        for name in ("weight", "sum_tokens", "sum_tokens_squared", "sum_ms", "sum_tokens_ms"):
+            setattr(self, name, getattr(self, name) * self.forgetting)
+        self.weight += 1.0
+        self.sum_tokens += num_tokens
+        self.sum_tokens_squared += num_tokens * num_tokens
+        self.sum_ms += step_ms
+        self.sum_tokens_ms += num_tokens * step_ms
+
+    def line(self) -> tuple[float, float]:
+        """(milliseconds of an empty step, milliseconds per token), both positive."""
+        if self.weight < 1.0:
+            return 20.0, 0.4
+        mean_tokens, mean_ms = self.sum_tokens / self.weight, self.sum_ms / self.weight
+        variance = self.sum_tokens_squared / self.weight - mean_tokens**2
+        covariance = self.sum_tokens_ms / self.weight - mean_tokens * mean_ms
+        slope = covariance / variance if variance > 0.25 else 0.02 * mean_ms
+        slope = min(max(slope, 0.005 * mean_ms), mean_ms / max(mean_tokens, 1.0))
+        return max(mean_ms - slope * mean_tokens, 0.05 * mean_ms), slope
+
+
+@dataclass(slots=True)
+class AcceptanceHistory:
+    """The chance that a hint is accepted, given that those before it were: a decayed count with a prior of 0.7."""
+
+    accepted: float = 2.8
+    tried: float = 4.0
+    decay: float = 0.97
+
+    def observe(self, num_accepted: int, num_verified: int) -> None:
+        """Of `num_verified` hints the first `num_accepted` held; those behind a rejection were not tried."""
+        num_tried = min(num_accepted + 1, num_verified)
+        self.accepted = self.accepted * self.decay + num_accepted
+        self.tried = self.tried * self.decay + num_tried
+
+    @property
+    def rate(self) -> float:
+        return min(self.accepted / self.tried, 0.99) if self.tried > 0 else 0.0
+
+
+def allot(acceptance: Sequence[float], available: Sequence[int], cost: StepCost, budget: int) -> list[int]:
+    """Hints to feed per session, so that expected tokens per millisecond are greatest over the whole batch.
+
+    The i-th hint of a session with acceptance a is worth a**i tokens and costs one more token fed; it is taken as
+    long as that beats the batch's rate without it. At most `available[s]` for session s and `budget` in all.
+    """
+    fixed_ms, token_ms = cost.line()
+    counts = [0] * len(acceptance)
+    tokens = float(len(acceptance))
+    step_ms = fixed_ms + token_ms * len(acceptance)
+    candidates = sorted(
+        (
+            (rate**i, session, i)
+            for session, rate in enumerate(acceptance)
+            for i in range(1, available[session] + 1)
+        ),
+        reverse=True,
+    )
+    for gain, session, i in candidates[:budget]:
+        if gain * step_ms <= tokens * token_ms:
+            break
+        counts[session] = i
+        tokens += gain
+        step_ms += token_ms
+    return counts
+
+
+@dataclass(slots=True)
+class HintTiming:
+    """When one session's hints arrive, learned from when they did; seconds on the shell's clock."""
+
+    first_s: float = 0.004  # from losing the cursor to the first hint below the new one
+    gap_s: float = 0.002  # between one more hint on the primary path and the next
+    lost_at: float | None = None
+    grown_at: float = 0.0
+    path_len: int = 0
+    smoothing: float = 0.2
+
+    def on_commit(self, now: float, path_len: int) -> None:
+        """The cursor has moved; `path_len` hints are still below it."""
+        self.path_len = path_len
+        self.grown_at = max(self.grown_at, now) if path_len == 0 else self.grown_at
+        if path_len == 0 and self.lost_at is None:
+            self.lost_at = now
+
+    def on_hints(self, now: float, path_len: int) -> None:
+        if path_len <= self.path_len:
+            return
+        if self.lost_at is not None:
+            self.first_s += self.smoothing * (now - self.lost_at - self.first_s)
+            self.lost_at = None
+        else:
+            gap = (now - self.grown_at) / (path_len - self.path_len)
+            self.gap_s += self.smoothing * (min(gap, 4.0 * self.gap_s) - self.gap_s)
+        self.grown_at, self.path_len = now, path_len
+
+    def on_disappointment(self, now: float) -> None:
+        """A wait ended without what it was for: believe in later arrivals until one proves otherwise."""
+        if self.lost_at is not None:
+            self.first_s = max(self.first_s, now - self.lost_at) * 1.2
+        else:
+            self.gap_s = max(self.gap_s * 1.2, min(now - self.grown_at, 4.0 * self.gap_s))
+
+    def arrival(self, num_hints: int, now: float) -> float:
+        """When the primary path should be `num_hints` long; what is overdue is expected any moment, not now."""
+        if num_hints <= self.path_len:
+            return now
+        first = self.grown_at + self.gap_s if self.lost_at is None else self.lost_at + self.first_s
+        return max(first, now + 0.25 * self.gap_s) + (num_hints - self.path_len - 1) * self.gap_s
+
+
+def best_wait(
+    timings: Sequence[HintTiming],
+    acceptance: Sequence[float],
+    limits: Sequence[int],
+    cost: StepCost,
+    now: float,
+    wait_s_max: float,
+) -> float:
+    """How long to wait for hints before the next step, so that expected tokens per second are greatest; seconds.
+
+    Candidates are now and the expected arrivals of the next hints. `limits[s]` bounds the hints fed for session s.
+    """
+    fixed_ms, token_ms = cost.line()
+
+    def rate_after(wait: float) -> float:
+        tokens, num_fed = 0.0, 0
+        for timing, rate, limit in zip(timings, acceptance, limits, strict=True):
+            length = timing.path_len
+            while length < limit and timing.arrival(length + 1, now) <= now + wait:
+                length += 1
+            num_hints = min(length, limit)
+            tokens += (1.0 - rate ** (num_hints + 1)) / (1.0 - rate)
+            num_fed += num_hints + 1
+        return tokens / (wait * 1e3 + fixed_ms + token_ms * num_fed)
+
+    waits = {0.0}
+    for timing, limit in zip(timings, limits, strict=True):
+        for num_hints in range(timing.path_len + 1, limit + 1):
+            wait = timing.arrival(num_hints, now) - now
+            if 0.0 < wait <= wait_s_max:
+                waits.add(wait)
+    return max(sorted(waits), key=rate_after)

@@ -1,0 +1,82 @@
+"""The `outrider` command over fake workers, which `python -m` finds first because they lie in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE_PACKAGES = Path(__file__).parent / "fake_packages"
+
+Run = Callable[..., subprocess.Popen[str]]
+
+
+def write_model(folder: Path, *words: str) -> Path:
+    """A model folder that passes every early check; `words` are its vocabulary."""
+    folder.mkdir()
+    vocabulary = {word: i for i, word in enumerate(words or ("a", "b"))}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Folders of a target and a draft."""
+    return write_model(tmp_path / "target"), write_model(tmp_path / "draft")
+
+
+@pytest.fixture
+def outrider(tmp_path: Path) -> Iterator[Run]:
+    """Starts `outrider` with arguments and, by keyword, environment variables; ends what is left at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_REDIS_URL"}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "OUTRIDER_CACHE_DIR": str(tmp_path / "cache"),
+            "COLUMNS": "200",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outrider", *map(str, arguments)],
+            cwd=FAKE_PACKAGES,
+            env=environment | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.communicate(timeout=30)
+
+
+def family(process: subprocess.Popen[str]) -> list[int]:
+    """Pids of a running process and of all its descendants."""
+    root = psutil.Process(process.pid)
+    return [root.pid, *(child.pid for child in root.children(recursive=True))]
+
+
+def commands(process: subprocess.Popen[str]) -> dict[int, list[str]]:
+    """Command lines of a running process and its descendants by pid; without those that are just ending."""
+    found: dict[int, list[str]] = {}
+    for pid in family(process):
+        with suppress(psutil.NoSuchProcess):
+            found[pid] = psutil.Process(pid).cmdline()
+    return found

@@ -1,0 +1,79 @@
+"""The plan of one machine: cores, commands and flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.deployment import Affinity, CorePlan, Deployment, coordinator_spec, plan_cores, worker_specs
+
+PAIR = Deployment(Path("large"), Path("small"))
+URL = "redis://127.0.0.1:6379/0"
+
+
+def flags(command: tuple[str, ...]) -> dict[str, str]:
+    words = command[command.index("-m") + 2 :]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_targets", "num_drafts", "targets", "drafts"),
+    [
+        (1, 1, 1, ((),), ((),)),
+        (2, 1, 1, ((0,),), ((1,),)),
+        (2, 1, 0, ((0, 1),), ()),
+        (3, 1, 1, ((0, 1),), ((2,),)),
+        (4, 1, 1, ((1, 2),), ((3,),)),
+        (4, 2, 2, ((0,), (1,)), ((2,), (3,))),
+        (8, 2, 1, ((1, 2, 3), (4, 5, 6)), ((7,),)),
+        (3, 2, 2, ((), ()), ((), ())),
+    ],
+)
+def test_no_two_workers_share_a_core(
+    num_cores: int,
+    num_targets: int,
+    num_drafts: int,
+    targets: tuple[tuple[int, ...], ...],
+    drafts: tuple[tuple[int, ...], ...],
+) -> None:
+    assert plan_cores(range(num_cores), num_targets, num_drafts) == CorePlan(targets, drafts)
+
+
+def test_workers_get_their_cores_as_flag_and_threads() -> None:
+    target, draft = worker_specs(PAIR, [0, 1], URL, "abc")
+    assert flags(target.command)["--cpu-affinity"] == "0"
+    assert flags(draft.command)["--cpu-affinity"] == "1"
+    assert flags(target.command)["--num-threads"] == target.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_affinity_none_pins_nobody() -> None:
+    deployment = Deployment(Path("large"), Path("small"), affinity=Affinity.NONE)
+    assert all("--cpu-affinity" not in spec.command for spec in worker_specs(deployment, [0, 1], URL, "abc"))
+
+
+def test_values_left_to_the_worker_are_not_passed() -> None:
+    target, _ = worker_specs(PAIR, [0, 1], URL, "abc")
+    assert not {"--num-speculative-tokens", "--max-num-seqs", "--max-model-len"} & set(target.command)
+    given = Deployment(Path("large"), None, num_speculative_tokens=0, max_model_len=512)
+    (target,) = worker_specs(given, [0, 1], URL, "abc")
+    assert flags(target.command)["--num-speculative-tokens"] == "0"
+    assert flags(target.command)["--max-model-len"] == "512"
+
+
+def test_worker_ids_differ_between_workers_and_systems() -> None:
+    deployment = Deployment(Path("large"), Path("small"), num_target_workers=2, num_draft_workers=2)
+    ids = [
+        flags(spec.command)["--worker-id"]
+        for run_id in ("one", "two")
+        for spec in worker_specs(deployment, [0], URL, run_id)
+    ]
+    assert len(set(ids)) == 8
+
+
+def test_workers_and_coordinator_agree_on_the_model_name() -> None:
+    deployment = Deployment(Path("/models/large"), None)
+    (target,) = worker_specs(deployment, [], URL, "abc")
+    coordinator = coordinator_spec(deployment, Path("/tmp/x"))
+    assert flags(target.command)["--served-model-name"] == "large"
+    assert flags(coordinator.command)["--served-model-name"] == "large"

@@ -1,0 +1,89 @@
+"""A whole coordinator in this process around fake workers, without Ray and without Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.http_api import create_app
+from coordinator.service import GenerationService
+from coordinator.settings import CoordinatorSettings
+from outrider.registry import Snapshot, WorkerRecord
+from outrider.tokenizer import Tokenizer
+from tests.coordinator.fakes import FakeDraft, FakeTarget, record_of, serving
+from tests.coordinator.tiny_model import write_model_dir
+
+TEXT = "def f(x):\n    return x + 1\n"
+
+
+@dataclass
+class Cluster:
+    """Fake workers, the service in front of them, and a client of its HTTP edge."""
+
+    service: GenerationService
+    client: httpx.AsyncClient
+    targets: list[FakeTarget] = field(default_factory=list)
+    drafts: list[FakeDraft] = field(default_factory=list)
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        """POST /v1/completions of a greedy request, changed by `body`."""
+        return await self.client.post(
+            "/v1/completions", json={"prompt": "import", "temperature": 0, "max_tokens": 12, **body}
+        )
+
+    @property
+    def num_open(self) -> int:
+        """Calls that some worker still serves."""
+        return sum(worker.num_open for worker in (*self.targets, *self.drafts))
+
+
+class ClusterFactory:
+    """Opens clusters; the model folder is shared by all of them."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self.tokenizer = Tokenizer(model_dir)
+        self.script = self.tokenizer.encode(TEXT)
+
+    def target(self, **options: Any) -> FakeTarget:
+        """A target that says TEXT over and over."""
+        return FakeTarget(self.script, **options)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        targets: list[FakeTarget],
+        drafts: list[FakeDraft] | None = None,
+        *,
+        settings: dict[str, Any] | None = None,
+        **record: Any,
+    ) -> AsyncIterator[Cluster]:
+        """A coordinator in front of the workers; `record` changes every worker's registry record."""
+        drafts = drafts or []
+        async with AsyncExitStack() as stack:
+            records: dict[str, list[WorkerRecord]] = {"target": [], "draft": []}
+            for worker in (*targets, *drafts):
+                pool = "target" if isinstance(worker, FakeTarget) else "draft"
+                address = await stack.enter_async_context(serving(worker))
+                records[pool].append(record_of(pool, address, self.tokenizer.fingerprint, **record))
+            snapshot = Snapshot(tuple(records["target"]), tuple(records["draft"]))
+            options = {"tokenizer_dir": str(self.model_dir), "redis_url": "unused", **(settings or {})}
+            service = await stack.enter_async_context(
+                GenerationService(CoordinatorSettings(**options), lambda: snapshot)
+            )
+            transport = httpx.ASGITransport(create_app(service))
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(transport=transport, base_url="http://coordinator", timeout=30)
+            )
+            yield Cluster(service, client, targets, drafts)
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> ClusterFactory:
+    return ClusterFactory(write_model_dir(tmp_path_factory.mktemp("model")))

@@ -1,0 +1,179 @@
+"""Workers that speak the real protocol and no model: their text is a script, their faults are chosen by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.registry import Pool, WorkerRecord
+from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+
+ACCEPTED, BONUS, PLAIN = (
+    common_pb2.TOKEN_ORIGIN_ACCEPTED, common_pb2.TOKEN_ORIGIN_BONUS, common_pb2.TOKEN_ORIGIN_PLAIN,
+)  # fmt: skip
+
+
+@dataclass
+class FakeTarget(target_pb2_grpc.TargetServicer):
+    """Says `script` again and again, whatever the prompt, `tokens_per_step` at a time.
+
+    Position decides, so a replay continues where the committed tokens end. Each step claims `num_draft_tokens`
+    hints, all but the last token accepted.
+    """
+
+    script: list[int]
+    tokens_per_step: int = 1
+    num_draft_tokens: int = 0
+    num_accepted: int | None = None  # of each step; None: all tokens but one
+    step_s: float = 0.0
+    eos_at: int | None = None  # output length at which the text ends by itself
+    is_full: bool = False
+    refuses_with: grpc.StatusCode | None = None
+    dies_at: int | None = None  # output length at which the call fails
+    falls_silent_at: int | None = None
+    requests: list[target_pb2.GenerateRequest] = field(default_factory=list)
+    speculation_calls: list[target_pb2.SetSpeculationRequest] = field(default_factory=list)
+    num_open: int = 0
+    num_cancelled: int = 0
+
+    async def Generate(
+        self, request: target_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[target_pb2.GenerateEvent]:
+        self.requests.append(request)
+        if self.is_full:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free sequence")
+        if self.refuses_with is not None:
+            await context.abort(self.refuses_with, "refused by the test")
+        self.num_open += 1
+        try:
+            async for event in self._events(request, context):
+                yield event
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+    async def _events(
+        self, request: target_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[target_pb2.GenerateEvent]:
+        mode = common_pb2.DECODING_MODE_COUPLED if request.sampling.HasField("seed") else (
+            common_pb2.DECODING_MODE_REJECTION if request.sampling.temperature else common_pb2.DECODING_MODE_GREEDY
+        )  # fmt: skip
+        yield target_pb2.GenerateEvent(started=target_pb2.SessionStarted(decoding_mode=mode))
+        position = len(request.token_ids) - request.num_prompt_tokens
+        end = min(request.sampling.max_tokens, self.eos_at if self.eos_at is not None else 1 << 30)
+        while position < end:
+            if self.dies_at is not None and position >= self.dies_at:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "killed by the test")
+            if self.falls_silent_at is not None and position >= self.falls_silent_at:
+                await asyncio.sleep(60)
+            await asyncio.sleep(self.step_s)
+            count = min(self.tokens_per_step, end - position)
+            yield target_pb2.GenerateEvent(step=self._step(position, count))
+            position += count
+        is_eos = self.eos_at is not None and position >= self.eos_at
+        yield target_pb2.GenerateEvent(
+            finished=target_pb2.SessionFinished(
+                reason=target_pb2.FINISH_REASON_STOP if is_eos else target_pb2.FINISH_REASON_LENGTH,
+                stop_token_id=0 if is_eos else None,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=position,
+                queue_ms=1.5,
+                prefill_ms=2.5,
+            )
+        )
+
+    def _step(self, position: int, count: int) -> target_pb2.StepOutput:
+        token_ids = [self.script[at % len(self.script)] for at in range(position, position + count)]
+        return target_pb2.StepOutput(
+            token_ids=token_ids,
+            origins=[*[ACCEPTED] * (count - 1), BONUS if self.num_draft_tokens else PLAIN],
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=count - 1 if self.num_accepted is None else self.num_accepted,
+            step_ms=1.0,
+        )
+
+    async def SetSpeculation(
+        self, request: target_pb2.SetSpeculationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.SetSpeculationResponse:
+        self.speculation_calls.append(request)
+        return target_pb2.SetSpeculationResponse()
+
+
+@dataclass
+class FakeDraft(draft_pb2_grpc.DraftServicer):
+    """Attaches to everything and hints at nothing."""
+
+    is_full: bool = False
+    lets_go_after_s: float | None = None
+    is_mute: bool = False  # accepts the call and never reports
+    requests: list[draft_pb2.AttachRequest] = field(default_factory=list)
+    num_open: int = 0
+
+    async def Attach(
+        self, request: draft_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[draft_pb2.AttachStatus]:
+        self.requests.append(request)
+        if self.is_full:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no free slot")
+        self.num_open += 1
+        try:
+            while not self.is_mute:
+                yield draft_pb2.AttachStatus(committed_len=len(request.token_ids))
+                if self.lets_go_after_s is not None:
+                    await asyncio.sleep(self.lets_go_after_s)
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "killed by the test")
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(60)
+        finally:
+            self.num_open -= 1
+
+
+@asynccontextmanager
+async def serving(worker: FakeTarget | FakeDraft) -> AsyncIterator[str]:
+    """Serves a fake on a free loopback port; yields its address."""
+    server = grpc.aio.server()
+    if isinstance(worker, FakeTarget):
+        target_pb2_grpc.add_TargetServicer_to_server(worker, server)
+    else:
+        draft_pb2_grpc.add_DraftServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(grace=None)
+
+
+def record_of(pool: Pool, address: str, fingerprint: str, **changes: Any) -> WorkerRecord:
+    """A registry record of a fake worker."""
+    values: dict[str, Any] = {
+        "worker_id": f"{pool}-{address.rpartition(':')[2]}",
+        "pool": pool,
+        "address": address,
+        "incarnation": "1",
+        "model_name": "demo",
+        "tokenizer_fingerprint": fingerprint,
+        "vocab_size": 4096,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "dtype": "bfloat16",
+        "num_model_parameters": 1000,
+    }
+    return WorkerRecord(**(values | changes))
+
+
+async def eventually(condition: Callable[[], bool], what: str, within_s: float = 5.0) -> None:
+    """Waits until the condition holds; fails with `what` when it does not in time."""
+    for _ in range(int(within_s / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not within {within_s} s: {what}")

@@ -1,0 +1,172 @@
+"""The controller that decides per request whether speculation pays."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.fallback import (
+    _TRANSITIONS,
+    FallbackAction,
+    FallbackController,
+    FallbackPolicy,
+    FallbackState,
+    IllegalTransition,
+    Trigger,
+)
+
+POLICY = FallbackPolicy()
+GIVE_UP = (FallbackAction.DETACH, FallbackAction.STOP_LISTENING)
+RESUME = (FallbackAction.START_LISTENING, FallbackAction.ATTACH)
+
+
+def controller(*, is_enabled: bool = True) -> FallbackController:
+    made = FallbackController(POLICY, is_enabled=is_enabled)
+    made.start()
+    return made
+
+
+def paused() -> FallbackController:
+    made = controller()
+    for _ in range(POLICY.judge_after_spec_steps):
+        made.on_step(1, 5, 0)
+    assert made.state is FallbackState.PAUSED
+    return made
+
+
+def steps_until(made: FallbackController, state: FallbackState, step: tuple[int, int, int]) -> int:
+    for count in itertools.count(1):
+        made.on_step(*step)
+        if made.state is state:
+            return count
+        assert count < 10_000, f"never reached {state}"
+    raise AssertionError
+
+
+def test_a_request_begins_by_attaching() -> None:
+    assert FallbackController(POLICY, is_enabled=True).start() == (FallbackAction.ATTACH,)
+
+
+def test_a_request_without_speculation_never_acts() -> None:
+    made = FallbackController(POLICY, is_enabled=False)
+    assert made.start() == ()
+    assert not made.is_listening
+    assert all(made.on_step(1, 5, 0) == () for _ in range(1000))
+    assert made.state is FallbackState.DISABLED
+
+
+def test_low_acceptance_pauses_after_eight_steps_and_frees_the_draft() -> None:
+    made = controller()
+    actions = [made.on_step(1, 5, 0) for _ in range(8)]
+    assert actions == [()] * 7 + [GIVE_UP]
+    assert made.state is FallbackState.PAUSED
+    assert not made.is_listening
+
+
+def test_a_draft_that_is_right_every_other_time_is_kept_whatever_the_block_length() -> None:
+    made = controller()
+    for step in range(500):
+        # Blocks of six at one in two: on average one accepted, 0.16 of the verified hints, but 0.5 of the decided.
+        made.on_step(2, 6, (0, 1, 0, 3, 1, 1)[step % 6])
+    assert made.state is FallbackState.SPECULATING
+    assert made.acceptance == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_draft_that_turns_bad_is_noticed_within_a_few_steps() -> None:
+    made = controller()
+    for _ in range(200):
+        made.on_step(6, 5, 5)
+    assert steps_until(made, FallbackState.PAUSED, (1, 5, 0)) <= 40
+
+
+def test_steps_without_hints_do_not_count_as_rejections() -> None:
+    made = controller()
+    for _ in range(POLICY.starved_after_steps - 1):
+        assert made.on_step(1, 0, 0) == ()
+    assert made.on_step(1, 0, 0) == GIVE_UP, "but a draft that never delivers is let go"
+
+
+def test_a_pause_ends_with_a_probe() -> None:
+    made = paused()
+    assert [made.on_step(1, 0, 0) for _ in range(POLICY.pause_min_tokens)][-1] == RESUME
+    assert made.state is FallbackState.PROBING
+    assert made.is_listening
+
+
+def test_a_probe_that_pays_resumes() -> None:
+    made = paused()
+    steps_until(made, FallbackState.PROBING, (1, 0, 0))
+    assert steps_until(made, FallbackState.SPECULATING, (4, 5, 3)) == POLICY.probe_spec_steps
+
+
+def test_between_the_thresholds_a_paused_request_stays_paused_and_a_speculating_one_goes_on() -> None:
+    quarter = ((1, 4, 0), (2, 4, 1), (1, 4, 0))  # one accepted of four decided
+    speculating, probing = controller(), paused()
+    steps_until(probing, FallbackState.PROBING, (1, 0, 0))
+    for _ in range(10):
+        for step in quarter:
+            speculating.on_step(*step)
+    for step in quarter * 3:
+        if probing.state is FallbackState.PROBING:
+            probing.on_step(*step)
+    assert speculating.state is FallbackState.SPECULATING
+    assert probing.state is FallbackState.PAUSED
+
+
+def test_each_failed_probe_doubles_the_pause_up_to_a_bound_and_a_good_one_resets_it() -> None:
+    made = paused()
+    pauses = []
+    for _ in range(5):
+        pauses.append(steps_until(made, FallbackState.PROBING, (1, 0, 0)))
+        steps_until(made, FallbackState.PAUSED, (1, 5, 0))
+    assert pauses == [64, 128, 256, 512, 512]
+    steps_until(made, FallbackState.PROBING, (1, 0, 0))
+    steps_until(made, FallbackState.SPECULATING, (6, 5, 5))
+    steps_until(made, FallbackState.PAUSED, (1, 5, 0))
+    assert steps_until(made, FallbackState.PROBING, (1, 0, 0)) == 64
+
+
+def test_no_draft_pauses_without_a_word_to_the_target_and_is_tried_again() -> None:
+    made = controller()
+    assert made.on_no_draft() == ()
+    assert made.state is FallbackState.PAUSED
+    assert steps_until(made, FallbackState.PROBING, (1, 0, 0)) == 64
+
+
+@pytest.mark.parametrize("state", list(FallbackState))
+@pytest.mark.parametrize("trigger", list(Trigger))
+def test_the_table_is_all_there_is(state: FallbackState, trigger: Trigger) -> None:
+    made = controller()
+    made.state = state
+    if (state, trigger) in _TRANSITIONS:
+        assert made.handle(trigger) == _TRANSITIONS[state, trigger][1]
+        assert made.state is _TRANSITIONS[state, trigger][0]
+    else:
+        with pytest.raises(IllegalTransition):
+            made.handle(trigger)
+        assert made.state is state
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=400))
+def test_attach_and_detach_always_alternate(blocks: list[tuple[int, int]]) -> None:
+    made = FallbackController(POLICY, is_enabled=True)
+    is_attached = FallbackAction.ATTACH in made.start()
+    for num_draft_tokens, accepted in blocks:
+        num_accepted = min(accepted, num_draft_tokens)
+        for action in made.on_step(num_accepted + 1, num_draft_tokens, num_accepted):
+            if action is FallbackAction.ATTACH:
+                assert not is_attached
+                is_attached = True
+            elif action is FallbackAction.DETACH:
+                assert is_attached
+                is_attached = False
+        assert is_attached == made.is_listening
+        assert 0 <= made.acceptance <= 1
+
+
+def test_a_policy_that_would_swing_is_refused() -> None:
+    with pytest.raises(ValueError, match="pause_below"):
+        FallbackPolicy(pause_below=0.4, resume_above=0.3)

@@ -1,0 +1,106 @@
+"""The gRPC edge, without Ray: what a GenerationRequest means and what chunks carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator import grpc_api
+from outrider.errors import InvalidRequest, NotFound
+from protos.outrider.v1 import common_pb2, generation_pb2
+from tests.coordinator.conftest import ClusterFactory
+from tests.coordinator.fakes import FakeDraft
+
+
+def request(**fields: Any) -> generation_pb2.GenerationRequest:
+    return generation_pb2.GenerationRequest(**{"prompt": "import", **fields})
+
+
+async def test_unset_fields_mean_the_documented_defaults(clusters: ClusterFactory) -> None:
+    target, draft = clusters.target(), FakeDraft()
+    async with clusters.open([target], [draft]) as cluster:
+        chunks = [chunk async for chunk in grpc_api.generate(cluster.service, request())]
+    (seen,) = target.requests
+    assert (seen.sampling.temperature, seen.sampling.top_p, seen.sampling.max_tokens) == (1, 1, 16)
+    assert seen.speculation.enabled
+    assert len(chunks[-1].request_id) == 32
+    assert chunks[-1].finished.num_output_tokens == 16
+
+
+async def test_chunks_carry_text_tokens_and_origins_and_the_last_one_the_statistics(
+    clusters: ClusterFactory,
+) -> None:
+    target = clusters.target(tokens_per_step=3, num_draft_tokens=4)
+    asked = request(
+        sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=9), request_id="mine"
+    )
+    async with clusters.open([target]) as cluster:
+        chunks = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+    *steps, last = chunks
+    assert {chunk.request_id for chunk in chunks} == {"mine"}
+    assert [token_id for chunk in steps for token_id in chunk.token_ids] == clusters.script[:9]
+    assert "".join(chunk.text for chunk in chunks) == clusters.tokenizer.decode(clusters.script[:9])
+    assert list(steps[0].origins) == [
+        common_pb2.TOKEN_ORIGIN_ACCEPTED, common_pb2.TOKEN_ORIGIN_ACCEPTED, common_pb2.TOKEN_ORIGIN_BONUS,
+    ]  # fmt: skip
+    assert not any(chunk.HasField("finished") for chunk in steps)
+    assert last.finished.finish_reason == "length"
+    assert last.finished.decoding_mode == common_pb2.DECODING_MODE_GREEDY
+    assert last.finished.stats.num_accepted_draft_tokens == 6
+    assert 0 < last.finished.time_to_first_token_ms <= last.finished.generation_time_ms
+
+
+async def test_token_prompts_and_chats_are_understood(clusters: ClusterFactory) -> None:
+    target = clusters.target()
+    token_prompt = generation_pb2.GenerationRequest(
+        prompt_token_ids=generation_pb2.TokenPrompt(token_ids=[5, 6])
+    )
+    chat = generation_pb2.GenerationRequest(
+        chat=generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    )
+    async with clusters.open([target]) as cluster:
+        for asked in (token_prompt, chat):
+            assert [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+    assert list(target.requests[0].token_ids) == [5, 6]
+    assert list(target.requests[1].token_ids) == clusters.tokenizer.encode("hi\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"sampling": common_pb2.SamplingParams(top_p=1)}, "max_tokens"),
+        ({"sampling": common_pb2.SamplingParams(max_tokens=5)}, "top_p"),
+        ({"sampling": common_pb2.SamplingParams(max_tokens=5, top_p=1, temperature=5)}, "temperature"),
+        ({"stop": ["x" * 257]}, "stop"),
+        ({"deadline_ms": 4_000_000_000}, "deadline_ms"),
+        ({"request_id": "x" * 65}, "request_id"),
+    ],
+)
+async def test_a_field_out_of_its_bound_is_refused_by_name(
+    clusters: ClusterFactory, fields: dict[str, Any], parameter: str
+) -> None:
+    async with clusters.open([clusters.target()]) as cluster:
+        with pytest.raises(InvalidRequest) as caught:
+            await anext(grpc_api.generate(cluster.service, request(**fields)))
+    assert caught.value.parameter == parameter
+    assert caught.value.grpc_code == "INVALID_ARGUMENT"
+
+
+async def test_a_request_without_input_is_refused(clusters: ClusterFactory) -> None:
+    async with clusters.open([clusters.target()]) as cluster:
+        with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+            await anext(grpc_api.generate(cluster.service, generation_pb2.GenerationRequest()))
+
+
+async def test_an_unknown_model_is_not_found(clusters: ClusterFactory) -> None:
+    async with clusters.open([clusters.target()]) as cluster:
+        with pytest.raises(NotFound, match="demo"):
+            await anext(grpc_api.generate(cluster.service, request(model="other")))
+
+
+async def test_models_are_listed_with_their_workers(clusters: ClusterFactory) -> None:
+    async with clusters.open([clusters.target(), clusters.target()], [FakeDraft()]) as cluster:
+        (model,) = grpc_api.list_models(cluster.service).models
+    assert (model.id, model.num_target_workers, model.num_draft_workers) == ("demo", 2, 1)
+    assert model.max_model_len == 1024

@@ -1,0 +1,200 @@
+"""`python -m coordinator`: what it refuses before it starts anything, and one real start with Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import openai
+import psutil
+import pytest
+
+from outrider.redis_server import EmbeddedRedis
+from outrider.registry import Registry, WorkerLease
+from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.coordinator.conftest import ClusterFactory
+from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "OUTRIDER_REDIS_URL"}
+    command = [sys.executable, "-m", "coordinator", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+class TestRefusalsAtStart:
+    def test_a_missing_redis_url_is_asked_for(self, clusters: ClusterFactory) -> None:
+        done = run("--tokenizer", str(clusters.model_dir))
+        assert done.returncode == 2
+        assert "OUTRIDER_REDIS_URL" in done.stderr
+
+    def test_an_unreachable_redis_is_named(self, clusters: ClusterFactory) -> None:
+        done = run("--tokenizer", str(clusters.model_dir), "--redis-url", "redis://:secret@127.0.0.1:1/0")
+        assert done.returncode == 1
+        assert "127.0.0.1:1" in done.stderr
+        assert "secret" not in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_folder_without_tokenizer_is_named(self, tmp_path: Path) -> None:
+        done = run("--tokenizer", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0")
+        assert done.returncode == 1
+        assert str(tmp_path / "tokenizer.json") in done.stderr
+
+    def test_a_port_in_use_is_named(self, clusters: ClusterFactory, tmp_path: Path) -> None:
+        redis = EmbeddedRedis(tmp_path)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            try:
+                done = run(
+                    "--tokenizer", str(clusters.model_dir), "--redis-url", redis.start(), "--port", port
+                )
+            finally:
+                redis.stop()
+        assert done.returncode == 1
+        assert f"--port {port}" in done.stderr
+
+    def test_importing_everything_but_ray_imports_neither_torch_nor_ray(self) -> None:
+        program = (
+            "import sys, coordinator.http_api, coordinator.grpc_api, coordinator.__main__; "
+            "sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=60)
+        assert done.returncode == 0
+
+
+@dataclass
+class Running:
+    """A coordinator under Ray Serve and the fakes behind it."""
+
+    process: asyncio.subprocess.Process
+    ready: dict[str, Any]
+    target: FakeTarget
+    draft: FakeDraft
+
+
+@pytest.fixture(scope="module")
+async def running(
+    clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Running]:
+    target, draft = clusters.target(tokens_per_step=3, num_draft_tokens=4), FakeDraft()
+    redis = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    url = redis.start()
+    fingerprint = clusters.tokenizer.fingerprint
+    async with AsyncExitStack() as stack:
+        stack.callback(redis.stop)
+        registry = Registry(url)
+        stack.push_async_callback(registry.close)
+        for pool, worker in (("target", target), ("draft", draft)):
+            address = await stack.enter_async_context(serving(worker))
+            record = record_of("target" if pool == "target" else "draft", address, fingerprint)
+            await stack.enter_async_context(WorkerLease(registry, record, lambda: (0, 0)))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir),
+            "--port", str(free_port()), "--grpc-port", str(free_port()), "--served-model-name", "demo",
+            cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await process.stdout.readline()
+            yield Running(process, json.loads(line), target, draft)
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(60):
+                    await process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.asyncio(loop_scope="module")
+class TestUnderRayServe:
+    async def test_the_openai_package_streams(self, running: Running, clusters: ClusterFactory) -> None:
+        async with openai.AsyncOpenAI(base_url=running.ready["http"] + "/v1", api_key="none") as client:
+            stream = await client.completions.create(
+                model="demo", prompt="import", max_tokens=10, stream=True, temperature=0
+            )
+            text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text == clusters.tokenizer.decode(clusters.script[:10])
+        assert running.draft.requests[-1].session_id == running.target.requests[-1].session_id
+
+    async def test_the_request_id_comes_back_once(self, running: Running) -> None:
+        async with httpx.AsyncClient(base_url=running.ready["http"]) as client:
+            response = await client.get("/v1/models", headers={"X-Request-Id": "mine"})
+            refused = await client.post("/v1/completions", json={"prompt": "x", "temperature": 9})
+        assert response.headers.get_list("x-request-id") == ["mine"]
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "temperature"
+
+    async def test_grpc_streams_and_keeps_status_codes(
+        self, running: Running, clusters: ClusterFactory
+    ) -> None:
+        async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            models = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=10)
+            assert [model.id for model in models.models] == ["demo"]
+            call = stub.Generate(generation_pb2.GenerationRequest(prompt="import"), timeout=10)
+            chunks = [chunk async for chunk in call]
+            assert "".join(chunk.text for chunk in chunks) == clusters.tokenizer.decode(clusters.script[:16])
+            with pytest.raises(grpc.aio.AioRpcError, match="demo") as caught:
+                await stub.Generate(
+                    generation_pb2.GenerationRequest(prompt="import", model="x"), timeout=10
+                ).read()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    async def test_clients_that_leave_free_both_workers(self, running: Running) -> None:
+        running.target.step_s = 0.02
+        try:
+            body = {"prompt": "x", "max_tokens": 900, "stream": True}
+            async with (
+                httpx.AsyncClient(base_url=running.ready["http"]) as client,
+                client.stream("POST", "/v1/completions", json=body) as response,
+            ):
+                await anext(response.aiter_lines())
+            sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1)
+            async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
+                call = generation_pb2_grpc.GenerationStub(channel).Generate(
+                    generation_pb2.GenerationRequest(prompt="import", sampling=sampling), timeout=10
+                )
+                await call.read()
+                call.cancel()
+            await eventually(
+                lambda: running.target.num_open + running.draft.num_open == 0, "both workers are free"
+            )
+        finally:
+            running.target.step_s = 0.0
+
+    async def test_it_stops_with_status_zero_and_leaves_no_process(self, running: Running) -> None:
+        family = psutil.Process(running.process.pid).children(recursive=True)
+        assert any("raylet" in process.name() for process in family)
+        running.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            assert await running.process.wait() == 0
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
+        assert alive == []

@@ -1,0 +1,275 @@
+"""One request's life between a target and a draft worker, faults included. Workers are fakes, gRPC is real."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from coordinator.generation_request import GenerationInput
+from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
+from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def expected(clusters: ClusterFactory, num_tokens: int) -> str:
+    script = clusters.script * (num_tokens // len(clusters.script) + 1)
+    return clusters.tokenizer.decode(script[:num_tokens])
+
+
+async def released(cluster: Cluster) -> None:
+    await eventually(lambda: cluster.num_open == 0, "both workers are free again")
+
+
+class TestBothSides:
+    async def test_target_and_draft_hear_of_the_same_session(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(step_s=0.005), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            assert text_of(await cluster.complete()) == expected(clusters, 12)
+            await released(cluster)
+        (generate,), (attach,) = target.requests, draft.requests
+        assert attach.session_id == generate.session_id
+        assert attach.attachment == 1
+        assert attach.token_ids == generate.token_ids
+        assert attach.sampling == generate.sampling
+        assert attach.tokenizer_fingerprint == clusters.tokenizer.fingerprint
+        assert generate.num_prompt_tokens == len(generate.token_ids)
+
+    async def test_without_a_draft_worker_requests_are_served_plainly(self, clusters: ClusterFactory) -> None:
+        target = clusters.target()
+        async with clusters.open([target]) as cluster:
+            response = await cluster.complete()
+        assert text_of(response) == expected(clusters, 12)
+        assert response.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+        assert target.speculation_calls == []
+
+    async def test_a_request_may_switch_speculation_off(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            await cluster.complete(speculation={"enabled": False})
+        assert not target.requests[0].speculation.enabled
+        assert draft.requests == []
+
+    async def test_a_request_may_set_the_number_of_hints(self, clusters: ClusterFactory) -> None:
+        target = clusters.target()
+        async with clusters.open([target]) as cluster:
+            await cluster.complete(speculation={"num_speculative_tokens": 3})
+        assert target.requests[0].speculation.num_speculative_tokens == 3
+
+    async def test_a_draft_of_another_tokenizer_is_not_asked(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            snapshot = cluster.service.snapshot()
+            object.__setattr__(snapshot.drafts[0], "tokenizer_fingerprint", "f" * 16)
+            assert text_of(await cluster.complete()) == expected(clusters, 12)
+            health = (await cluster.client.get("/health")).json()
+        assert draft.requests == []
+        assert "f" * 16 in health["excluded_workers"][0]["reason"]
+
+
+class TestDraftFaults:
+    async def test_a_full_draft_worker_is_replaced_by_another(self, clusters: ClusterFactory) -> None:
+        target, full, free = clusters.target(step_s=0.01), FakeDraft(is_full=True), FakeDraft()
+        async with clusters.open([target], [full, free]) as cluster:
+            num_requests = 0
+            while not full.requests and num_requests < 50:  # chance picks between equals
+                num_requests += 1
+                assert text_of(await cluster.complete()) == expected(clusters, 12)
+            await released(cluster)
+        assert full.requests
+        assert len(free.requests) == num_requests
+        assert max(request.attachment for request in free.requests) == 2
+
+    async def test_a_draft_that_dies_midway_is_replaced_with_the_tokens_so_far(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target = clusters.target(step_s=0.02)
+        mortals = [FakeDraft(lets_go_after_s=0.1), FakeDraft(lets_go_after_s=0.1)]
+        async with clusters.open([target], mortals) as cluster:
+            assert text_of(await cluster.complete(max_tokens=20)) == expected(clusters, 20)
+        requests = sorted([*mortals[0].requests, *mortals[1].requests], key=lambda each: each.attachment)
+        first, second = requests[:2]
+        assert (first.attachment, second.attachment) == (1, 2)
+        committed = [*target.requests[0].token_ids, *clusters.script]
+        assert len(second.token_ids) > len(first.token_ids)
+        assert list(second.token_ids) == committed[: len(second.token_ids)]
+
+    async def test_a_draft_that_falls_silent_is_let_go(self, clusters: ClusterFactory) -> None:
+        target, mute = clusters.target(step_s=0.02), FakeDraft(is_mute=True)
+        async with clusters.open([target], [mute], settings={"draft_silence_max_s": 0.1}) as cluster:
+            task = asyncio.create_task(cluster.complete(max_tokens=25))
+            await eventually(lambda: mute.num_open == 1, "attached")
+            await eventually(lambda: mute.num_open == 0, "let go while the request goes on")
+            assert not task.done()
+            assert text_of(await task) == expected(clusters, 25)
+
+
+class TestFallback:
+    async def test_low_acceptance_frees_the_draft_and_tells_the_target(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target, draft = clusters.target(step_s=0.01, num_draft_tokens=5, num_accepted=0), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            task = asyncio.create_task(cluster.complete(max_tokens=40))
+            await eventually(lambda: draft.num_open == 1, "attached")
+            await eventually(lambda: draft.num_open == 0, "detached")
+            await eventually(lambda: bool(target.speculation_calls), "told the target")
+            assert not task.done()
+            assert text_of(await task) == expected(clusters, 40)
+        (call,) = target.speculation_calls
+        assert call.session_id == target.requests[0].session_id
+        assert not call.speculation.enabled
+
+    async def test_after_a_pause_the_draft_is_tried_again(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(step_s=0.002, num_draft_tokens=5, num_accepted=0), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            await cluster.complete(max_tokens=110)
+        assert [call.speculation.enabled for call in target.speculation_calls] == [False, True, False]
+        assert [request.attachment for request in draft.requests] == [1, 2]
+
+    async def test_good_acceptance_changes_nothing(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(tokens_per_step=4, num_draft_tokens=3), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            await cluster.complete(max_tokens=400)
+        assert target.speculation_calls == []
+        assert len(draft.requests) == 1
+
+
+class TestTargetFaults:
+    async def test_a_full_target_is_replaced_by_another(self, clusters: ClusterFactory) -> None:
+        full, free = clusters.target(is_full=True), clusters.target()
+        async with clusters.open([full, free]) as cluster:
+            for _ in range(50):
+                assert text_of(await cluster.complete()) == expected(clusters, 12)
+        assert full.requests, "chance picks between equals"
+
+    async def test_when_every_target_is_full_the_client_is_told_when_to_come_back(
+        self, clusters: ClusterFactory
+    ) -> None:
+        async with clusters.open([clusters.target(is_full=True), clusters.target(is_full=True)]) as cluster:
+            response = await cluster.complete()
+            streamed = await cluster.complete(stream=True)
+        for each in (response, streamed):
+            assert each.status_code == 429
+            assert int(each.headers["retry-after"]) >= 1
+            assert each.json()["error"]["code"] == "overloaded"
+
+    @pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 1}])
+    async def test_a_target_that_dies_midway_loses_and_repeats_no_token(
+        self, clusters: ClusterFactory, body: dict[str, Any]
+    ) -> None:
+        mortal, heir = clusters.target(dies_at=5, tokens_per_step=2), clusters.target(tokens_per_step=2)
+        draft = FakeDraft()
+        async with clusters.open([mortal, heir], [draft]) as cluster:
+            for _ in range(50):
+                response = await cluster.complete(**body)
+                assert text_of(response) == expected(clusters, 12)
+                assert response.json()["usage"]["completion_tokens"] == 12
+                if mortal.requests:
+                    break
+            await released(cluster)
+        replay = heir.requests[-1]
+        assert len(replay.token_ids) == replay.num_prompt_tokens + 6
+        assert list(replay.token_ids[replay.num_prompt_tokens :]) == clusters.script[:6]
+        assert replay.session_id != mortal.requests[0].session_id
+        assert draft.requests[-1].token_ids == replay.token_ids
+
+    async def test_a_target_that_falls_silent_is_left(self, clusters: ClusterFactory) -> None:
+        silent, heir = clusters.target(falls_silent_at=4), clusters.target()
+        async with clusters.open([silent, heir], settings={"target_silence_max_s": 0.2}) as cluster:
+            for _ in range(50):
+                assert text_of(await cluster.complete()) == expected(clusters, 12)
+                if silent.requests:
+                    break
+            await released(cluster)
+        assert silent.requests
+
+    async def test_without_a_successor_the_stream_ends_with_an_error_event(
+        self, clusters: ClusterFactory
+    ) -> None:
+        async with clusters.open([clusters.target(dies_at=5)]) as cluster:
+            response = await cluster.complete(stream=True)
+        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        assert "killed by the test" in events[-2]
+        assert '"code":"unavailable"' in events[-2]
+
+    async def test_a_dead_address_is_503_and_passed_over_afterwards(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target(refuses_with=grpc.StatusCode.UNAVAILABLE)]) as cluster:
+            first, second = await cluster.complete(), await cluster.complete()
+        assert (first.status_code, second.status_code) == (503, 503)
+        assert "did not answer" in second.json()["error"]["message"]
+        assert int(second.headers["retry-after"]) >= 1
+
+    async def test_what_a_target_refuses_is_the_clients_error(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target(refuses_with=grpc.StatusCode.INVALID_ARGUMENT)]) as cluster:
+            response = await cluster.complete()
+        assert response.status_code == 400
+        assert "refused by the test" in response.json()["error"]["message"]
+
+
+class TestEnds:
+    async def test_a_deadline_frees_both_workers(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(step_s=0.05), FakeDraft()
+        async with clusters.open([target], [draft], settings={"deadline_default_s": 0.3}) as cluster:
+            response = await cluster.complete(max_tokens=500)
+            assert response.status_code == 504
+            await released(cluster)
+
+    async def test_a_stop_string_frees_both_workers_at_once(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(step_s=0.01), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            response = await cluster.complete(max_tokens=500, stop=["return"])
+            await released(cluster)
+        choice = response.json()["choices"][0]
+        assert choice["text"] == TEXT.partition("return")[0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "return")
+        assert target.num_cancelled == 1
+        assert response.json()["usage"]["completion_tokens"] < 20
+
+    async def test_the_models_own_end_has_no_stop_reason(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target(eos_at=5)]) as cluster:
+            choice = (await cluster.complete(max_tokens=50)).json()["choices"][0]
+            asked = (await cluster.complete(max_tokens=50, stop_token_ids=[0])).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+        assert (asked["finish_reason"], asked["stop_reason"]) == ("stop", 0)
+        assert choice["text"] == expected(clusters, 5)
+
+    async def test_a_client_that_leaves_a_stream_frees_both_workers(self, clusters: ClusterFactory) -> None:
+        target, draft = clusters.target(step_s=0.02), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            spec = await cluster.service.prepare(
+                GenerationInput(request_id="r", text="import", max_tokens=500)
+            )
+            items = cluster.service.generate(spec, cluster.service.environment.now_s())
+            await anext(items)
+            assert cluster.num_open == 2
+            await items.aclose()
+            await released(cluster)
+        assert target.num_cancelled == 1
+
+    async def test_a_replica_at_its_bound_refuses_and_recovers(self, clusters: ClusterFactory) -> None:
+        target = clusters.target(step_s=0.02)
+        async with clusters.open([target], settings={"requests_max": 1}) as cluster:
+            task = asyncio.create_task(cluster.complete())
+            await eventually(lambda: target.num_open == 1, "the first one runs")
+            assert (await cluster.complete()).status_code == 429
+            assert (await task).status_code == 200
+            assert (await cluster.complete()).status_code == 200
+
+
+async def test_many_requests_at_once_stay_apart(clusters: ClusterFactory) -> None:
+    targets: list[FakeTarget] = [clusters.target(step_s=0.001, tokens_per_step=3) for _ in range(2)]
+    async with clusters.open(targets, [FakeDraft()]) as cluster:
+        lengths = [5 + 3 * number for number in range(20)]
+        responses = await asyncio.gather(*(cluster.complete(max_tokens=length) for length in lengths))
+        assert [text_of(each) for each in responses] == [expected(clusters, length) for length in lengths]
+        await released(cluster)
+    assert all(target.requests for target in targets), "both shared the work"

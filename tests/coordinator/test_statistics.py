@@ -1,0 +1,102 @@
+"""Counts and times of one request, and what the client sees of its tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.statistics import RequestTimes, SpeculationCounts
+from coordinator.text_output import TextOutput
+from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from protos.outrider.v1 import common_pb2
+from tests.coordinator.conftest import ClusterFactory
+
+PLAIN = common_pb2.TOKEN_ORIGIN_PLAIN
+
+
+def counts() -> SpeculationCounts:
+    made = SpeculationCounts()
+    for drafted, accepted in ((5, 5), (5, 0), (0, 0), (3, 2), (5, 2)):
+        made.add_step(drafted, accepted)
+    return made
+
+
+def test_rates_and_histograms_follow_their_definitions() -> None:
+    stats = counts().to_json(num_speculative_tokens=0, is_detailed=True)
+    assert stats["num_steps"] == 5
+    assert stats["num_spec_steps"] == 4
+    assert stats["num_draft_tokens"] == 18
+    assert stats["num_accepted_draft_tokens"] == 9
+    assert stats["mean_acceptance_length"] == pytest.approx(1 + 9 / 4)
+    assert stats["draft_acceptance_rate"] == pytest.approx(9 / 18)
+    assert stats["acceptance_histogram"] == [1, 0, 2, 0, 0, 1]
+    assert stats["acceptance_histogram_by_draft_length"] == {"3": [0, 0, 1], "5": [1, 0, 1, 0, 0, 1]}
+    assert stats["num_spec_tokens"] == 5
+    assert stats["per_step_drafted"] == [5, 5, 3, 5]
+    assert stats["per_step_accepted"] == [5, 0, 2, 2]
+
+
+def test_the_message_and_the_json_agree() -> None:
+    message = counts().to_proto()
+    assert list(message.acceptance_histogram) == [1, 0, 2, 0, 0, 1]
+    assert list(message.draft_length_histogram) == [0, 0, 0, 1, 0, 3]
+    assert (message.num_steps, message.num_spec_steps) == (5, 4)
+
+
+def test_without_hints_means_are_null_and_not_zero() -> None:
+    made = SpeculationCounts()
+    made.add_step(0, 0)
+    stats = made.to_json(num_speculative_tokens=0, is_detailed=False)
+    assert stats["mean_acceptance_length"] is None
+    assert stats["draft_acceptance_rate"] is None
+    assert stats["acceptance_histogram"] == []
+    assert "per_step_accepted" not in stats
+
+
+def test_times_are_milliseconds_from_arrival() -> None:
+    times = RequestTimes(arrival_s=100.0)
+    assert times.chunk(100.5) is None
+    assert times.chunk(100.7) == pytest.approx(0.2)
+    assert times.chunk(100.9) == pytest.approx(0.2)
+    times.end_s = 101.0
+    shown = times.to_json(num_output_tokens=9)
+    assert shown["time_to_first_token_ms"] == pytest.approx(500)
+    assert shown["generation_time_ms"] == pytest.approx(1000)
+    assert shown["mean_itl_ms"] == pytest.approx(200)
+    assert shown["time_per_output_token_ms"] == pytest.approx(50)
+    assert shown["tokens_per_second"] == pytest.approx(9)
+    assert shown["queue_time_ms"] is None
+
+
+def output(clusters: ClusterFactory, *stop: str) -> TextOutput:
+    return TextOutput(IncrementalDetokenizer(clusters.tokenizer), StopStringMatcher(stop))
+
+
+def test_tokens_behind_a_stop_string_are_dropped(clusters: ClusterFactory) -> None:
+    token_ids = clusters.tokenizer.encode("abc STOP def")
+    made = output(clusters, "STOP")
+    visible = made.push(token_ids, [PLAIN] * len(token_ids))
+    assert visible.text == "abc "
+    assert made.stop_string == "STOP"
+    assert len(visible.token_ids) == len(visible.origins) == len(visible.pieces) < len(token_ids)
+    assert clusters.tokenizer.decode(made.token_ids) == "abc STOP"
+    assert made.finish() == ""
+
+
+def test_the_same_tokens_in_other_steps_are_the_same_text(clusters: ClusterFactory) -> None:
+    token_ids = clusters.tokenizer.encode("naïve 中文 and STO, then STOP here")
+    results = set()
+    for size in (1, 2, 3, 5, len(token_ids)):
+        made, text = output(clusters, "STOP", "zzz"), ""
+        for start in range(0, len(token_ids), size):
+            if not made.is_stopped:
+                step = token_ids[start : start + size]
+                text += made.push(step, [PLAIN] * len(step)).text
+        results.add((text + made.finish(), tuple(made.token_ids)))
+    assert len(results) == 1
+    assert results.pop()[0] == "naïve 中文 and STO, then "
+
+
+def test_held_back_text_comes_out_at_the_end(clusters: ClusterFactory) -> None:
+    token_ids = clusters.tokenizer.encode("abc STO")
+    made = output(clusters, "STOP")
+    assert made.push(token_ids, [PLAIN] * len(token_ids)).text + made.finish() == "abc STO"

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc.aio
@@ -91,12 +91,19 @@ class WorkerPair:
         *,
         use_draft: bool = True,
         num_speculative_tokens: int = 0,
+        target_address: str | None = None,
         timeout_s: float = 300.0,
     ) -> Generation:
-        """One request, with the draft attached unless told otherwise."""
+        """One request, with the draft attached unless told otherwise.
+
+        `target_address` is what the draft worker is told to dial, when that is not the target's own address.
+        """
         session_id = uuid.uuid4().hex
         use_draft = use_draft and self.draft_stub is not None
-        attachment = asyncio.create_task(self._attach(session_id, token_ids, sampling)) if use_draft else None
+        attachment = None
+        if use_draft:
+            attach = self._attach(session_id, token_ids, sampling, target_address or self.target.address)
+            attachment = asyncio.create_task(attach)
         request = target_pb2.GenerateRequest(
             session_id=session_id,
             token_ids=token_ids,
@@ -122,17 +129,26 @@ class WorkerPair:
                     await attachment
         return result
 
-    async def _attach(self, session_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    async def _attach(
+        self, session_id: str, token_ids: Sequence[int], sampling: SamplingParams, target_address: str
+    ) -> None:
         assert self.draft_stub is not None
         request = draft_pb2.AttachRequest(
             session_id=session_id,
             attachment=1,
-            target_address=self.target.address,
+            target_address=target_address,
             token_ids=token_ids,
             sampling=sampling.to_proto(),
         )
         async for _ in self.draft_stub.Attach(request, timeout=600.0):
             pass
+
+
+@contextlib.asynccontextmanager
+async def attach_draft(pair: WorkerPair, draft_address: str) -> AsyncIterator[WorkerPair]:
+    """The same target with another draft worker."""
+    async with grpc.aio.insecure_channel(draft_address, options=CHANNEL_OPTIONS) as channel:
+        yield replace(pair, draft_stub=draft_pb2_grpc.DraftStub(channel))
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 APPLICATION_NAME: Final = "outrider"
 # Import path of what registers the service with Serve's gRPC proxy.
-GRPC_SERVICER_FUNCTIONS: Final = ("protos.outrider.v1.generation_pb2_grpc.add_GenerationServicer_to_server",)
+GRPC_SERVICER_FUNCTIONS: Final = ("coordinator.grpc_ingress.add_GenerationServicer_to_server",)
 
 
 @serve.ingress(None)

@@ -17,7 +17,7 @@ import grpc.aio
 
 from coordinator.environment import Environment
 from coordinator.routing import WorkerKey, key_of
-from coordinator.workers import describe
+from coordinator.workers import describe, remaining_s
 from outrider.registry import WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2
 
@@ -98,7 +98,7 @@ class DraftLink:
             sampling=session.sampling,
             tokenizer_fingerprint=session.target.tokenizer_fingerprint,
         )
-        timeout_s = max(session.deadline_s - environment.now_s(), 0.001)
+        timeout_s = remaining_s(session.deadline_s, environment.now_s())
         call = environment.channels.attach(worker.address, request, timeout_s)
         try:
             while True:

@@ -10,54 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.generation_request import GenerationInput, Sampling, SpeculationChoice
+from coordinator.unserved_parameters import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE, without_neutral
 from outrider.errors import InvalidRequest
-
-# Parameter -> values that change nothing, None aside. To be served by later work.
-_NEUTRAL_COMMON: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "priority": (0,),
-    "store": (False,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
-}
-_NEUTRAL_COMPLETION: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({
-    **_NEUTRAL_COMMON, "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (),
-})  # fmt: skip
-_NEUTRAL_CHAT: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-    {
-        **_NEUTRAL_COMMON,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "web_search_options": (),
-    }
-)
-_NEUTRAL_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({
-    "tool_calls": ([],), "tool_call_id": (), "function_call": (), "refusal": (), "audio": (), "annotations": ([],),
-})  # fmt: skip
 
 
 class _Body(BaseModel):
@@ -153,7 +112,7 @@ class _GenerationBody(_Body):
 class CompletionBody(_GenerationBody):
     """POST /v1/completions. Exactly one prompt: a text or a list of token ids, bare or alone in a list."""
 
-    neutral = _NEUTRAL_COMPLETION
+    neutral = NEUTRAL_COMPLETION
 
     prompt: str | list[int] | list[str] | list[list[int]]
 
@@ -173,7 +132,7 @@ class CompletionBody(_GenerationBody):
 class ChatBody(_GenerationBody):
     """POST /v1/chat/completions. Without a bound the answer may fill the context."""
 
-    neutral = _NEUTRAL_CHAT
+    neutral = NEUTRAL_CHAT
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -225,10 +184,10 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidRequest(None, f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidRequest(None, "the body must be a JSON object")
-    content = _without_neutral(content, kind.neutral, "")
+    content = without_neutral(content, kind.neutral, "")
     if isinstance(content.get("messages"), list):
         content["messages"] = [
-            _without_neutral(message, _NEUTRAL_MESSAGE, f"messages[{index}].")
+            without_neutral(message, NEUTRAL_MESSAGE, f"messages[{index}].")
             if isinstance(message, dict)
             else message
             for index, message in enumerate(content["messages"])
@@ -237,17 +196,6 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         return kind.model_validate(content)
     except ValidationError as error:
         raise _named(error) from error
-
-
-def _without_neutral(
-    content: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str
-) -> dict[str, Any]:
-    """Drops what changes nothing and refuses what would change something that is not served yet."""
-    for name in neutral.keys() & content.keys():
-        value = content[name]
-        if value is not None and value not in neutral[name]:
-            raise InvalidRequest(where + name, f"{where}{name} is not supported yet")
-    return {name: value for name, value in content.items() if name not in neutral}
 
 
 def _named(error: ValidationError) -> InvalidRequest:

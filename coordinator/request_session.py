@@ -29,12 +29,11 @@ from coordinator.fallback import FallbackAction, FallbackController
 from coordinator.generation_request import GenerationSpec
 from coordinator.routing import WorkerKey, key_of
 from coordinator.statistics import RequestTimes, SpeculationCounts
+from coordinator.target_call import TargetCall
 from coordinator.text_output import TextOutput, VisibleOutput
-from coordinator.workers import GenerateCall, describe, is_refusal
+from coordinator.workers import describe
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
     OutriderError,
     Overloaded,
     Unavailable,
@@ -46,7 +45,6 @@ from protos.outrider.v1 import common_pb2, target_pb2
 _log = logging.getLogger(__name__)
 
 _SET_SPECULATION_TIMEOUT_S: Final = 2.0
-_RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +149,7 @@ class RequestSession:
     async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[VisibleOutput | Finished]:
         environment = self._environment
         environment.router.open_session(attempt.target)
-        call = environment.channels.generate(attempt.target.address, attempt.request, self._remaining_s())
+        call = TargetCall(environment, attempt.target, attempt.request, self._deadline_s)
         attempt.link = DraftLink(
             environment,
             LinkedSession(
@@ -166,7 +164,7 @@ class RequestSession:
         )
         try:
             self._apply(self._controller.start(), attempt)
-            async with aclosing(self._events(call, attempt.target)) as events:
+            async with aclosing(call.events()) as events:
                 async for event in events:
                     item = self._take(event, attempt)
                     if item is not None:
@@ -182,36 +180,6 @@ class RequestSession:
             for task in attempt.background:
                 task.cancel()
             await attempt.link.close()
-
-    async def _events(
-        self, call: GenerateCall, target: WorkerRecord
-    ) -> AsyncGenerator[target_pb2.GenerateEvent]:
-        """The target's events. Its errors and its silence become ours."""
-        silence_max_s: float | None = None  # until the first token a request may wait for its turn
-        try:
-            while True:
-                async with asyncio.timeout(silence_max_s):
-                    event = await call.read()
-                if not isinstance(event, target_pb2.GenerateEvent):
-                    raise WorkerLost(f"target worker {target.worker_id} ended the stream without a last word")
-                if event.WhichOneof("event") == "step":
-                    silence_max_s = self._environment.settings.target_silence_max_s
-                yield event
-        except TimeoutError as error:
-            self._environment.router.pass_over(target, self._environment.now_s())
-            raise WorkerLost(f"target worker {target.worker_id} fell silent") from error
-        except grpc.aio.AioRpcError as error:
-            raise self._translated(error, target) from error
-
-    def _translated(self, error: grpc.aio.AioRpcError, target: WorkerRecord) -> OutriderError:
-        if is_refusal(error):
-            return Overloaded(f"every target worker is full ({error.details()})", _RETRY_AFTER_S)
-        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequest(None, f"the target worker refused the request: {error.details()}")
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(f"not finished within the request's {self._spec.deadline_s:g} s")
-        self._environment.router.pass_over(target, self._environment.now_s())
-        return WorkerLost(f"target worker {target.worker_id} failed: {describe(error)}")
 
     def _take(self, event: target_pb2.GenerateEvent, attempt: _Attempt) -> VisibleOutput | Finished | None:
         """Moves the request on by one event. What comes back goes to the client."""
@@ -296,6 +264,3 @@ class RequestSession:
 
     def _committed(self) -> list[int]:
         return [*self._spec.prompt_token_ids, *self._output.token_ids]
-
-    def _remaining_s(self) -> float:
-        return max(self._deadline_s - self._environment.now_s(), 0.001)

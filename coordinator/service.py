@@ -193,7 +193,9 @@ class GenerationService:
         while True:
             snapshot, metrics = self.snapshot(), self.environment.metrics
             await self.environment.channels.forget_all_but(
-                {worker.address for worker in (*snapshot.targets, *snapshot.drafts)}
+                {worker.address for worker in (*snapshot.targets, *snapshot.drafts)},
+                self.environment.now_s(),
+                after_s=self.environment.settings.deadline_max_s,  # longer than any call may take
             )
             excluded = set(self.exclusions())
             for exclusion in excluded - reported:

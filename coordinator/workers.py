@@ -37,6 +37,7 @@ class WorkerChannels:
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._unlisted_since_s: dict[str, float] = {}
 
     def generate(self, address: str, request: target_pb2.GenerateRequest, timeout_s: float) -> GenerateCall:
         """Opens Target.Generate; nothing is sent until the event loop runs."""
@@ -55,10 +56,21 @@ class WorkerChannels:
         stub = draft_pb2_grpc.DraftStub(self._channel(address))
         return cast(AttachCall, stub.Attach(request, timeout=timeout_s))
 
-    async def forget_all_but(self, addresses: Collection[str]) -> None:
-        """Closes idle channels to workers that are gone, so that a long life does not collect them."""
-        gone = [address for address in self._channels if address not in addresses]
-        await asyncio.gather(*(self._channels.pop(address).close(grace=60.0) for address in gone))
+    async def forget_all_but(self, addresses: Collection[str], now_s: float, after_s: float) -> None:
+        """Closes channels to workers that have been gone for `after_s`, so that a long life does not collect
+        them.
+
+        Not sooner: a worker may be off the list (a restart of Redis, a lease that ran out) while calls to it
+        go on.
+        """
+        for address in self._channels.keys() - set(addresses):
+            self._unlisted_since_s.setdefault(address, now_s)
+        for address, since_s in list(self._unlisted_since_s.items()):
+            if address in addresses:
+                del self._unlisted_since_s[address]
+            elif now_s - since_s >= after_s:
+                del self._unlisted_since_s[address]
+                await self._channels.pop(address).close(grace=None)
 
     async def close(self) -> None:
         """Closes every channel; calls in flight end as cancelled."""
@@ -72,9 +84,10 @@ class WorkerChannels:
         return channel
 
 
-def is_refusal(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the worker declined before any work because it is full."""
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+def remaining_s(deadline_s: float, now_s: float) -> float:
+    """Time left as a call's timeout. One that has passed still makes a call, which fails with the right
+    status."""
+    return max(deadline_s - now_s, 0.001)
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:

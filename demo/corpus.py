@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,29 +48,34 @@ def is_skipped(name: str) -> bool:
     return any(part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in parts)
 
 
-def source_files(root: Path | None = None) -> Iterator[SourceFile]:
-    """Every usable source file in name order; files that are not UTF-8 are left out."""
+def source_names(root: Path | None = None) -> list[str]:
+    """Names of the files that belong to a split, sorted."""
     root = root or library_root()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if is_skipped(name):
-            continue
+    names = (path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    return sorted(name for name in names if not is_skipped(name))
+
+
+def _read(names: Iterable[str], root: Path | None) -> list[SourceFile]:
+    """The named files; those that are empty or not UTF-8 are left out."""
+    files: list[SourceFile] = []
+    for name in names:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = ((root or library_root()) / name).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
         if text.strip():
-            yield SourceFile(name, text)
+            files.append(SourceFile(name, text))
+    return files
 
 
 def training_files(root: Path | None = None) -> list[SourceFile]:
     """Files that training, the tokenizer and distillation may see."""
-    return [file for file in source_files(root) if not is_held_out(file.name)]
+    return _read((name for name in source_names(root) if not is_held_out(name)), root)
 
 
 def held_out_files(root: Path | None = None) -> list[SourceFile]:
     """Files that no stage of training has seen."""
-    return [file for file in source_files(root) if is_held_out(file.name)]
+    return _read((name for name in source_names(root) if is_held_out(name)), root)
 
 
 def held_out_prompts(

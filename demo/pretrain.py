@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from demo.optimizer import Budget, MasterOptimizer, learning_rate
+from demo.optimizer import Budget, MasterAdamW, learning_rate
 
 CHECKPOINT_EVERY_S = 60.0
 PROGRESS_EVERY_STEPS = 20
@@ -34,7 +34,6 @@ class Recipe:
     # Prompts and answers reach past 400 tokens, so the last part of training sees longer rows.
     long_from: float = 0.6
     weight_decay: float = 0.1
-    uses_muon: bool = False
 
 
 def corpus_batch(tokens: torch.Tensor, recipe: Recipe, step: int, progress: float) -> torch.Tensor:
@@ -70,7 +69,7 @@ class Stage:
         self.model = model
         self.recipe = recipe
         self.checkpoint = checkpoint
-        self.optimizer = MasterOptimizer(model, weight_decay=recipe.weight_decay, uses_muon=recipe.uses_muon)
+        self.optimizer = MasterAdamW(model, weight_decay=recipe.weight_decay)
         self.budget = Budget(recipe.num_steps, recipe.limit_s)
         self.num_tokens = 0
         self.is_done = False

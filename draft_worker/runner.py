@@ -51,7 +51,7 @@ def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
 def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
     """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
     if item.sampling.decoding_mode is DecodingMode.GREEDY:
-        return _most_likely(torch.softmax(logits, dim=-1))
+        return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1))
     probs = probabilities(logits, item.sampling)
     if item.sampling.decoding_mode is DecodingMode.COUPLED:
         scores = [
@@ -59,20 +59,26 @@ def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
             for row, position in zip(probs, item.decided_positions, strict=True)
         ]
         stacked = torch.stack(scores)
-        return _most_likely((stacked / stacked.sum(dim=-1, keepdim=True)).float())
+        return _most_likely(stacked / stacked.sum(dim=-1, keepdim=True), stacked.argmax(dim=-1))
     return [
         _sampled(row, item.seed, position)
         for row, position in zip(probs, item.decided_positions, strict=True)
     ]
 
 
-def _most_likely(chances: torch.Tensor) -> list[Expansion]:
-    """The best token as primary child, the next ones as alternatives.  # [num_nodes, vocab_size]"""
+def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
+    """`best` as primary children, the next likely tokens as alternatives.  # [num_nodes, vocab_size], [num_nodes]
+
+    The target decides by argmax; where several tokens share the maximum, which is common in bfloat16, topk may name
+    another one first, and the hint would be lost.
+    """
     values, indices = torch.topk(chances, NUM_CHILDREN, dim=-1)
-    return [
-        Expansion(token_ids, row_chances, None)
-        for token_ids, row_chances in zip(indices.tolist(), values.tolist(), strict=True)
-    ]
+    expansions = []
+    for first, row_ids, row_chances in zip(best.tolist(), indices.tolist(), values.tolist(), strict=True):
+        others = [pair for pair in zip(row_ids, row_chances, strict=True) if pair[0] != first][: NUM_CHILDREN - 1]
+        token_ids = [first, *(token_id for token_id, _ in others)]
+        expansions.append(Expansion(token_ids, [row_chances[0], *(chance for _, chance in others)], None))
+    return expansions
 
 
 def _sampled(probs: torch.Tensor, seed: int, position: int) -> Expansion:

@@ -16,9 +16,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, Self, cast, get_args
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio
@@ -27,12 +27,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from outrider.errors import RegistryUnavailable
+from outrider.worker_record import Pool, Snapshot, WorkerRecord, WorkerState
+
+__all__ = ["Pool", "Registry", "Snapshot", "WorkerDirectory", "WorkerLease", "WorkerRecord", "WorkerState"]
 
 _log = logging.getLogger(__name__)
-
-Pool = Literal["target", "draft"]
-WorkerState = Literal["ready", "draining"]
-POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
 
 LEASE_S: Final = 6.0
 HEARTBEAT_S: Final = LEASE_S / 3
@@ -71,62 +70,6 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
 end
 return found
 """
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRecord:
-    """What a worker says about itself; every field is set by the worker alone."""
-
-    worker_id: str  # unique in the pool; 1 to 64 characters
-    pool: Pool
-    address: str  # host:port of its gRPC server, as others dial it
-    incarnation: str  # changes with every start of the process
-    model_name: str  # of a target: the name that clients ask for
-    tokenizer_fingerprint: str  # outrider.tokenizer.fingerprint
-    vocab_size: int  # rows of the output layer
-    max_model_len: int  # longest prompt plus output, tokens
-    max_num_seqs: int  # most sessions at once, at least 1
-    dtype: str  # of the weights
-    num_model_parameters: int
-    state: WorkerState = "ready"  # draining: finishes what runs, admits nothing
-    num_running: int = 0  # sessions in the batch, as of the last heartbeat
-    num_waiting: int = 0  # sessions admitted and not yet in it
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.worker_id) <= 64:
-            raise ValueError(f"worker_id must have 1 to 64 characters, got {self.worker_id!r}")
-        if self.pool not in POOLS:
-            raise ValueError(f"pool must be one of {POOLS}, got {self.pool!r}")
-        if self.state not in get_args(WorkerState):
-            raise ValueError(f"state must be one of {get_args(WorkerState)}, got {self.state!r}")
-        if not self.address.rpartition(":")[2].isdigit():
-            raise ValueError(f"address must be host:port, got {self.address!r}")
-        if self.max_num_seqs < 1 or self.max_model_len < 1:
-            raise ValueError("max_num_seqs and max_model_len must be at least 1")
-
-    @classmethod
-    def from_fields(cls, stored: Mapping[str, str]) -> Self:
-        """Reads a stored hash. Raises ValueError when a field is missing or out of its bounds."""
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name not in stored:
-                raise ValueError(f"field {field.name} is missing")
-            value = stored[field.name]
-            values[field.name] = int(value) if field.type == "int" else value
-        return cls(**values)
-
-    def to_fields(self) -> dict[str, str]:
-        """The hash to store; `from_fields` reverses it."""
-        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The live workers as of the last look. `degraded`: Redis could not be asked since, this is older news."""
-
-    targets: tuple[WorkerRecord, ...] = ()
-    drafts: tuple[WorkerRecord, ...] = ()
-    degraded: bool = False
 
 
 class Registry:
@@ -275,12 +218,17 @@ class WorkerLease:
 
 
 class WorkerDirectory:
-    """The snapshot that requests are routed by, kept fresh by a task while the context is open."""
+    """The snapshot that requests are routed by, kept fresh by a task while the context is open.
+
+    A Redis that comes back may have lost everything. Workers known from before stay in the snapshot until
+    each has had a lease's time to announce itself again.
+    """
 
     def __init__(self, registry: Registry, refresh_s: float = REFRESH_S) -> None:
         self._registry = registry
         self._refresh_s = refresh_s
         self._task: asyncio.Task[None] | None = None
+        self._trusted_until_s = 0.0  # on the event loop's clock: how long records from before an outage count
         self.snapshot = Snapshot(degraded=True)
 
     async def __aenter__(self) -> Self:
@@ -304,6 +252,12 @@ class WorkerDirectory:
                 _log.warning("serving from the last snapshot: %s", error.message)
             self.snapshot = replace(self.snapshot, degraded=True)
         else:
+            now_s = asyncio.get_running_loop().time()
+            if self.snapshot.degraded:
+                self._trusted_until_s = now_s + LEASE_S
+            if now_s < self._trusted_until_s:
+                targets = _with_missing(targets, self.snapshot.targets)
+                drafts = _with_missing(drafts, self.snapshot.drafts)
             self.snapshot = Snapshot(targets, drafts)
         return self.snapshot
 
@@ -311,6 +265,14 @@ class WorkerDirectory:
         while True:
             await asyncio.sleep(self._refresh_s)
             await self.refresh()
+
+
+def _with_missing(
+    records: tuple[WorkerRecord, ...], known: tuple[WorkerRecord, ...]
+) -> tuple[WorkerRecord, ...]:
+    """The records, and those known from before whose worker is not among them."""
+    present = {record.worker_id for record in records}
+    return (*records, *(record for record in known if record.worker_id not in present))
 
 
 def _keys(record: WorkerRecord) -> list[str]:

@@ -49,6 +49,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=10.0,
         help="most that a step waits for hints; 0 never waits (default %(default)s)",
     )
+    parser.add_argument(
+        "--wait-for-num-hints",
+        type=int,
+        default=None,
+        help="hints that a step waits for, within --hint-wait-ms; default: as many as measured times say",
+    )
     return parser.parse_args(arguments)
 
 
@@ -80,6 +86,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_model_len=engine.max_model_len,
             num_speculative_tokens=arguments.num_speculative_tokens,
             hint_wait_ms_max=arguments.hint_wait_ms,
+            wait_for_num_hints=arguments.wait_for_num_hints,
             end_of_sequence_ids=engine.eos_token_ids,
         )
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)

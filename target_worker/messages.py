@@ -72,6 +72,7 @@ class HintsArrived:
     attachment: int
     base_len: int
     hints: list[Hint]
+    arrived_at: float  # shell's clock, seconds; the event may be handled a whole step later
 
 
 Event = (
@@ -190,6 +191,7 @@ class SchedulerLimits:
     max_model_len: int = 1024  # prompt plus output, tokens
     num_speculative_tokens: int = 8  # hints fed per session and step
     hint_wait_ms_max: float = 10.0
+    wait_for_num_hints: int | None = None  # hints that a step waits for; None: as many as measurements say
     max_early_sessions: int = 256  # that draft workers speak of before the coordinator does
     max_early_events: int = 32  # kept for each of them
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)

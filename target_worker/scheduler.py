@@ -87,7 +87,7 @@ class Scheduler:
                 for session_id in list(self._sessions):
                     self._unsubscribe(event.stream_id, session_id)
             case HintsArrived():
-                self._add_hints(event, now)
+                self._add_hints(event)
         return []
 
     def has_session(self, session_id: str) -> bool:
@@ -201,14 +201,14 @@ class Scheduler:
         if session is not None:
             session.subscribers.pop(stream_id, None)
 
-    def _add_hints(self, event: HintsArrived, now: float) -> None:
+    def _add_hints(self, event: HintsArrived) -> None:
         session = self._sessions.get(event.session_id)
         if session is None:
             self._keep_early(event.session_id, event)
         elif session.is_listening:
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
-            session.timing.on_hints(now, len(session.tree.primary_path(limit)))
+            session.timing.on_hints(event.arrived_at, len(session.tree.primary_path(limit)))
 
     def _keep_early(self, session_id: str, event: SubscribeDraft | HintsArrived) -> None:
         events = self._early.setdefault(session_id, [])
@@ -242,11 +242,26 @@ class Scheduler:
                 if session.timing.path_len == 0:
                     session.timing.on_disappointment(now)
             return None
-        limit = self.limits.num_speculative_tokens
         longest_s = self.limits.hint_wait_ms_max / 1e3
         if self._wait_deadline is not None:
             longest_s = self._wait_deadline - now
-        wait_s = best_wait(
+        wait_s = self._wanted_wait(hoping, now, longest_s)
+        if wait_s <= 0.0:
+            return None
+        if self._wait_deadline is None:
+            self._wait_deadline = now + min(1.5 * wait_s + 2e-4, longest_s)
+        return self._wait_deadline
+
+    def _wanted_wait(self, hoping: list[Session], now: float, longest_s: float) -> float:
+        """Seconds that the next step should wait for hints, 0.0 for none."""
+        limit = self.limits.num_speculative_tokens
+        wanted = self.limits.wait_for_num_hints
+        if wanted is not None:
+            has_enough = all(
+                session.timing.path_len >= min(wanted, session.hint_limit(limit)) for session in hoping
+            )
+            return 0.0 if has_enough else longest_s
+        return best_wait(
             [session.timing for session in hoping],
             [session.acceptance.rate for session in hoping],
             [session.hint_limit(limit) for session in hoping],
@@ -254,11 +269,6 @@ class Scheduler:
             now,
             longest_s,
         )
-        if wait_s <= 0.0:
-            return None
-        if self._wait_deadline is None:
-            self._wait_deadline = now + min(1.5 * wait_s + 2e-4, longest_s)
-        return self._wait_deadline
 
     def _compose(self) -> Step:
         """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -189,7 +190,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                         )
                     )
             for nodes in frame.nodes:
-                event = parse_hints(nodes, self._info.vocab_size)
+                event = parse_hints(nodes, self._info.vocab_size, time.monotonic())
                 if event is None:
                     self._metrics.num_bad_hints.inc()
                 else:
@@ -235,7 +236,9 @@ def parse_speculation(message: common_pb2.SpeculationParams) -> SpeculationSetti
     return SpeculationSettings(message.enabled, message.num_speculative_tokens)
 
 
-def parse_hints(message: hints_pb2.HintNodes, vocab_size: int) -> HintsArrived | None:
+def parse_hints(
+    message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float
+) -> HintsArrived | None:
     """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
     num_nodes = len(message.node_ids)
     if len(message.parent_ids) != num_nodes or len(message.token_ids) != num_nodes:
@@ -261,7 +264,7 @@ def parse_hints(message: hints_pb2.HintNodes, vocab_size: int) -> HintsArrived |
             if not distribution.is_valid(vocab_size) or token_id not in distribution.token_ids:
                 distribution = None
         hints.append(Hint(node_id, parent_id, token_id, distribution))
-    return HintsArrived(message.session_id, message.attachment, message.base_len, hints)
+    return HintsArrived(message.session_id, message.attachment, message.base_len, hints, arrived_at)
 
 
 def _commit_message(action: CommitPublished) -> hints_pb2.SessionCommit:

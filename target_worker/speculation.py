@@ -99,24 +99,26 @@ class HintTiming:
     first_s: float = 0.004  # from losing the cursor to the first hint below the new one
     gap_s: float = 0.002  # between one more hint on the primary path and the next
     lost_at: float | None = None
-    grown_at: float = 0.0
+    grown_at: float = 0.0  # the primary path's last change
     path_len: int = 0
     smoothing: float = 0.2
 
     def on_commit(self, now: float, path_len: int) -> None:
         """The cursor has moved; `path_len` hints are still below it."""
-        self.path_len = path_len
-        self.grown_at = max(self.grown_at, now) if path_len == 0 else self.grown_at
+        self.path_len, self.grown_at = path_len, now
         if path_len == 0 and self.lost_at is None:
             self.lost_at = now
 
     def on_hints(self, now: float, path_len: int) -> None:
+        """Hints that arrived at `now` made the primary path `path_len` long."""
         if path_len <= self.path_len:
             return
-        if self.lost_at is not None:
+        if self.lost_at is not None and now <= self.lost_at:
+            self.lost_at = None  # they were under way when the cursor moved: nothing was lost
+        elif self.lost_at is not None:
             self.first_s += self.smoothing * (now - self.lost_at - self.first_s)
             self.lost_at = None
-        else:
+        elif now > self.grown_at:
             gap = (now - self.grown_at) / (path_len - self.path_len)
             self.gap_s += self.smoothing * (min(gap, 4.0 * self.gap_s) - self.gap_s)
         self.grown_at, self.path_len = now, path_len

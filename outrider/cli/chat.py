@@ -49,7 +49,7 @@ async def _converse(url: str, body: dict[str, Any], *, is_completing: bool) -> N
     console = Console(highlight=False)
     messages: list[dict[str, str]] = []
     async with new_client(url) as client:
-        console.print(legend())
+        console.print(legend(), soft_wrap=True)
         while True:
             line = await asyncio.to_thread(_read_line, console)
             if line is None:
@@ -68,7 +68,7 @@ async def _converse(url: str, body: dict[str, Any], *, is_completing: bool) -> N
                 console.print(Text(f"\n{error.message}", "red"))
                 continue
             messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer.text}]
-            console.print(Text(f"\n{summary(answer)}", "dim"))
+            console.print(Text(f"\n{summary(answer)}", "dim"), soft_wrap=True)
 
 
 def _read_line(console: Console) -> str | None:
@@ -80,7 +80,11 @@ def _read_line(console: Console) -> str | None:
 
 def show(console: Console, pieces: list[Piece]) -> None:
     """Prints tokens as they come, each in the colour of its origin."""
-    console.print(Text.assemble(*((piece.text, STYLES.get(piece.origin, "")) for piece in pieces)), end="")
+    console.print(
+        Text.assemble(*((piece.text, STYLES.get(piece.origin, "")) for piece in pieces)),
+        end="",
+        soft_wrap=True,
+    )
 
 
 def summary(answer: Answer) -> str:

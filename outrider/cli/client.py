@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass
 class Answer:
-    """One finished completion. Times are the client's, from sending the request."""
+    """One finished completion. Times are the client's, from sending the request to its first and last token."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -78,7 +78,6 @@ async def stream(
                     on_pieces(pieces)
     except httpx.HTTPError as error:
         raise ApiError(f"{client.base_url}: {error or type(error).__name__}") from error
-    answer.e2e_s = time.perf_counter() - sent_s
     answer.num_tokens = answer.num_tokens or len(answer.token_ids)
     return answer
 
@@ -102,8 +101,9 @@ def absorb(answer: Answer, event: dict[str, Any], since_sent_s: float) -> list[P
     text = choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
     detail = choices[0].get("outrider") or event.get("outrider") or {}
     token_ids = detail.get("token_ids") or []
-    if (text or token_ids) and not answer.ttft_s:
-        answer.ttft_s = since_sent_s
+    if text or token_ids:
+        answer.ttft_s = answer.ttft_s or since_sent_s
+        answer.e2e_s = since_sent_s
     answer.text += text
     answer.token_ids += token_ids
     pieces = [

@@ -106,7 +106,7 @@ async def _demo(options: DemoOptions) -> int:
             on_event=progress.on_event,
             echo=progress.echo if options.verbose else None,
         ) as addresses:
-            stderr.print(f"       {addresses.http}/v1, {addresses.grpc} (gRPC), logs in {addresses.log_dir}")
+            progress.note(f"{addresses.http}/v1, {addresses.grpc} (gRPC), logs in {addresses.log_dir}")
             body = {
                 "model": MODEL_NAME,
                 "temperature": 0,
@@ -119,16 +119,17 @@ async def _demo(options: DemoOptions) -> int:
                 with progress.paused():
                     await _show(client, body, console)
                 rounds = await _measure(client, body, options.budget_s, progress)
+            comparison = report.compare(rounds.off, rounds.on)
+            with progress.paused():
+                console.print(report.table(comparison, _caption(rounds, options)))
             progress.say("Stopping.")
-    comparison = report.compare(rounds.off, rounds.on)
-    console.print(report.table(comparison, _caption(rounds, options)))
     if options.as_json:
         print(json.dumps(_result(rounds, comparison, deployment)), flush=True)
     return 0 if comparison.identical else 1
 
 
 def _caption(rounds: Rounds, options: DemoOptions) -> str:
-    size = f"{rounds.num_rounds} rounds × {len(rounds.on)} prompts × {options.num_tokens} tokens"
+    size = f"{rounds.num_rounds} × {len(rounds.on)} prompts × {options.num_tokens} tokens"
     return f"{size}, greedy, {options.dtype}; {hardware()}"
 
 
@@ -189,13 +190,13 @@ async def _wait_for_draft(client: httpx.AsyncClient, body: dict[str, Any]) -> No
 
 async def _show(client: httpx.AsyncClient, body: dict[str, Any], console: Console) -> None:
     """Streams every prompt's answer, each token in the colour of its origin."""
-    console.print(report.legend())
+    console.print(report.legend(), soft_wrap=True)
     for number, prompt in enumerate(DEMO_PROMPTS, 1):
         console.print(Rule(f"prompt {number}", style="dim"))
-        console.print(Text(prompt, "dim"), end="")
+        console.print(Text(prompt, "dim"), end="", soft_wrap=True)
         request = _with_speculation(body, prompt, enabled=True)
         answer = await stream(client, "/v1/completions", request, lambda pieces: show(console, pieces))
-        console.print(Text(f"\n\n{summary(answer)}", "dim"))
+        console.print(Text(f"\n\n{summary(answer)}", "dim"), soft_wrap=True)
     console.print(Rule(style="dim"))
 
 
@@ -210,11 +211,10 @@ async def _measure(
         if round_index and elapsed_s * (round_index + 1) / round_index > budget_s:
             break
         rounds.num_rounds += 1
+        progress.say(f"Measuring, round {round_index + 1}: every prompt, speculation off and on in turns.")
         for prompt, enabled in itertools.product(DEMO_PROMPTS, (False, True)):
-            number = DEMO_PROMPTS.index(prompt) + 1
-            progress.say(
-                f"Measuring, round {round_index + 1}: prompt {number}, speculation {'on' if enabled else 'off'}."
-            )
+            number, mode = DEMO_PROMPTS.index(prompt) + 1, "on" if enabled else "off"
+            progress.update(f"Measuring, round {round_index + 1}: prompt {number}, speculation {mode}.")
             answers = rounds.on if enabled else rounds.off
             answers[prompt].append(await _complete(client, body, prompt, enabled=enabled))
     return rounds

@@ -1,63 +1,54 @@
 """What the demo asks. Pure.
 
-Passages of Python's standard library (3.11, PSF licence) from files that `demo/corpus.py` holds out: no stage of the
-demo pair's training has seen them.
+Passages of Python's standard library (3.11, PSF licence) from files that `demo/corpus.py` holds out, so that no stage of
+the demo pair's training has seen them. Picked among seventy for an answer that does not go round in circles, as a
+small model's greedy text likes to: circles are easy to guess and would flatter speculation.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# From importlib/__init__.py, lib2to3/fixes/fix_xrange.py, xmlrpc/server.py and plistlib.py.
+# From venv/__init__.py, importlib/__init__.py, asyncio/taskgroups.py and ast.py.
 DEMO_PROMPTS: Final[tuple[str, ...]] = (
-    '''def import_module(name, package=None):
-    """Import a module.
+    """        # Assign and update the command to use when launching the newly created
+        # environment, in case it isn't simply the executable script (e.g. bpo-45337)
+        context.env_exec_cmd = context.env_exe
+        if sys.platform == 'win32':
+            # bpo-45337: Fix up env_exec_cmd to account for file system redirections.""",
+    """        if loader is None:
+            raise ValueError('{}.__loader__ is None'.format(name))
+        else:
+            return loader
+    except KeyError:
+        pass
+    except AttributeError:
+        raise ValueError('{}.__loader__ is not set'.format(name)) from None
 
-    The 'package' argument is required when performing a relative import. It
-    specifies the package to use as the anchor point from which to resolve the
-    relative import to an absolute import.
+    spec = _bootstrap._find_spec(name, path)
+    # We won't worry about malformed specs (missing attributes).
+    if spec is None:
+        return None
+    if spec.loader is None:
+        if spec.submodule_search_locations is None:""",
+    '''                me = BaseExceptionGroup('unhandled errors in a TaskGroup', self._errors)
+                raise me from None
+            finally:
+                self._errors = None
 
-    """
-    level = 0
-    if name.startswith('.'):
-        if not package:
-            msg = ("the 'package' argument is required to perform a relative "
-                   "import for {!r}")''',
-    """        self.transformed_xranges = set()
+    def create_task(self, coro, *, name=None, context=None):
+        """Create a new task in this group and return it.
 
-    def finish_tree(self, tree, filename):
-        self.transformed_xranges = None
+        Similar to `asyncio.create_task`.
+        """
+        if not self._entered:
+            raise RuntimeError(f"TaskGroup {self!r} has not been entered")''',
+    '''            return nullcontext()
 
-    def transform(self, node, results):
-        name = results["name"]
-        if name.value == "xrange":
-            return self.transform_xrange(node, results)
-        elif name.value == "range":
-            return self.transform_range(node,""",
-    """if __name__ == '__main__':
-    import datetime
+    def require_parens(self, precedence, node):
+        """Shortcut to adding precedence related parens"""
+        return self.delimit_if("(", ")", self.get_precedence(node) > precedence)
 
-    class ExampleService:
-        def getData(self):
-            return '42'
-
-        class currentTime:
-            @staticmethod
-            def getCurrentTime():
-                return datetime.datetime.now()
-
-    with SimpleXMLRPCServer(("localhost", 8000)) as server:
-        server.register_function(pow)
-        server.register_function(lambda x,y: x+y, 'add')""",
-    """        offset_table_offset = self._fp.tell()
-        offset_size = _count_to_size(offset_table_offset)
-        offset_format = '>' + _BINARY_FORMAT[offset_size] * num_objects
-        self._fp.write(struct.pack(offset_format, *self._object_offsets))
-
-        # Write trailer
-        sort_version = 0
-        trailer = (
-            sort_version, offset_size, self._ref_size, num_objects,
-            top_object, offset_table_offset
-        )""",
+    def get_precedence(self, node):
+        return self._precedences.get(node, _Precedence.TEST)''',
 )

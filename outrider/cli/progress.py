@@ -26,7 +26,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._status = self._console.status("")
+            self._status = self._console.status("", refresh_per_second=5)
             self._status.start()
         return self
 
@@ -39,11 +39,18 @@ class Progress:
 
     def say(self, message: str) -> None:
         """What goes on now. A new message on a terminal replaces the last one."""
+        if self._status is None:
+            self.note(message)
+        self.update(message)
+
+    def update(self, message: str) -> None:
+        """As `say`, for a terminal only: detail that would fill a log."""
         self._message = message
-        if self._status is not None:
-            self._refresh()
-        else:
-            self._console.print(Text(message))
+        self._refresh()
+
+    def note(self, message: str) -> None:
+        """A line that stays."""
+        self._console.print(Text(message), soft_wrap=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

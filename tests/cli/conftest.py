@@ -38,7 +38,17 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def outrider(tmp_path: Path) -> Iterator[Run]:
-    """Starts `outrider` with arguments and, by keyword, environment variables; ends what is left at the end."""
+    """Starts `outrider` over fake workers, with arguments and, by keyword, environment variables."""
+    yield from _commands_in(FAKE_PACKAGES, tmp_path)
+
+
+@pytest.fixture
+def real_outrider(tmp_path: Path) -> Iterator[Run]:
+    """As `outrider`, with the real workers and coordinator."""
+    yield from _commands_in(ROOT, tmp_path)
+
+
+def _commands_in(folder: Path, tmp_path: Path) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: object, **variables: str) -> subprocess.Popen[str]:
@@ -50,7 +60,7 @@ def outrider(tmp_path: Path) -> Iterator[Run]:
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "outrider", *map(str, arguments)],
-            cwd=FAKE_PACKAGES,
+            cwd=folder,
             env=environment | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,7 +74,7 @@ def outrider(tmp_path: Path) -> Iterator[Run]:
     for process in started:
         process.terminate()
     for process in started:
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def family(process: subprocess.Popen[str]) -> list[int]:

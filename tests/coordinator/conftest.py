@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 from coordinator.http_api import create_app
 from coordinator.service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from outrider.registry import Snapshot, WorkerRecord
+from outrider.registry import Pool, Snapshot, WorkerRecord
 from outrider.tokenizer import Tokenizer
 from tests.coordinator.fakes import FakeDraft, FakeTarget, record_of, serving
 from tests.coordinator.tiny_model import write_model_dir
@@ -40,7 +40,7 @@ class Cluster:
     @property
     def num_open(self) -> int:
         """Calls that some worker still serves."""
-        return sum(worker.num_open for worker in (*self.targets, *self.drafts))
+        return sum(target.num_open for target in self.targets) + sum(draft.num_open for draft in self.drafts)
 
 
 class ClusterFactory:
@@ -67,12 +67,15 @@ class ClusterFactory:
         """A coordinator in front of the workers; `record` changes every worker's registry record."""
         drafts = drafts or []
         async with AsyncExitStack() as stack:
-            records: dict[str, list[WorkerRecord]] = {"target": [], "draft": []}
-            for worker in (*targets, *drafts):
-                pool = "target" if isinstance(worker, FakeTarget) else "draft"
-                address = await stack.enter_async_context(serving(worker))
-                records[pool].append(record_of(pool, address, self.tokenizer.fingerprint, **record))
-            snapshot = Snapshot(tuple(records["target"]), tuple(records["draft"]))
+
+            async def started(
+                pool: Pool, workers: Sequence[FakeTarget | FakeDraft]
+            ) -> tuple[WorkerRecord, ...]:
+                addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
+                fingerprint = self.tokenizer.fingerprint
+                return tuple(record_of(pool, address, fingerprint, **record) for address in addresses)
+
+            snapshot = Snapshot(await started("target", targets), await started("draft", drafts))
             options = {"tokenizer_dir": str(self.model_dir), "redis_url": "unused", **(settings or {})}
             service = await stack.enter_async_context(
                 GenerationService(CoordinatorSettings(**options), lambda: snapshot)

@@ -272,7 +272,7 @@ class TestRefusals:
         assert response.json()["error"]["param"].startswith(parameter)
 
     async def test_neutral_values_of_unserved_parameters_are_accepted(self, clusters: ClusterFactory) -> None:
-        neutral = {
+        neutral: dict[str, Any] = {
             "n": 1, "best_of": 1, "echo": False, "suffix": None, "logprobs": None, "logit_bias": {},
             "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": [],
             "response_format": {"type": "text"}, "top_k": -1, "stop": None, "seed": None, "min_p": None,

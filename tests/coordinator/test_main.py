@@ -21,6 +21,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import pytest_asyncio
 
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry, WorkerLease
@@ -98,7 +99,7 @@ class Running:
     draft: FakeDraft
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(
     clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Running]:
@@ -161,7 +162,9 @@ class TestUnderRayServe:
             assert [model.id for model in models.models] == ["demo"]
             call = stub.Generate(generation_pb2.GenerationRequest(prompt="import"), timeout=10)
             chunks = [chunk async for chunk in call]
-            assert "".join(chunk.text for chunk in chunks) == clusters.tokenizer.decode(clusters.script[:16])
+            assert "".join(chunk.text for chunk in chunks) == clusters.tokenizer.decode(
+                (clusters.script * 2)[:16]
+            )
             with pytest.raises(grpc.aio.AioRpcError, match="demo") as caught:
                 await stub.Generate(
                     generation_pb2.GenerationRequest(prompt="import", model="x"), timeout=10
@@ -187,6 +190,7 @@ class TestUnderRayServe:
             await eventually(
                 lambda: running.target.num_open + running.draft.num_open == 0, "both workers are free"
             )
+            assert running.target.num_cancelled == 2
         finally:
             running.target.step_s = 0.0
 

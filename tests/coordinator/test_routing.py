@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from coordinator.routing import Router, key_of
+from coordinator.routing import Router, WorkerKey, key_of
 from outrider.registry import Snapshot, WorkerRecord
 from tests.coordinator.fakes import record_of
 
@@ -27,9 +28,16 @@ def draft(number: int, **changes: Any) -> WorkerRecord:
     return record_of("draft", f"127.0.0.1:{8000 + number}", FINGERPRINT, **changes)
 
 
-def pick(made: Router, *workers: WorkerRecord, **options: Any) -> WorkerRecord | None:
-    options = {"model": "demo", "num_tokens": 10, "excluded": (), "now_s": 0.0} | options
-    return made.pick_target(Snapshot(targets=workers), options.pop("now_s"), **options)
+def pick(
+    made: Router,
+    *workers: WorkerRecord,
+    num_tokens: int = 10,
+    excluded: Collection[WorkerKey] = (),
+    now_s: float = 0.0,
+) -> WorkerRecord | None:
+    return made.pick_target(
+        Snapshot(targets=workers), now_s, model="demo", num_tokens=num_tokens, excluded=excluded
+    )
 
 
 def test_no_workers_means_none() -> None:

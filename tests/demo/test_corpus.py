@@ -49,8 +49,17 @@ def test_written_split_follows_the_rule() -> None:
 
 
 def test_other_peoples_packages_and_tests_are_skipped(tmp_path: Path) -> None:
-    for name in ("a.py", "site-packages/b.py", "json/tests/c.py", "_sysconfigdata_x.py", "json/d.py"):
+    for name in (
+        "a.py",
+        "json/empty.py",
+        "site-packages/b.py",
+        "json/tests/c.py",
+        "_sysconfigdata_x.py",
+        "json/d.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "json/empty.py").write_text("\n")
     (tmp_path / "latin.py").write_bytes(b"x = '\xe9'\n")
-    assert [file.name for file in corpus.source_files(tmp_path)] == ["a.py", "json/d.py"]
+    files = corpus.training_files(tmp_path) + corpus.held_out_files(tmp_path)
+    assert sorted(file.name for file in files) == ["a.py", "json/d.py"]

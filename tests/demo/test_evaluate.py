@@ -55,14 +55,14 @@ def test_matches_equal_step_by_step_drafting() -> None:
     )
     draft = LlamaForCausalLM(config).eval()
     prompts = [[1, 2, 3, 4, 5], [6, 2]]
-    answers = torch.randint(7, (2, 30))
+    answers = torch.randint(7, (2, 12))
     token_ids = torch.cat([torch.tensor([prompts[0], [0, 0, 0, *prompts[1]]]), answers], dim=1)
     mask = torch.ones_like(token_ids)
     mask[1, :3] = 0
     matched = matches(draft, Texts(token_ids, mask, prompt_len=5))
     for row, prompt in enumerate(prompts):
         text = prompt + answers[row].tolist()
-        for index in range(30):
+        for index in range(12):
             prefix = torch.tensor([text[: len(prompt) + index]])
             said = int(draft(prefix).logits[0, -1].argmax())
             assert bool(matched[row, index]) == (said == text[len(prompt) + index])

@@ -83,7 +83,7 @@ def test_chat_is_shown_to_the_model_as_source() -> None:
 def test_target_learned_python() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32, local_files_only=True)
-    prompts = corpus.held_out_prompts(8)
+    prompts = corpus.held_out_prompts(4)
     with torch.inference_mode():
         losses = []
         for prompt in prompts:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo import checkpoints, teacher, vocabulary
 from demo.distill import alignment_loss, batches
-from demo.optimizer import Budget, MasterOptimizer, learning_rate
+from demo.optimizer import Budget, MasterAdamW, learning_rate
 from demo.pretrain import Recipe, Stage, pretrain
 
 
@@ -79,7 +79,7 @@ def test_alignment_loss_is_the_divergence_when_everything_is_kept() -> None:
 def test_masters_keep_updates_that_bfloat16_would_lose() -> None:
     model = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     torch.nn.init.ones_(model.weight)
-    optimizer = MasterOptimizer(model, weight_decay=0.0, uses_muon=False)
+    optimizer = MasterAdamW(model, weight_decay=0.0)
     for _ in range(20):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step(1e-3)

@@ -90,7 +90,7 @@ def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_missing_binary_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigurationError, match="OUTRIDER_REDIS_URL"):
         redis_server.find_redis_server()

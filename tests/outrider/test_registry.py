@@ -199,10 +199,10 @@ async def test_redis_going_away_and_coming_back_is_survived(
         monkeypatch.setattr("outrider.redis_server.secrets.token_hex", lambda size: password)
         again = EmbeddedRedis(tmp_path)
         await asyncio.to_thread(again.start)
-        await eventually(
-            lambda: not directory.snapshot.degraded and directory.snapshot.targets == (RECORD,),
-            "the worker announced itself to an empty Redis",
-        )
+        await eventually(lambda: not directory.snapshot.degraded, "the directory noticed the return")
+        assert directory.snapshot.targets == (RECORD,), "known from before, though the new Redis is empty"
+        await asyncio.sleep(0.3)  # a few backoffs
+        assert await registry.read("target") == (RECORD,), "the worker announced itself again"
     await registry.close()
     again.stop()
 

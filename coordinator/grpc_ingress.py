@@ -1,0 +1,62 @@
+"""Registers outrider.v1.Generation with Serve's gRPC proxy so that no cancellation is lost.
+
+Serve (2.60) notices a client that leaves only while the proxy waits for the next message. One that leaves while a
+message is on its way to it, as clients do that have just read what they wanted, goes unnoticed and the replica
+generates to the end: measured with a client that cancels on its first message, 7 of 40 times. Here the waiting
+happens in a task that does nothing else, and the end of the call, which gRPC always reports, cancels that task.
+
+Runs inside the proxy process, which finds this function by its import path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
+
+from protos.outrider.v1 import generation_pb2_grpc
+
+Handler = Callable[[Any, Any], AsyncGenerator[bytes]]
+
+_END: Final = object()
+
+
+def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:  # noqa: N802  Serve knows this form
+    """As the generated function of this name, with streaming handlers that pass every cancellation on."""
+    make_handler = server.service_handler_factory
+
+    def make_cancellable_handler(service_method: str, streaming_type: Any) -> Any:
+        handler = make_handler(service_method=service_method, streaming_type=streaming_type)
+        return cancellable(handler) if streaming_type.name == "UNARY_STREAM" else handler
+
+    server.service_handler_factory = make_cancellable_handler
+    try:
+        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+    finally:
+        server.service_handler_factory = make_handler
+
+
+def cancellable(handler: Handler) -> Handler:
+    """The handler, run in a task of its own that ends with the call."""
+
+    async def unary_stream(request: Any, context: Any) -> AsyncGenerator[bytes]:
+        # No bound of its own: it holds at most one answer, which Serve would otherwise hold.
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def pump() -> None:
+            try:
+                async for message in handler(request, context):
+                    messages.put_nowait(message)
+            finally:
+                messages.put_nowait(_END)
+
+        task = asyncio.create_task(pump())
+        context.add_done_callback(lambda _: task.cancel())
+        try:
+            while (message := await messages.get()) is not _END:
+                yield message
+            await task  # raises what the handler raised
+        finally:
+            task.cancel()
+
+    return unary_stream

@@ -1,0 +1,68 @@
+"""What a worker says about itself, and the set of all that said so lately. Plain data, checked on
+construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, Self, get_args
+
+Pool = Literal["target", "draft"]
+WorkerState = Literal["ready", "draining"]
+POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """What a worker says about itself; every field is set by the worker alone."""
+
+    worker_id: str  # unique in the pool; 1 to 64 characters
+    pool: Pool
+    address: str  # host:port of its gRPC server, as others dial it
+    incarnation: str  # changes with every start of the process
+    model_name: str  # of a target: the name that clients ask for
+    tokenizer_fingerprint: str  # outrider.tokenizer.fingerprint
+    vocab_size: int  # rows of the output layer
+    max_model_len: int  # longest prompt plus output, tokens
+    max_num_seqs: int  # most sessions at once, at least 1
+    dtype: str  # of the weights
+    num_model_parameters: int
+    state: WorkerState = "ready"  # draining: finishes what runs, admits nothing
+    num_running: int = 0  # sessions in the batch, as of the last heartbeat
+    num_waiting: int = 0  # sessions admitted and not yet in it
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.worker_id) <= 64:
+            raise ValueError(f"worker_id must have 1 to 64 characters, got {self.worker_id!r}")
+        if self.pool not in POOLS:
+            raise ValueError(f"pool must be one of {POOLS}, got {self.pool!r}")
+        if self.state not in get_args(WorkerState):
+            raise ValueError(f"state must be one of {get_args(WorkerState)}, got {self.state!r}")
+        if not self.address.rpartition(":")[2].isdigit():
+            raise ValueError(f"address must be host:port, got {self.address!r}")
+        if self.max_num_seqs < 1 or self.max_model_len < 1:
+            raise ValueError("max_num_seqs and max_model_len must be at least 1")
+
+    @classmethod
+    def from_fields(cls, stored: Mapping[str, str]) -> Self:
+        """Reads a stored hash. Raises ValueError when a field is missing or out of its bounds."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            if field.name not in stored:
+                raise ValueError(f"field {field.name} is missing")
+            value = stored[field.name]
+            values[field.name] = int(value) if field.type == "int" else value
+        return cls(**values)
+
+    def to_fields(self) -> dict[str, str]:
+        """The hash to store; `from_fields` reverses it."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The live workers as of the last look. `degraded`: Redis could not be asked since, this is older news."""
+
+    targets: tuple[WorkerRecord, ...] = ()
+    drafts: tuple[WorkerRecord, ...] = ()
+    degraded: bool = False

@@ -1,0 +1,169 @@
+"""I2, bit for bit: what a row computes does not depend on its company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from outrider.engine import linear as linear_module
+from outrider.engine.kv_cache import KVSequence
+from outrider.engine.linear import (
+    PACKED_FORMS,
+    PLAIN_FORMS,
+    ROW_COUNTS_TRIED,
+    PackedLinear,
+    choose_form,
+    is_batch_invariant,
+)
+from outrider.engine.model import SequenceChunk, batch_invariance_failures
+from tests import models
+from tests.engine.sequences import text
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TestTheWholeEngine:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("family", models.SUPPORTED)
+    def test_self_test_finds_nothing(self, family: str, dtype: str) -> None:
+        engine = models.engine(family, dtype)
+        assert batch_invariance_failures(engine) == []
+        engine.allocator.check_integrity([])
+
+    def test_self_test_notices_a_linear_that_depends_on_its_batch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The check can fail."""
+        engine = models.engine("llama", "float32")
+        output_layer = engine.model.lm_head
+        monkeypatch.setattr(engine.model, "lm_head", Depends(output_layer, more_than=8))
+        assert batch_invariance_failures(engine) != []
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_random_company_and_lengths_across_chunk_borders(self, dtype: str) -> None:
+        """The rows of a sequence are compared with its rows alone, one token at a time."""
+        engine = models.engine("llama", dtype)
+        rng = np.random.default_rng(4)
+        token_ids = text(200, 1, engine.vocab_size)
+        starts = (3, 58, 63, 64, 120, 127, 191)
+        alone = {start: _rows(engine, token_ids, start, [1] * 9) for start in starts}
+        for start in starts:
+            for _ in range(3):
+                first = int(rng.integers(1, 9))
+                lengths = rng.integers(1, 400, int(rng.integers(0, 6))).tolist()
+                company = [text(n, n, engine.vocab_size) for n in lengths]
+                together = _rows(engine, token_ids, start, [first, 9 - first], company)
+                assert torch.equal(alone[start], together), (start, first, lengths)
+
+
+def _rows(
+    engine: object, token_ids: list[int], start: int, pieces: list[int], company: list[list[int]] | None = None
+) -> torch.Tensor:
+    """Logits of the tokens from `start` on, fed in `pieces`; others prefill and decode in the same steps."""
+    from outrider.engine.model import Engine
+
+    assert isinstance(engine, Engine)
+    kv = engine.new_sequence()
+    kv.extend(start)
+    engine.forward([SequenceChunk(kv, token_ids[:start], 1)])
+    others = [(engine.new_sequence(), list(tokens)) for tokens in company or []]
+    rows, done = [], start
+    for piece in pieces:
+        chunks: list[SequenceChunk] = []
+        for other, tokens in others:
+            part = tokens[: max(1, len(tokens) - 3)] if other.length == 0 else tokens[-3:]
+            other.extend(len(part))
+            chunks.append(SequenceChunk(other, part, 1))
+        kv.extend(piece)
+        chunks.insert(len(chunks) // 2, SequenceChunk(kv, token_ids[done : done + piece], piece))
+        position = (len(chunks) - 1) // 2
+        rows.append(engine.forward(chunks)[position : position + piece])
+        done += piece
+    sequences: list[KVSequence] = [kv, *(other for other, _ in others)]
+    for sequence in sequences:
+        sequence.free()
+    return torch.cat(rows)
+
+
+class Depends(nn.Module):
+    """A linear layer that computes the rows from `first_row` on differently in batches of more than so many."""
+
+    def __init__(self, inner: nn.Module, more_than: int, first_row: int = 0) -> None:
+        super().__init__()
+        self.inner, self.more_than, self.first_row = inner, more_than, first_row
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(inputs).clone()
+        rows = outputs.view(-1, outputs.shape[-1])
+        if len(rows) > self.more_than:
+            rows[self.first_row :] *= 1.01
+        return outputs
+
+
+class TestLinearLayers:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("num_outputs", "width"), [(96, 64), (288, 64), (64, 192), (384, 1024), (192, 1500), (100, 2816)]
+    )
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_every_row_of_the_chosen_form_has_the_bits_it_has_alone(
+        self, num_outputs: int, width: int, dtype: str, bias: bool
+    ) -> None:
+        """All rows, for row counts that the self-test did not try as well."""
+        torch.manual_seed(num_outputs + width)
+        plain = nn.Linear(width, num_outputs, bias=bias, dtype=DTYPES[dtype]).requires_grad_(False)
+        form, holds = choose_form(plain)
+        assert holds, "no form is batch-invariant on this machine"
+        built = form.build(plain)
+        inputs = torch.randn(300, width).to(DTYPES[dtype])
+        with torch.inference_mode():
+            alone = torch.cat([built(inputs[i : i + 1]) for i in range(len(inputs))])
+            for count in (2, 5, 8, 15, 24, 40, 63, 72, 100, 128, 192, 255, 257, 300):
+                together = built(inputs[:count])
+                differing = [i for i in range(count) if not torch.equal(together[i], alone[i])]
+                assert not differing, f"{form.name}: {count} rows, rows {differing} differ"
+            assert torch.equal(built(inputs[None, :7])[0], alone[:7])  # the shape that transformers hands in
+
+    @pytest.mark.parametrize("form", [*PACKED_FORMS, *PLAIN_FORMS], ids=lambda form: form.name)
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_every_form_computes_the_layer(
+        self, form: linear_module.LinearForm, bias: bool
+    ) -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(1500, 40, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+        inputs = torch.randn(1, 11, 1500).to(torch.bfloat16)
+        with torch.inference_mode():
+            outputs = form.build(plain)(inputs)
+            exact = nn.functional.linear(
+                inputs.double(), plain.weight.double(), plain.bias.double() if bias else None
+            )
+        assert outputs.shape == exact.shape
+        torch.testing.assert_close(outputs.double(), exact, rtol=2e-2, atol=2e-2)
+
+    def test_packed_form_cuts_wide_inputs(self) -> None:
+        plain = nn.Linear(1500, 40, dtype=torch.bfloat16).requires_grad_(False)
+        assert len(PackedLinear(plain, 512).parts) == 3
+
+    @pytest.mark.parametrize(
+        ("more_than", "first_row"), [(1, 0), (32, 0), (32, 32), (64, 64), (128, 128), (200, 100)]
+    )
+    def test_a_layer_that_depends_on_its_batch_is_noticed(self, more_than: int, first_row: int) -> None:
+        """Kernels treat the rows behind their last full tile differently: the last rows count most."""
+        torch.manual_seed(0)
+        inner: Callable[..., torch.Tensor] | nn.Module = nn.Linear(32, 16).requires_grad_(False)
+        assert isinstance(inner, nn.Module)
+        assert is_batch_invariant(Identityish(), 32, torch.float32, ROW_COUNTS_TRIED)
+        assert not is_batch_invariant(
+            Depends(Identityish(), more_than, first_row), 32, torch.float32, ROW_COUNTS_TRIED
+        )
+
+
+class Identityish(nn.Module):
+    """Elementwise, hence certainly batch-invariant."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 3.0

@@ -1,0 +1,148 @@
+"""Blocks are counted right whatever is done to sequences, and no shared block is ever written."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outrider.engine.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """A cache of real entries beside the bookkeeping: what a sequence wrote is what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = BlockAllocator(num_blocks=9, block_size=3)
+        self.cache = [-1] * (9 * 3)
+        self.sequences: list[KVSequence] = []
+        self.contents: list[list[int]] = []
+        self.next_value = 0
+
+    def pick(self, index: int) -> int:
+        return index % len(self.sequences)
+
+    @rule()
+    def start(self) -> None:
+        if len(self.sequences) < 5:
+            self.sequences.append(KVSequence(self.allocator))
+            self.contents.append([])
+
+    @precondition(lambda self: self.sequences)
+    @rule(index=st.integers(0, 9), num_entries=st.integers(0, 8))
+    def extend(self, index: int, num_entries: int) -> None:
+        i = self.pick(index)
+        sequence = self.sequences[i]
+        before = (list(sequence.block_ids), sequence.length, self.allocator.num_free)
+        try:
+            copies = sequence.extend(num_entries)
+        except OutOfBlocksError:
+            assert (sequence.block_ids, sequence.length, self.allocator.num_free) == before
+            assert num_entries > 0
+            return
+        for source, destination in copies:
+            size = self.allocator.block_size
+            self.cache[destination * size : (destination + 1) * size] = self.cache[
+                source * size : (source + 1) * size
+            ]
+        values = list(range(self.next_value, self.next_value + num_entries))
+        self.next_value += num_entries
+        written = sequence.slots(before[1], sequence.length).tolist()
+        assert not any(self.allocator.is_shared(slot // self.allocator.block_size) for slot in written)
+        for slot, value in zip(written, values, strict=True):
+            self.cache[slot] = value
+        self.contents[i] += values
+
+    @precondition(lambda self: self.sequences)
+    @rule(index=st.integers(0, 9), share=st.floats(0, 1))
+    def truncate(self, index: int, share: float) -> None:
+        i = self.pick(index)
+        length = int(share * self.sequences[i].length)
+        self.sequences[i].truncate(length)
+        del self.contents[i][length:]
+
+    @precondition(lambda self: 0 < len(self.sequences) < 5)
+    @rule(index=st.integers(0, 9))
+    def fork(self, index: int) -> None:
+        i = self.pick(index)
+        num_free = self.allocator.num_free
+        self.sequences.append(self.sequences[i].fork())
+        self.contents.append(list(self.contents[i]))
+        assert self.allocator.num_free == num_free
+
+    @precondition(lambda self: self.sequences)
+    @rule(index=st.integers(0, 9))
+    def free(self, index: int) -> None:
+        i = self.pick(index)
+        self.sequences.pop(i).free()
+        self.contents.pop(i)
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        self.allocator.check_integrity(self.sequences)
+
+    @invariant()
+    def everyone_reads_what_he_wrote(self) -> None:
+        for sequence, content in zip(self.sequences, self.contents, strict=True):
+            assert sequence.length == len(content)
+            assert [self.cache[slot] for slot in sequence.slots(0, sequence.length)] == content
+            assert len(sequence.block_ids) == self.allocator.blocks_for(sequence.length)
+            assert NULL_BLOCK not in sequence.block_ids
+
+
+TestKVCacheMachine = KVCacheMachine.TestCase
+TestKVCacheMachine.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def test_extension_without_room_changes_nothing() -> None:
+    allocator = BlockAllocator(num_blocks=4, block_size=2)
+    first, second = KVSequence(allocator), KVSequence(allocator)
+    first.extend(3)
+    second.extend(2)
+    blocks = list(first.block_ids)
+    with pytest.raises(OutOfBlocksError):
+        first.extend(2)
+    assert (first.block_ids, first.length, allocator.num_free) == (blocks, 3, 0)
+    first.extend(1)  # room within its last block
+    allocator.check_integrity([first, second])
+
+
+def test_copy_on_write_needs_a_block_and_says_so() -> None:
+    allocator = BlockAllocator(num_blocks=2, block_size=4)
+    sequence = KVSequence(allocator)
+    sequence.extend(2)
+    fork = sequence.fork()
+    with pytest.raises(OutOfBlocksError):
+        fork.extend(1)
+    sequence.free()
+    assert fork.extend(1) == []
+    allocator.check_integrity([fork])
+
+
+def test_integrity_check_can_fail() -> None:
+    allocator = BlockAllocator(num_blocks=4, block_size=2)
+    sequence = KVSequence(allocator)
+    sequence.extend(2)
+    with pytest.raises(AssertionError):
+        allocator.check_integrity([])
+    with pytest.raises(AssertionError):
+        allocator.check_integrity([sequence, sequence])
+
+
+def test_truncation_beyond_what_is_there_is_an_error() -> None:
+    sequence = KVSequence(BlockAllocator(num_blocks=4, block_size=2))
+    sequence.extend(3)
+    for length in (-1, 4):
+        with pytest.raises(ValueError, match="cannot truncate 3"):
+            sequence.truncate(length)
+    assert sequence.length == 3
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 4), (0, 4), (4, 0)])
+def test_allocator_without_room_is_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="need at least 2 blocks"):
+        BlockAllocator(num_blocks, block_size)

@@ -1,0 +1,128 @@
+"""What the engine cannot run it refuses at load, by name and with the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.engine.model import EngineConfig, ModelLoadError, SequenceChunk, batch_invariance_failures, load_model
+from outrider.errors import ConfigurationError
+from tests import models
+from tests.engine.sequences import text
+
+NAMES = {"bloom": "Bloom", "mamba": "Mamba", "gpt_oss": "GptOss"}
+
+
+@pytest.mark.parametrize("family", models.REFUSED)
+def test_architecture_that_does_not_attend_through_the_cache_is_refused_by_name(family: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(models.engine_config(models.model_dir(family)))
+    assert NAMES[family].lower() in str(caught.value).lower().replace("_", "").replace(family, NAMES[family].lower())
+    assert NAMES[family] in str(caught.value) or family in str(caught.value).split(str(models.root_dir()))[-1]
+
+
+def test_load_errors_are_the_operators_to_fix() -> None:
+    assert issubclass(ModelLoadError, ConfigurationError)
+
+
+def test_missing_folder_and_missing_config_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load_model(EngineConfig(tmp_path / "nowhere"))
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load_model(EngineConfig(tmp_path))
+
+
+def test_missing_weights_say_so(tmp_path: Path) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelLoadError, match="no weights"):
+        load_model(EngineConfig(directory))
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers and only warn."""
+    directory = models.copy_of("llama", tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"k_proj|missing"):
+        load_model(models.engine_config(directory))
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match=str(directory)):
+        load_model(models.engine_config(directory))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    with pytest.raises(ModelLoadError, match=str(directory)):
+        load_model(models.engine_config(directory))
+
+
+@pytest.mark.parametrize("config", ["{", "{}", "[]", '{"model_type": "no_such_thing"}'])
+def test_config_that_makes_no_sense_is_refused(tmp_path: Path, config: str) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    (directory / "config.json").write_text(config)
+    with pytest.raises(ModelLoadError, match=str(directory)):
+        load_model(models.engine_config(directory))
+
+
+def test_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelLoadError, match=r"float16.*float32, bfloat16"):
+        EngineConfig(Path("anywhere"), "float16")
+
+
+def test_bounds_of_the_context_are_checked() -> None:
+    with pytest.raises(ModelLoadError, match="max_model_len is 513"):
+        load_model(models.engine_config(models.model_dir("llama"), max_model_len=513))
+
+
+def test_kv_cache_too_small_for_one_sequence_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(ModelLoadError, match=r"KV cache hold no sequence of 512 tokens"):
+        load_model(models.engine_config(models.model_dir("llama"), kv_cache_bytes=1 << 16))
+
+
+@pytest.mark.parametrize("max_model_len", [2, 8, 20])
+def test_self_test_works_for_every_permitted_context(max_model_len: int) -> None:
+    """The worker runs it at start; a short context must not break it."""
+    engine = load_model(models.engine_config(models.model_dir("llama"), max_model_len=max_model_len))
+    assert batch_invariance_failures(engine) == []
+    engine.allocator.check_integrity([])
+
+
+def test_frequencies_that_depend_on_the_longest_sequence_are_refused_or_kept_apart() -> None:
+    """I2: with longrope, transformers picks the rotary frequencies of a whole batch by its longest position."""
+    try:
+        engine = load_model(models.engine_config(models.model_dir("longrope")))
+    except ModelLoadError as error:
+        assert "Phi3" in str(error)
+        return
+    short, long = text(20, 1, engine.vocab_size), text(100, 2, engine.vocab_size)
+    kvs = [engine.new_sequence() for _ in range(3)]
+    kvs[0].extend(20)
+    alone = engine.forward([SequenceChunk(kvs[0], short, 1)])[0]
+    kvs[1].extend(20)
+    kvs[2].extend(100)
+    together = engine.forward([SequenceChunk(kvs[1], short, 1), SequenceChunk(kvs[2], long, 1)])[0]
+    for kv in kvs:
+        kv.free()
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_end_of_sequence_tokens_come_from_the_generation_configuration(tmp_path: Path) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert load_model(models.engine_config(directory)).eos_token_ids == frozenset({5, 7})
+    shutil.rmtree(directory)

@@ -1,0 +1,213 @@
+"""From logits to distributions and tokens: as transformers does it, and exactly as it is said on the wire."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from outrider.engine import sampling
+from outrider.engine.sampling import (
+    _token_uniforms,
+    coupled_choice,
+    coupled_scores,
+    draft_distribution,
+    probabilities,
+    sample_draft,
+    sample_from,
+)
+from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution
+from outrider.randomness import GOLDEN, MASK_64, Purpose, key, mix, uniform
+from outrider.sampling_params import SamplingParams
+
+ERROR_RATE = 1e-4
+"""Of each chi-square test, were its seeds drawn anew; they are fixed, so no test is flaky."""
+
+
+def of_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1.0:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p > 0.0:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    return torch.softmax(scores, dim=-1)
+
+
+class TestProbabilities:
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(
+        seed=st.integers(0, 10**6),
+        spread=st.sampled_from([0.1, 1.0, 5.0, 20.0]),
+        temperature=st.sampled_from([0.05, 0.3, 0.7, 1.0, 1.3, 2.0]),
+        top_k=st.sampled_from([0, 1, 2, 5, 40, 59, 60, 1000]),
+        top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.99, 1.0]),
+        min_p=st.sampled_from([0.0, 1e-4, 0.05, 0.3, 1.0]),
+    )
+    def test_they_are_those_of_transformers(
+        self, seed: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+    ) -> None:
+        logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(seed)) * spread
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        ours, theirs = probabilities(logits.clone(), params), of_transformers(logits.clone(), params)
+        assert torch.equal(ours > 0, theirs > 0) or torch.allclose(ours, theirs, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours.sum(-1), torch.ones(4), rtol=1e-5, atol=1e-5)
+
+    def test_logits_are_left_as_they_were(self) -> None:
+        logits = torch.randn(2, 9)
+        before = logits.clone()
+        probabilities(logits, SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1))
+        assert torch.equal(logits, before)
+
+    def test_a_row_does_not_depend_on_its_company(self) -> None:
+        """I2: more rows must not change a row's bits."""
+        logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(1)) * 3
+        params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
+        together = probabilities(logits, params)
+        for i in range(9):
+            assert torch.equal(together[i], probabilities(logits[i : i + 1], params)[0])
+
+    @pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-37, 1e-38, 1e-40, 1.4e-45])
+    def test_permitted_but_tiny_temperature_means_the_most_likely_token(self, temperature: float) -> None:
+        """Every temperature from 0 to 2 is permitted (I7: a request must not break the worker's loop)."""
+        logits = torch.tensor([[1.0, 12.0, -30.0, 11.0]])
+        probs = probabilities(logits, SamplingParams(temperature=temperature))
+        assert probs.tolist() == [[0.0, 1.0, 0.0, 0.0]]
+        assert draft_distribution(probs[0], 32).token_ids == (1,)
+
+
+class TestSampleFrom:
+    def test_number_picks_the_token_whose_share_it_falls_into(self) -> None:
+        weights = torch.tensor([0.0, 0.5, 0.0, 1.5, 0.0])
+        assert [sample_from(weights, n) for n in (1e-12, 0.2499, 0.2501, 0.9999999)] == [1, 1, 3, 3]
+
+    def test_a_token_without_weight_is_never_said_even_at_the_ends(self) -> None:
+        weights = torch.tensor([0.0, 0.0, 1e-30, 0.0])
+        for number in (2.0**-54, 0.5, 1.0 - 2.0**-53, 1.0):
+            assert sample_from(weights, number) == 2
+
+    def test_shares_follow_the_weights(self) -> None:
+        weights = torch.tensor([3.0, 1.0, 0.0, 2.0, 0.5])
+        counts = np.bincount(
+            [sample_from(weights, uniform(5, i, Purpose.BONUS)) for i in range(20_000)], minlength=5
+        )
+        assert counts[2] == 0
+        expected = np.array([3.0, 1.0, 2.0, 0.5]) / 6.5 * 20_000
+        assert stats.chisquare(counts[[0, 1, 3, 4]], expected).pvalue > ERROR_RATE
+
+
+class TestNoiseIsAHashOfIntegers:
+    """I6: the same integer operations everywhere."""
+
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(seed=st.integers(0, MASK_64), position=st.integers(0, 2**32))
+    def test_tensors_and_python_agree_bit_for_bit(self, seed: int, position: int) -> None:
+        row_key = key(seed, position, Purpose.GUMBEL)
+        token_ids = [0, 1, 2, 17, 4095, 151_935, 2**31]
+        values = _token_uniforms(row_key, torch.tensor(token_ids)).tolist()
+        expected = [((mix((row_key + t * GOLDEN) & MASK_64) >> 11) + 0.5) * 2.0**-53 for t in token_ids]
+        assert values == expected
+
+    def test_every_number_lies_strictly_between_0_and_1(self) -> None:
+        """For every key: a client chooses the seed, so the worst key can be chosen too."""
+        for target in (0, MASK_64, MASK_64 - 1, MASK_64 >> 1):
+            row_key = (unmix(target)) & MASK_64
+            value = float(_token_uniforms(row_key, torch.tensor([0])))
+            assert 0.0 < value < 1.0, f"key {target:#x} gives {value!r}"
+
+    def test_uniform_over_tokens(self) -> None:
+        values = torch.cat([_token_uniforms(key(9, p, Purpose.GUMBEL), torch.arange(500)) for p in range(200)])
+        counts = np.histogram(values.numpy(), bins=64, range=(0.0, 1.0))[0]
+        assert stats.chisquare(counts).pvalue > ERROR_RATE
+
+
+def unmix(value: int) -> int:
+    """The argument for which `mix` gives `value`: it is a bijection, so an adversary can invert it."""
+    value = _unshift(value, 31)
+    value = (value * pow(0x94D049BB133111EB, -1, 1 << 64)) & MASK_64
+    value = _unshift(value, 27)
+    value = (value * pow(0xBF58476D1CE4E5B9, -1, 1 << 64)) & MASK_64
+    value = _unshift(value, 30)
+    return (value - GOLDEN) & MASK_64
+
+
+def _unshift(value: int, bits: int) -> int:
+    result = value
+    for _ in range(64 // bits + 1):
+        result = value ^ (result >> bits)
+    return result
+
+
+class TestCoupledChoice:
+    def test_over_seeds_it_follows_the_distribution(self) -> None:
+        probs = torch.tensor([0.4, 0.05, 0.0, 0.3, 0.25])
+        counts = np.bincount([coupled_choice(probs[None], seed, 7)[0] for seed in range(6000)], minlength=5)
+        assert counts[2] == 0
+        kept = [0, 1, 3, 4]
+        assert stats.chisquare(counts[kept], probs[kept].double().numpy() * 6000).pvalue > ERROR_RATE
+
+    def test_over_positions_of_one_seed_it_follows_the_distribution(self) -> None:
+        probs = torch.tensor([0.4, 0.05, 0.3, 0.25])
+        choices = coupled_choice(probs.repeat(6000, 1), 3, 0)
+        assert stats.chisquare(np.bincount(choices, minlength=4), probs.double().numpy() * 6000).pvalue > ERROR_RATE
+
+    def test_both_sides_agree_where_their_distributions_do(self) -> None:
+        """The reason for coupling: similar distributions mostly choose the same token."""
+        target = torch.softmax(torch.randn(200, 50, generator=torch.Generator().manual_seed(0)), dim=-1)
+        draft = torch.softmax(target.log() + 0.01, dim=-1)
+        assert coupled_choice(target, 11, 100) == coupled_choice(draft, 11, 100)
+
+    def test_scores_of_the_same_position_are_the_same_whatever_else_is_decided(self) -> None:
+        probs = torch.softmax(torch.randn(5, 30, generator=torch.Generator().manual_seed(0)), dim=-1)
+        rows = coupled_choice(probs, 5, 40)
+        assert rows == [coupled_choice(probs[i : i + 1], 5, 40 + i)[0] for i in range(5)]
+        assert torch.isfinite(coupled_scores(probs[0], 5, 40)).all()
+
+
+class TestDraftDistribution:
+    """I5: what is sent is what is sampled from."""
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(
+        seed=st.integers(0, 10**6),
+        vocab_size=st.sampled_from([1, 3, 40, 300]),
+        spread=st.sampled_from([0.0, 1.0, 6.0, 60.0]),
+        max_entries=st.sampled_from([1, 2, 32, 500]),
+    )
+    def test_weights_are_positive_and_add_up(
+        self, seed: int, vocab_size: int, spread: float, max_entries: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        probs = torch.softmax(torch.randn(vocab_size, generator=generator) * spread, dim=-1)
+        distribution = draft_distribution(probs, max_entries)
+        assert distribution.is_valid(vocab_size)
+        assert sum(distribution.weights) == WEIGHT_TOTAL
+        assert len(distribution.token_ids) <= max_entries
+        kept = probs[list(distribution.token_ids)].double()
+        exact = kept / torch.topk(probs, min(max_entries, vocab_size)).values.double().sum()
+        off = (torch.tensor(distribution.weights).double() / WEIGHT_TOTAL - exact).abs()
+        assert float(off.max()) <= min(max_entries, vocab_size) / WEIGHT_TOTAL
+
+    def test_samples_follow_the_sent_weights_exactly(self) -> None:
+        distribution = DraftDistribution((7, 2, 9, 4), (40_000, 20_000, 5_535, 1))
+        num_samples = 60_000
+        sampled = [sample_draft(distribution, 3, position) for position in range(num_samples)]
+        counts = [sampled.count(token_id) for token_id in distribution.token_ids]
+        merged = [counts[0], counts[1], counts[2] + counts[3]]
+        expected = np.array([40_000, 20_000, 5_536]) / WEIGHT_TOTAL * num_samples
+        assert sum(counts) == num_samples
+        assert stats.chisquare(merged, expected).pvalue > ERROR_RATE
+
+    def test_each_of_the_65536_equal_parts_belongs_to_its_token(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exhaustive: not nearly the weights but the weights."""
+        distribution = DraftDistribution((5, 1, 8), (65_000, 535, 1))
+        numbers = iter((np.arange(WEIGHT_TOTAL) + 0.5) / WEIGHT_TOTAL)
+        monkeypatch.setattr(sampling, "uniform", lambda *_: next(numbers))
+        counts = np.bincount([sample_draft(distribution, 0, 0) for _ in range(WEIGHT_TOTAL)], minlength=9)
+        assert [counts[5], counts[1], counts[8]] == [65_000, 535, 1]

@@ -1,0 +1,152 @@
+"""Tiny random models with a tokenizer, written once per test process into a folder that goes away with it.
+
+`model_dir(family)` is what a worker would be pointed at, `engine(family, dtype)` the loaded engine. Both are shared
+by all tests of a process: free the sequences you make.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, pre_tokenizers, processors, trainers
+from tokenizers import models as tokenizer_models
+
+from outrider.engine.model import Engine, EngineConfig, load_model
+
+VOCAB_SIZE = 288
+MAX_MODEL_LEN = 512
+SLIDING_WINDOW = 24
+
+COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+# A large spread of the random weights keeps greedy text from falling into one repeated token.
+GATED = COMMON | {
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GATED | {"num_hidden_layers": 3}),
+    "qwen3": ("Qwen3Config", GATED | {"head_dim": 24, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", GATED | {"sliding_window": SLIDING_WINDOW}),
+    "opt": (
+        "OPTConfig",
+        COMMON
+        | {
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+            "max_position_embeddings": MAX_MODEL_LEN,
+            "init_std": 0.2,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        },
+    ),
+    "longrope": (  # its rotary frequencies depend on the longest position in the batch
+        "Phi3Config",
+        GATED
+        | {
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    # Architectures that do not compute their attention through the paged cache.
+    "bloom": ("BloomConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "mamba": ("MambaConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        GATED
+        | {
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 16,
+        },
+    ),
+}
+
+SUPPORTED = ("llama", "qwen3", "mistral", "opt")
+REFUSED = ("bloom", "mamba", "gpt_oss")
+
+
+@functools.cache
+def root_dir() -> Path:
+    """Where this process's models lie."""
+    directory = Path(tempfile.mkdtemp(prefix="outrider-test-models-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level tokenizer whose vocabulary fits every model here."""
+    tokenizer = tokenizers.Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["def f(x):\n    return x + 1\n", "import os, sys\n"] * 3, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+
+
+def random_model(family: str, seed: int = 0) -> Any:
+    """A float32 transformers model with random weights."""
+    class_name, values = CONFIGS[family]
+    config = getattr(transformers, class_name)(**values)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+@functools.cache
+def model_dir(family: str, seed: int = 0) -> Path:
+    """A model folder; equal arguments give the same folder."""
+    directory = root_dir() / f"{family}-{seed}"
+    random_model(family, seed).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+def copy_of(family: str, directory: Path) -> Path:
+    """A model folder of your own, to be damaged."""
+    shutil.copytree(model_dir(family), directory)
+    return directory
+
+
+def engine_config(directory: Path, dtype: str = "float32", **options: Any) -> EngineConfig:
+    """Small blocks, so that sequences of some tokens cross their borders."""
+    return EngineConfig(directory, dtype, **({"block_size": 8, "max_num_seqs": 16} | options))
+
+
+@functools.cache
+def engine(family: str = "llama", dtype: str = "float32", seed: int = 0) -> Engine:
+    """A loaded engine; equal arguments give the same one."""
+    return load_model(engine_config(model_dir(family, seed), dtype))

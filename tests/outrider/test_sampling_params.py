@@ -1,0 +1,80 @@
+"""Every parameter is honoured or refused by name, never dropped or clamped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import InvalidRequest
+from outrider.sampling_params import MAX_STOP_TOKEN_IDS, DecodingMode, SamplingParams
+from protos.outrider.v1 import common_pb2
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.001, 2.001, math.nan, math.inf, -math.inf]),
+        ("top_p", [0.0, -1.0, 1.0001, math.nan, math.inf]),
+        ("top_k", [-1]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("max_tokens", [0, -3]),
+        ("seed", [-1, 2**64]),
+        ("stop_token_ids", [frozenset(range(MAX_STOP_TOKEN_IDS + 1))]),
+    ],
+)
+def test_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest, match=field) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.parameter == field
+        assert "permitted" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.0},
+        {"top_p": 1e-6},
+        {"min_p": 1.0},
+        {"seed": 2**64 - 1},
+        {"stop_token_ids": frozenset(range(MAX_STOP_TOKEN_IDS))},
+    ],
+)
+def test_bounds_themselves_are_permitted(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_decoding_mode_follows_from_temperature_and_seed() -> None:
+    """Design section 5."""
+    assert SamplingParams(temperature=0.0).decoding_mode is DecodingMode.GREEDY
+    assert SamplingParams(temperature=0.0, seed=3).decoding_mode is DecodingMode.GREEDY
+    assert SamplingParams(temperature=0.5).decoding_mode is DecodingMode.REJECTION
+    assert SamplingParams(temperature=0.5, seed=0).decoding_mode is DecodingMode.COUPLED
+
+
+@settings(max_examples=100, derandomize=True)
+@given(
+    temperature=st.floats(0, 2, width=32),
+    top_p=st.floats(0.001953125, 1, width=32),
+    top_k=st.integers(0, 2**32 - 1),
+    min_p=st.floats(0, 1, width=32),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    max_tokens=st.integers(1, 2**31),
+    stop_token_ids=st.frozensets(st.integers(0, 2**32 - 1), max_size=MAX_STOP_TOKEN_IDS),
+    ignore_eos=st.booleans(),
+)
+def test_nothing_is_lost_on_the_wire(**values: Any) -> None:
+    params = SamplingParams(**values)
+    message = common_pb2.SamplingParams.FromString(params.to_proto().SerializeToString())
+    assert SamplingParams.from_proto(message) == params
+
+
+def test_an_empty_message_is_refused_instead_of_meaning_something() -> None:
+    """Protobuf's zeros: top_p 0 and max_tokens 0 are out of range."""
+    with pytest.raises(InvalidRequest):
+        SamplingParams.from_proto(common_pb2.SamplingParams())

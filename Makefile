@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 ARGS ?=
 PYTEST_ARGS ?=
+BENCH ?= speedup
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.outrider-installed
@@ -68,7 +69,7 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 stubs: $(STAMP)
 	$(BIN)/python -m protos.generate

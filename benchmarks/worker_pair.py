@@ -92,18 +92,25 @@ class WorkerPair:
         use_draft: bool = True,
         num_speculative_tokens: int = 0,
         target_address: str | None = None,
+        attach_first: bool = False,
         timeout_s: float = 300.0,
     ) -> Generation:
         """One request, with the draft attached unless told otherwise.
 
-        `target_address` is what the draft worker is told to dial, when that is not the target's own address.
+        `target_address` is what the draft worker is told to dial, when that is not the target's own address;
+        `attach_first` lets the draft worker begin before the target, so that even the first tokens have hints.
         """
         session_id = uuid.uuid4().hex
         use_draft = use_draft and self.draft_stub is not None
         attachment = None
         if use_draft:
-            attach = self._attach(session_id, token_ids, sampling, target_address or self.target.address)
-            attachment = asyncio.create_task(attach)
+            is_attached = asyncio.Event()
+            address = target_address or self.target.address
+            attachment = asyncio.create_task(
+                self._attach(session_id, token_ids, sampling, address, is_attached)
+            )
+            if attach_first:
+                await is_attached.wait()
         request = target_pb2.GenerateRequest(
             session_id=session_id,
             token_ids=token_ids,
@@ -130,7 +137,12 @@ class WorkerPair:
         return result
 
     async def _attach(
-        self, session_id: str, token_ids: Sequence[int], sampling: SamplingParams, target_address: str
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        target_address: str,
+        is_attached: asyncio.Event,
     ) -> None:
         assert self.draft_stub is not None
         request = draft_pb2.AttachRequest(
@@ -141,7 +153,7 @@ class WorkerPair:
             sampling=sampling.to_proto(),
         )
         async for _ in self.draft_stub.Attach(request, timeout=600.0):
-            pass
+            is_attached.set()
 
 
 @contextlib.asynccontextmanager

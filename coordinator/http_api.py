@@ -82,7 +82,7 @@ class HttpApi:
         if first is None:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return EventStream(self._events(first, items, writer))
+        return EventStream(self._events(first, items, writer), items)
 
     async def _collect(
         self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float

@@ -27,14 +27,16 @@ class EventStream(StreamingResponse):
     """Server-sent events. Closes its generator however the connection ends, so that no worker goes on for
     nobody."""
 
-    def __init__(self, events: AsyncGenerator[str]) -> None:
+    def __init__(self, events: AsyncGenerator[str], source: AsyncGenerator[Any]) -> None:
+        """`source` is what the events are made from: it may have begun when the events have not."""
         # X-Accel-Buffering: a proxy in between must not collect chunks.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._events = events
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self._source), aclosing(self._events):
             await super().__call__(scope, receive, send)
 
 

@@ -7,6 +7,7 @@ interpreter version; `held_out.txt` writes down what it selected for the one the
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from collections.abc import Iterable
@@ -51,7 +52,13 @@ def is_skipped(name: str) -> bool:
 def source_names(root: Path | None = None) -> list[str]:
     """Names of the files that belong to a split, sorted."""
     root = root or library_root()
-    names = (path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    names: list[str] = []
+    for folder, folders, files in os.walk(root):
+        # Installed packages may be a hundred times the library, so they are not even listed.
+        folders[:] = [name for name in folders if not is_skipped(name)]
+        names += [
+            (Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")
+        ]
     return sorted(name for name in names if not is_skipped(name))
 
 

@@ -190,8 +190,10 @@ def main() -> None:
     parser.add_argument("--hints", type=int, default=5, help="hints per target step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="more are slower where cores are shared")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     reports = evaluate_pair(options.target, options.draft, options)
     if options.json:
         print(json.dumps([asdict(report) for report in reports], indent=2))

@@ -197,7 +197,9 @@ class WorkerLease:
             else:
                 wait_s, backoff_s = backoff_s * random.uniform(0.5, 1.0), min(2 * backoff_s, _BACKOFF_MAX_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+                # Not wait_for: in Python 3.11 it swallows a cancellation that meets the event being set.
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
             self._wake.clear()
             is_written = await self._try_beat()
 

@@ -78,7 +78,9 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         "--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0 picks a free one"
     )
     network.add_argument(
-        "--redis-url", default=None, help="where to announce the worker; not announced without it"
+        "--redis-url",
+        default=os.environ.get("OUTRIDER_REDIS_URL"),
+        help="where to announce the worker (default: OUTRIDER_REDIS_URL); not announced without it",
     )
     network.add_argument("--worker-id", default=f"{role}-{uuid.uuid4().hex[:8]}", help="unique in its pool")
     network.add_argument(

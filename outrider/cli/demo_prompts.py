@@ -1,8 +1,8 @@
 """What the demo asks. Pure.
 
-Passages of Python's standard library (3.11, PSF licence) from files that `demo/corpus.py` holds out, so that no stage of
-the demo pair's training has seen them. Picked among seventy for an answer that does not go round in circles, as a
-small model's greedy text likes to: circles are easy to guess and would flatter speculation.
+Passages of Python's standard library (3.11, PSF licence) from files that `demo/corpus.py` holds out: no stage of the
+demo pair's training has seen them. Picked among seventy for an answer that does not go round in circles, as a small
+model's greedy text likes to: circles are easy to guess and would flatter speculation.
 """
 
 from __future__ import annotations

@@ -86,9 +86,7 @@ def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CoreP
     return CorePlan(targets, drafts)
 
 
-def worker_specs(
-    deployment: Deployment, cores: Sequence[int], redis_url: str, run_id: str
-) -> list[ChildSpec]:
+def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> list[ChildSpec]:
     """Target workers, then draft workers. `run_id` keeps the worker ids of several systems apart."""
     num_drafts = deployment.num_draft_workers if deployment.draft is not None else 0
     usable = cores if deployment.affinity is Affinity.AUTO else ()
@@ -98,12 +96,12 @@ def worker_specs(
         "--served-model-name": deployment.model_name,
     }
     specs = [
-        _worker_spec("target", i, deployment.target, deployment, own, redis_url, run_id, target_flags)
+        _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags)
         for i, own in enumerate(plan.targets)
     ]
     if deployment.draft is not None:
         specs += [
-            _worker_spec("draft", i, deployment.draft, deployment, own, redis_url, run_id, {})
+            _worker_spec("draft", i, deployment.draft, deployment, own, run_id, {})
             for i, own in enumerate(plan.drafts)
         ]
     return specs
@@ -115,7 +113,6 @@ def _worker_spec(
     model: Path,
     deployment: Deployment,
     cores: tuple[int, ...],
-    redis_url: str,
     run_id: str,
     extra: Mapping[str, object],
 ) -> ChildSpec:
@@ -123,7 +120,6 @@ def _worker_spec(
         "--model": model,
         "--host": "127.0.0.1",
         "--port": 0,
-        "--redis-url": redis_url,
         "--dtype": deployment.dtype.value,
         "--worker-id": f"{role}-{index}-{run_id}",
         "--drain-grace-s": WORKER_DRAIN_S,

@@ -96,7 +96,7 @@ async def running_system(
     try:
         url = redis.start() if redis is not None else redis_url
         assert url is not None
-        specs = worker_specs(deployment, usable_cores(), url, secrets.token_hex(3))
+        specs = worker_specs(deployment, usable_cores(), secrets.token_hex(3))
         specs.append(coordinator_spec(deployment, scratch / "ray"))
         shared = _shared_environment(url)
         specs = [replace(spec, environment={**shared, **spec.environment}) for spec in specs]

@@ -41,7 +41,7 @@ def test_no_two_workers_share_a_core(
 
 
 def test_workers_get_their_cores_as_flag_and_threads() -> None:
-    target, draft = worker_specs(PAIR, [0, 1], URL, "abc")
+    target, draft = worker_specs(PAIR, [0, 1], "abc")
     assert flags(target.command)["--cpu-affinity"] == "0"
     assert flags(draft.command)["--cpu-affinity"] == "1"
     assert flags(target.command)["--num-threads"] == target.environment["OMP_NUM_THREADS"] == "1"
@@ -49,14 +49,14 @@ def test_workers_get_their_cores_as_flag_and_threads() -> None:
 
 def test_affinity_none_pins_nobody() -> None:
     deployment = Deployment(Path("large"), Path("small"), affinity=Affinity.NONE)
-    assert all("--cpu-affinity" not in spec.command for spec in worker_specs(deployment, [0, 1], URL, "abc"))
+    assert all("--cpu-affinity" not in spec.command for spec in worker_specs(deployment, [0, 1], "abc"))
 
 
 def test_values_left_to_the_worker_are_not_passed() -> None:
-    target, _ = worker_specs(PAIR, [0, 1], URL, "abc")
+    target, _ = worker_specs(PAIR, [0, 1], "abc")
     assert not {"--num-speculative-tokens", "--max-num-seqs", "--max-model-len"} & set(target.command)
     given = Deployment(Path("large"), None, num_speculative_tokens=0, max_model_len=512)
-    (target,) = worker_specs(given, [0, 1], URL, "abc")
+    (target,) = worker_specs(given, [0, 1], "abc")
     assert flags(target.command)["--num-speculative-tokens"] == "0"
     assert flags(target.command)["--max-model-len"] == "512"
 
@@ -66,14 +66,14 @@ def test_worker_ids_differ_between_workers_and_systems() -> None:
     ids = [
         flags(spec.command)["--worker-id"]
         for run_id in ("one", "two")
-        for spec in worker_specs(deployment, [0], URL, run_id)
+        for spec in worker_specs(deployment, [0], run_id)
     ]
     assert len(set(ids)) == 8
 
 
 def test_workers_and_coordinator_agree_on_the_model_name() -> None:
     deployment = Deployment(Path("/models/large"), None)
-    (target,) = worker_specs(deployment, [], URL, "abc")
+    (target,) = worker_specs(deployment, [], "abc")
     coordinator = coordinator_spec(deployment, Path("/tmp/x"))
     assert flags(target.command)["--served-model-name"] == "large"
     assert flags(coordinator.command)["--served-model-name"] == "large"

@@ -133,6 +133,7 @@ async def running(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(180)
 @pytest.mark.asyncio(loop_scope="module")
 class TestUnderRayServe:
@@ -181,16 +182,16 @@ class TestUnderRayServe:
             ):
                 await anext(response.aiter_lines())
             sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1)
+            asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling)
             async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
-                call = generation_pb2_grpc.GenerationStub(channel).Generate(
-                    generation_pb2.GenerationRequest(prompt="import", sampling=sampling), timeout=10
-                )
-                await call.read()
-                call.cancel()
+                for _ in range(10):  # Serve alone loses one in five of these
+                    call = generation_pb2_grpc.GenerationStub(channel).Generate(asked, timeout=10)
+                    await call.read()
+                    call.cancel()
             await eventually(
                 lambda: running.target.num_open + running.draft.num_open == 0, "both workers are free"
             )
-            assert running.target.num_cancelled == 2
+            assert running.target.num_cancelled == 11
         finally:
             running.target.step_s = 0.0
 

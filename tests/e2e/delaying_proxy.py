@@ -35,13 +35,13 @@ async def delaying_proxy(target_address: str, *, delay_s_max: float, seed: int =
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in pumps:
-                one.cancel()
+            for running in pumps:
+                running.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            for one in (writer, far_writer):
-                one.close()
+            for end in (writer, far_writer):
+                end.close()
                 with contextlib.suppress(ConnectionError):
-                    await one.wait_closed()
+                    await end.wait_closed()
             tasks.discard(task)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

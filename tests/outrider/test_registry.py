@@ -160,10 +160,9 @@ class TestWorkerLease:
         ):
             lease.set_state("draining")
             await eventually(
-                lambda: [worker.state for worker in directory.snapshot.targets] == ["draining"],
-                "draining",
-                1.0,
+                lambda: directory.snapshot.targets == (replace(RECORD, state="draining"),), "draining", 1.0
             )
+            assert lease.is_published
 
     @pytest.mark.usefixtures("quick_heartbeats")
     async def test_a_restarted_worker_takes_its_id_over_for_good(self, registry: Registry) -> None:

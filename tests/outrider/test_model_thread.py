@@ -1,0 +1,229 @@
+"""The thread that a worker's model runs in: order, bounds, failures, wake times, stop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from outrider.model_thread import ModelThread
+
+PATIENCE_S = 20.0
+
+
+class FakeCore:
+    """Records what it is told; `next_turn` says what a turn answers."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.turns: list[tuple[float, int]] = []  # when, and how many events had been handled
+        self.threads: set[int] = set()
+        self.next_turn: Callable[[float], tuple[list[str], float | None]] = lambda now: ([], None)
+        self.on_event: Callable[[int], list[str]] = lambda event: [f"heard {event}"]
+
+    def handle(self, event: int, now: float) -> list[str]:
+        self.threads.add(threading.get_ident())
+        self.events.append(event)
+        return self.on_event(event)
+
+    def run_next(self, now: float) -> tuple[list[str], float | None]:
+        self.threads.add(threading.get_ident())
+        self.turns.append((now, len(self.events)))
+        return self.next_turn(now)
+
+
+class Shell:
+    """A model thread around a fake core."""
+
+    def __init__(self, core: FakeCore, max_events: int = 65536) -> None:
+        self.core = core
+        self.delivered: queue.Queue[str] = queue.Queue()
+        self.failures: queue.Queue[BaseException] = queue.Queue()
+        self.thread: ModelThread[int, str] = ModelThread(
+            core, self._deliver, self.failures.put, name="test-model", max_events=max_events
+        )
+        self.is_started = False
+
+    def _deliver(self, actions: list[str]) -> None:
+        for action in actions:
+            self.delivered.put(action)
+
+    def start(self) -> None:
+        self.is_started = True
+        self.thread.start()
+
+    def next(self) -> str:
+        return self.delivered.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+@pytest.fixture
+def shell(core: FakeCore) -> Iterator[Shell]:
+    made = Shell(core)
+    yield made
+    if made.is_started:
+        made.thread.stop(PATIENCE_S)
+        assert not made.thread._thread.is_alive()
+
+
+def test_events_are_handled_in_order_on_one_thread_that_is_not_the_callers(core: FakeCore, shell: Shell) -> None:
+    shell.start()
+    for number in range(500):
+        assert shell.thread.submit(number)
+    assert [shell.next() for _ in range(500)] == [f"heard {number}" for number in range(500)]
+    assert core.events == list(range(500))
+    assert len(core.threads) == 1
+    assert threading.get_ident() not in core.threads
+
+
+def test_events_that_came_before_the_start_are_not_lost(shell: Shell) -> None:
+    assert shell.thread.submit(1)
+    shell.start()
+    assert shell.next() == "heard 1"
+
+
+def test_inbox_is_bounded_and_says_when_it_is_full() -> None:
+    """I7. Nothing takes events: the thread has not been started."""
+    shell = Shell(FakeCore(), max_events=3)
+    assert [shell.thread.submit(i) for i in range(5)] == [True, True, True, False, False]
+
+
+def test_inbox_takes_events_again_once_the_core_has_caught_up(core: FakeCore) -> None:
+    shell = Shell(core, max_events=3)
+    for i in range(4):
+        shell.thread.submit(i)
+    shell.start()
+    assert [shell.next() for _ in range(3)] == ["heard 0", "heard 1", "heard 2"]
+    assert shell.thread.submit(9)
+    assert shell.next() == "heard 9"
+    shell.thread.stop(PATIENCE_S)
+
+
+def test_a_core_without_work_is_left_alone_until_an_event_comes(core: FakeCore, shell: Shell) -> None:
+    core.next_turn = lambda now: ([f"turn {len(core.turns)}"], None)
+    shell.start()
+    shell.thread.submit(1)
+    assert [shell.next(), shell.next()] == ["heard 1", "turn 1"]
+    with pytest.raises(queue.Empty):
+        shell.delivered.get(timeout=0.1)
+    assert len(core.turns) == 1
+
+
+def test_a_core_with_work_is_called_again_at_once_and_events_come_in_between(core: FakeCore, shell: Shell) -> None:
+    core.next_turn = lambda now: ([], 0.0)
+    shell.start()
+    shell.thread.submit(1)
+    assert shell.next() == "heard 1"
+    shell.thread.submit(2)
+    assert shell.next() == "heard 2"
+
+
+def test_a_wake_time_is_kept(core: FakeCore, shell: Shell) -> None:
+    """Not before it, though the upper bound depends on the machine's load."""
+    wait_s = 0.15
+
+    def turn(now: float) -> tuple[list[str], float | None]:
+        return ["woken"], (now + wait_s if len(core.turns) == 1 else None)
+
+    core.next_turn = turn
+    shell.start()
+    shell.thread.submit(1)
+    assert [shell.next() for _ in range(3)] == ["heard 1", "woken", "woken"]
+    first, second = core.turns[0][0], core.turns[1][0]
+    assert wait_s - 0.005 <= second - first < PATIENCE_S
+
+
+def test_an_event_ends_a_wait_early(core: FakeCore, shell: Shell) -> None:
+    core.next_turn = lambda now: (["turn"], now + 3600.0)
+    shell.start()
+    shell.thread.submit(1)
+    assert [shell.next(), shell.next()] == ["heard 1", "turn"]
+    shell.thread.submit(2)
+    assert [shell.next(), shell.next()] == ["heard 2", "turn"]
+
+
+@pytest.mark.parametrize("where", ["handle", "run_next", "deliver"])
+def test_a_failure_is_reported_once_with_its_cause_and_ends_the_thread(core: FakeCore, where: str) -> None:
+    shell = Shell(core)
+    cause = RuntimeError(f"broken in {where}")
+
+    def fail(*_: object) -> list[str]:
+        raise cause
+
+    if where == "handle":
+        core.on_event = fail
+    elif where == "run_next":
+        core.next_turn = fail  # type: ignore[assignment]
+    else:
+        shell.thread._deliver = fail
+    shell.start()
+    shell.thread.submit(1)
+    assert shell.failures.get(timeout=PATIENCE_S) is cause
+    shell.thread._thread.join(PATIENCE_S)
+    assert not shell.thread._thread.is_alive()
+    assert shell.failures.empty()
+
+
+@pytest.mark.parametrize("state", ["idle", "waiting", "busy"])
+def test_stop_ends_the_thread_whatever_it_does(core: FakeCore, state: str) -> None:
+    answers: dict[str, Callable[[float], tuple[list[str], float | None]]] = {
+        "idle": lambda now: ([], None),
+        "waiting": lambda now: ([], now + 3600.0),
+        "busy": lambda now: ([], 0.0),
+    }
+    core.next_turn = answers[state]
+    shell = Shell(core)
+    shell.start()
+    shell.thread.submit(1)
+    assert shell.next() == "heard 1"
+    shell.thread.stop(PATIENCE_S)
+    assert not shell.thread._thread.is_alive()
+    assert shell.failures.empty()
+
+
+def test_the_step_in_progress_can_be_seen_from_outside(core: FakeCore, shell: Shell) -> None:
+    """What a watchdog looks at."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def turn(now: float) -> tuple[list[str], float | None]:
+        entered.set()
+        leave.wait(PATIENCE_S)
+        return ["done"], None
+
+    core.next_turn = turn
+    shell.start()
+    shell.thread.submit(1)
+    assert entered.wait(PATIENCE_S)
+    assert shell.thread.is_in_step
+    before = shell.thread.last_turn_at
+    leave.set()
+    assert [shell.next(), shell.next()] == ["heard 1", "done"]
+    deadline = time.monotonic() + PATIENCE_S
+    while shell.thread.is_in_step and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not shell.thread.is_in_step
+    assert shell.thread.last_turn_at >= before
+
+
+def test_events_that_keep_coming_do_not_keep_steps_from_running(core: FakeCore, shell: Shell) -> None:
+    """A peer that floods the worker with hints must not stop everyone's text (I7, design section 9)."""
+    limit = 5000
+
+    def flood(event: int) -> list[str]:
+        if event < limit:
+            shell.thread.submit(event + 1)
+        return []
+
+    core.on_event = flood
+    core.next_turn = lambda now: (["turn"], 0.0 if len(core.events) < limit else None)
+    shell.start()
+    shell.thread.submit(1)
+    assert shell.next() == "turn"
+    assert core.turns[0][1] < limit, "no step ran before the flood was over"

@@ -1,0 +1,78 @@
+"""A target model that is a function of the text so far, run over a KV cache that remembers what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.engine.verification import Verdict
+from outrider.randomness import mix
+from outrider.sampling_params import SamplingParams
+from target_worker.messages import SpeculationSettings, StartSession, Step, StepResult
+
+VOCAB_SIZE = 5
+END = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+def next_token(prefix: Sequence[int]) -> int:
+    """Depends on the whole prefix; says END once in thirty times or so."""
+    value = 1
+    for token_id in prefix:
+        value = mix(value ^ (token_id + 1))
+    return END if value % 31 == 0 else value % END
+
+
+def greedy_text(prompt: Sequence[int], max_len: int, stop_token_ids: frozenset[int]) -> tuple[list[int], int | None]:
+    """The whole text of plain decoding, and the stop token that ended it, if one did."""
+    text = list(prompt)
+    while len(text) < max_len:
+        token_id = next_token(text)
+        if token_id in stop_token_ids:
+            return text, token_id
+        text.append(token_id)
+    return text, None
+
+
+class FakeModel:
+    """Runs a step as the engine does. Reads the prefix back from its cache, so that wrong KV gives wrong text."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.cache = [-1] * num_slots
+
+    def run(self, step: Step, step_ms: float = 1.0) -> StepResult:
+        verdicts: list[Verdict | None] = []
+        for item in step.items:
+            first = item.kv.length - len(item.token_ids)
+            for slot, token_id in zip(item.kv.slots(first, item.kv.length), item.token_ids, strict=True):
+                self.cache[slot] = token_id
+        for item in step.items:
+            if not item.num_logits:
+                verdicts.append(None)
+                continue
+            text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
+            assert item.position == len(text) - item.num_logits + 1
+            choices = [next_token(text[: item.position + i]) for i in range(item.num_logits)]
+            assert item.num_logits - 1 <= len(item.hints) <= item.num_logits
+            num_accepted = 0
+            while num_accepted < item.num_logits - 1 and (
+                item.hints[num_accepted].token_id == choices[num_accepted]
+            ):
+                num_accepted += 1
+            verdicts.append(Verdict(choices[: num_accepted + 1], num_accepted))
+        return StepResult(verdicts, step_ms)
+
+
+def start(
+    session_id: str = "a",
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    num_given: int = 0,
+    speculation: SpeculationSettings | None = None,
+    **sampling: object,
+) -> StartSession:
+    """A greedy session; `num_given` tokens after the prompt were already committed elsewhere."""
+    text = list(prompt)
+    for _ in range(num_given):
+        text.append(next_token(text))
+    params = SamplingParams(**({"temperature": 0.0, "max_tokens": 20} | sampling))  # type: ignore[arg-type]
+    return StartSession(session_id, text, len(prompt), params, speculation or SpeculationSettings(), 7)

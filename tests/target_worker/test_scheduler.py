@@ -1,0 +1,618 @@
+"""The target's scheduler under random interleavings: the text is always that of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outrider.engine.kv_cache import BlockAllocator
+from outrider.errors import InvalidRequest, NotFound, Overloaded
+from outrider.hint_tree import ROOT_ID, Hint
+from outrider.sampling_params import DecodingMode
+from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.messages import (
+    Action,
+    CancelSession,
+    ChangeSpeculation,
+    CloseStream,
+    CommitPublished,
+    Event,
+    HintsArrived,
+    SchedulerLimits,
+    SessionAdmitted,
+    SessionEnded,
+    SessionRefused,
+    SpeculationSettings,
+    StartSession,
+    Step,
+    SubscribeDraft,
+    TokensCommitted,
+    UnsubscribeDraft,
+    WaitForHints,
+)
+from target_worker.scheduler import Scheduler
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, greedy_text, next_token, start
+
+LIMITS = SchedulerLimits(
+    max_num_seqs=3,
+    max_num_waiting=2,
+    max_num_batched_tokens=12,
+    max_model_len=40,
+    num_speculative_tokens=4,
+    hint_wait_ms_max=10.0,
+    max_early_sessions=3,
+    max_early_events=4,
+    end_of_sequence_ids=frozenset({END}),
+)
+
+
+class World:
+    """A scheduler, a fake model, and a record of everything that was said to callers and draft workers."""
+
+    def __init__(self, limits: SchedulerLimits = LIMITS, num_blocks: int = 49, block_size: int = 4) -> None:
+        self.limits = limits
+        self.allocator = BlockAllocator(num_blocks, block_size)
+        self.scheduler = Scheduler(limits, self.allocator, VOCAB_SIZE)
+        self.model = FakeModel(num_blocks * block_size)
+        self.now = 100.0
+        self.starts: dict[str, StartSession] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.ended: dict[str, SessionEnded] = {}
+        self.refused: list[SessionRefused] = []
+        self.views: dict[tuple[int, str], list[int]] = {}  # a draft worker's idea of a text
+        self.finished_views: set[tuple[int, str]] = set()
+        self.last_step: Step | None = None
+        self.waiting_since: float | None = None
+
+    def tell(self, event: Event) -> list[Action]:
+        if isinstance(event, SubscribeDraft) and event.session_id in self.texts:
+            view = self.texts[event.session_id][: event.known_len]
+            self.views[event.stream_id, event.session_id] = view
+        actions = self.scheduler.handle(event, self.now)
+        if isinstance(event, StartSession) and any(isinstance(a, SessionAdmitted) for a in actions):
+            self.starts[event.session_id] = event
+            self.texts[event.session_id] = list(event.token_ids)
+            self.ended.pop(event.session_id, None)
+        self.hear(actions)
+        return actions
+
+    def hear(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case TokensCommitted():
+                    assert action.token_ids
+                    assert len(action.origins) == len(action.token_ids)
+                    assert common_pb2.TOKEN_ORIGIN_UNSPECIFIED not in action.origins
+                    assert 0 <= action.num_accepted_draft_tokens <= action.num_draft_tokens
+                    assert action.session_id not in self.ended
+                    self.texts[action.session_id] += action.token_ids
+                case SessionEnded():
+                    assert action.session_id not in self.ended
+                    self.ended[action.session_id] = action
+                case SessionRefused():
+                    self.refused.append(action)
+                case CommitPublished():
+                    known = self.texts[action.session_id][: action.from_len]  # of an early subscription
+                    view = self.views.setdefault((action.stream_id, action.session_id), known)
+                    if action.from_len <= len(view):
+                        view += action.token_ids[len(view) - action.from_len :]
+                    else:
+                        raise AssertionError(f"a gap: {action.from_len} after {len(view)} tokens")
+                    if action.is_finished:
+                        self.finished_views.add((action.stream_id, action.session_id))
+
+    def turn(self) -> Step | WaitForHints | None:
+        """One turn of the model thread, with its checks."""
+        decision = self.scheduler.next_step(self.now)
+        bound_s = self.limits.hint_wait_ms_max / 1e3
+        if isinstance(decision, WaitForHints):
+            self.waiting_since = self.now if self.waiting_since is None else self.waiting_since
+            assert self.now < decision.until <= self.waiting_since + bound_s + 1e-9
+        elif decision is not None:
+            self.waiting_since = None
+            self.check_step(decision)
+            self.now += 0.002
+            self.hear(self.scheduler.finish_step(decision, self.model.run(decision), self.now))
+            self.last_step = decision
+        else:
+            self.waiting_since = None
+        return decision
+
+    def check_step(self, step: Step) -> None:
+        assert step.items
+        assert step.num_tokens <= self.limits.max_num_batched_tokens
+        assert len(step.items) <= self.limits.max_num_seqs
+        assert len({item.session_id for item in step.items}) == len(step.items)
+        for item in step.items:
+            asked = self.starts[item.session_id]
+            assert len(item.token_ids) > 0
+            assert item.kv.length <= self.limits.max_model_len + self.limits.num_speculative_tokens
+            if item.num_logits > 1:
+                assert item.num_logits - 1 <= self.limits.num_speculative_tokens
+            assert item.seed == asked.seed
+
+    def run_until_idle(self, max_turns: int = 3000) -> None:
+        for _ in range(max_turns):
+            decision = self.turn()
+            if decision is None:
+                return
+            if isinstance(decision, WaitForHints):
+                self.now = decision.until
+        raise AssertionError("still busy")
+
+    def expected(self, session_id: str) -> tuple[list[int], int | None]:
+        asked = self.starts[session_id]
+        max_len = min(asked.num_prompt_tokens + asked.sampling.max_tokens, self.limits.max_model_len)
+        stops = asked.sampling.stop_token_ids
+        if not asked.sampling.ignore_eos:
+            stops |= self.limits.end_of_sequence_ids
+        return greedy_text(asked.token_ids, max_len, stops)
+
+    def check(self) -> None:
+        """I1 and I2, and that every view of a draft worker is the text."""
+        for session_id, text in self.texts.items():
+            expected, stop_token_id = self.expected(session_id)
+            assert text == expected[: len(text)]
+            if (ended := self.ended.get(session_id)) is not None:
+                assert text == expected
+                assert ended.stop_token_id == stop_token_id
+                reason = target_pb2.FINISH_REASON_LENGTH if stop_token_id is None else target_pb2.FINISH_REASON_STOP
+                assert ended.reason == reason
+                assert ended.num_output_tokens == len(text) - self.starts[session_id].num_prompt_tokens
+        for (_, session_id), view in self.views.items():
+            if session_id in self.texts:
+                assert view == self.texts[session_id][: len(view)]
+        assert self.scheduler.num_running <= self.limits.max_num_seqs
+        assert self.scheduler.num_waiting <= self.limits.max_num_waiting
+        assert 0.0 <= self.scheduler.kv_usage <= 1.0
+        early = self.scheduler._early
+        assert len(early) <= self.limits.max_early_sessions
+        assert all(len(events) <= self.limits.max_early_events for events in early.values())
+        self.allocator.check_integrity([session.kv for session in self.scheduler._sessions.values()])
+
+    def check_is_empty(self) -> None:
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.kv_usage) == (0, 0, 0.0)
+        self.allocator.check_integrity([])
+
+
+NAMES = st.sampled_from(["a", "b", "c", "d", "e", "f"])
+STREAMS = st.integers(1, 3)
+SETTINGS = st.builds(SpeculationSettings, st.booleans(), st.integers(0, 6))
+
+
+class RandomLife(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.num_attachments = 0
+        self.next_node = 1
+        self.counter = 0
+
+    @rule(
+        name=NAMES,
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=25),
+        num_given=st.integers(0, 2),
+        max_tokens=st.sampled_from([1, 2, 5, 30, 1000]),
+        stop=st.frozensets(st.integers(0, 4), max_size=1),
+        ignore_eos=st.booleans(),
+        speculation=SETTINGS,
+    )
+    def start(
+        self,
+        name: str,
+        prompt: list[int],
+        num_given: int,
+        max_tokens: int,
+        stop: frozenset[int],
+        ignore_eos: bool,
+        speculation: SpeculationSettings,
+    ) -> None:
+        world = self.world
+        was_known = world.scheduler.has_session(name)
+        if not was_known:  # a name that is used again is a new text; forget what was heard of the old one
+            for key in [key for key in world.views if key[1] == name]:
+                del world.views[key]
+            world.finished_views = {key for key in world.finished_views if key[1] != name}
+        num_waiting = world.scheduler.num_waiting
+        actions = world.tell(
+            start(
+                name,
+                prompt,
+                num_given=num_given,
+                max_tokens=max_tokens,
+                stop_token_ids=stop,
+                ignore_eos=ignore_eos,
+                speculation=speculation,
+            )
+        )
+        answer = actions[0]
+        if isinstance(answer, SessionRefused):
+            assert not any(isinstance(a, SessionAdmitted) for a in actions)
+            if isinstance(answer.error, Overloaded):
+                assert num_waiting == world.limits.max_num_waiting
+                assert answer.error.retry_after_s > 0
+            else:
+                assert isinstance(answer.error, InvalidRequest)
+        else:
+            assert answer == SessionAdmitted(name, DecodingMode.GREEDY)
+            assert not was_known
+            assert num_waiting < world.limits.max_num_waiting
+
+    @rule(name=NAMES)
+    def cancel(self, name: str) -> None:
+        self.world.tell(CancelSession(name))
+        assert not self.world.scheduler.has_session(name)
+
+    @rule(name=NAMES, speculation=SETTINGS)
+    def change_speculation(self, name: str, speculation: SpeculationSettings) -> None:
+        actions = self.world.tell(ChangeSpeculation(name, speculation))
+        if not self.world.scheduler.has_session(name):
+            assert isinstance(actions[0], SessionRefused)
+            assert isinstance(actions[0].error, NotFound)
+
+    @rule(name=NAMES, stream=STREAMS, back=st.integers(0, 4), attachment=st.integers(1, 3))
+    def subscribe(self, name: str, stream: int, back: int, attachment: int) -> None:
+        text = self.world.texts.get(name, [0] * 5)
+        self.world.tell(SubscribeDraft(stream, name, attachment, max(1, len(text) - back)))
+
+    @rule(name=NAMES, stream=STREAMS)
+    def unsubscribe(self, name: str, stream: int) -> None:
+        self.world.tell(UnsubscribeDraft(stream, name))
+
+    @rule(stream=STREAMS)
+    def close_stream(self, stream: int) -> None:
+        self.world.tell(CloseStream(stream))
+
+    @rule(
+        name=NAMES,
+        back=st.integers(0, 3),
+        length=st.integers(1, 9),
+        wrong_at=st.integers(0, 12),
+        attachment=st.integers(1, 3),
+        late_ms=st.floats(0, 5),
+    )
+    def good_hints(
+        self, name: str, back: int, length: int, wrong_at: int, attachment: int, late_ms: float
+    ) -> None:
+        """What a well-aligned draft says, wrong at one place."""
+        text = list(self.world.texts.get(name, [1, 2]))
+        base_len = max(1, len(text) - back)
+        del text[base_len:]
+        hints = []
+        for i in range(length):
+            token_id = next_token(text)
+            text.append((token_id + 1) % VOCAB_SIZE if i == wrong_at else token_id)
+            parent = ROOT_ID if i == 0 else self.next_node - 1
+            hints.append(Hint(self.next_node, parent, text[-1]))
+            self.next_node += 1
+        self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3))
+
+    @rule(
+        name=NAMES,
+        base_len=st.integers(-1, 60),
+        attachment=st.integers(0, 3),
+        hints=st.lists(
+            st.builds(Hint, st.integers(0, 9), st.integers(0, 9), st.integers(0, VOCAB_SIZE - 1)), max_size=8
+        ),
+        late_ms=st.floats(0, 5),
+    )
+    def wild_hints(
+        self, name: str, base_len: int, attachment: int, hints: list[Hint], late_ms: float
+    ) -> None:
+        self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3))
+
+    @rule(num_turns=st.integers(1, 6))
+    def turns(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self.world.turn()
+
+    @rule(milliseconds=st.floats(0, 15))
+    def time_passes(self, milliseconds: float) -> None:
+        self.world.now += milliseconds / 1e3
+
+    @precondition(lambda self: len(self.world.scheduler._sessions) > 2)
+    @rule()
+    def let_all_finish(self) -> None:
+        self.world.run_until_idle()
+        self.world.check_is_empty()
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        self.world.run_until_idle()
+        self.world.check()
+        self.world.check_is_empty()
+
+
+TestRandomLife = RandomLife.TestCase
+TestRandomLife.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def run_alone(event: StartSession, limits: SchedulerLimits = LIMITS) -> World:
+    world = World(limits)
+    world.tell(event)
+    world.run_until_idle()
+    world.check()
+    return world
+
+
+class TestFinishing:
+    def test_length(self) -> None:
+        world = run_alone(start(ignore_eos=True, max_tokens=9))
+        assert world.ended["a"].reason == target_pb2.FINISH_REASON_LENGTH
+        assert (world.ended["a"].num_prompt_tokens, world.ended["a"].num_output_tokens) == (3, 9)
+
+    def test_longest_context(self) -> None:
+        world = run_alone(start(ignore_eos=True, max_tokens=1000))
+        assert len(world.texts["a"]) == LIMITS.max_model_len
+        assert world.ended["a"].reason == target_pb2.FINISH_REASON_LENGTH
+
+    @pytest.mark.parametrize("num_hints", [0, 3])
+    def test_stop_token_is_named_and_not_shown_wherever_it_stands_in_a_block(self, num_hints: int) -> None:
+        text, _ = greedy_text([1, 2, 3], 20, frozenset())
+        stop = text[5]
+        world = World()
+        world.tell(start(stop_token_ids=frozenset({stop}), ignore_eos=True))
+        hints = [Hint(i + 1, i, token_id) for i, token_id in enumerate(text[3 : 3 + num_hints])]
+        world.tell(HintsArrived("a", 1, 3, hints, world.now))
+        world.run_until_idle()
+        world.check()
+        assert world.ended["a"].stop_token_id == stop
+        assert stop not in world.texts["a"][3:]
+
+    def test_tokens_committed_elsewhere_are_gone_on_from(self) -> None:
+        """Recovery after a lost worker: no token lost, repeated or changed; `max_tokens` counts from the prompt."""
+        whole = run_alone(start(ignore_eos=True, max_tokens=15)).texts["a"]
+        resumed = run_alone(start(ignore_eos=True, max_tokens=15, num_given=6))
+        assert resumed.texts["a"] == whole
+        assert resumed.ended["a"].num_output_tokens == 15
+
+    def test_finished_session_is_told_to_its_subscribers_once(self) -> None:
+        world = World()
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(start(max_tokens=4, ignore_eos=True))
+        world.run_until_idle()
+        assert world.finished_views == {(1, "a")}
+        assert world.views[1, "a"] == world.texts["a"]
+
+    def test_cancelled_session_is_told_to_its_subscribers_and_frees_all(self) -> None:
+        world = World()
+        world.tell(start())
+        world.turn()
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        actions = world.tell(CancelSession("a"))
+        assert [type(a) for a in actions] == [CommitPublished]
+        assert world.finished_views == {(1, "a")}
+        world.check_is_empty()
+
+
+class TestAdmission:
+    @pytest.mark.parametrize(
+        ("event", "parameter"),
+        [
+            (StartSession("a", [1, 2], 0, start().sampling, SpeculationSettings(), 1), "token_ids"),
+            (StartSession("a", [1, 2], 3, start().sampling, SpeculationSettings(), 1), "token_ids"),
+            (StartSession("a", [], 0, start().sampling, SpeculationSettings(), 1), "token_ids"),
+            (start(prompt=[1] * 40), "token_ids"),
+            (start(prompt=[1, VOCAB_SIZE]), "token_ids"),
+            (start(prompt=[1, -1]), "token_ids"),
+            (start(num_given=2, max_tokens=2), "max_tokens"),
+        ],
+    )
+    def test_what_cannot_run_is_refused_by_field(self, event: StartSession, parameter: str) -> None:
+        world = World()
+        (action,) = world.tell(event)
+        assert isinstance(action, SessionRefused)
+        assert isinstance(action.error, InvalidRequest)
+        assert action.error.parameter == parameter
+        world.check_is_empty()
+
+    def test_more_than_fit_wait_and_more_than_may_wait_are_refused(self) -> None:
+        """I7: an explicit refusal that the client can act on."""
+        world = World()
+        for number in range(LIMITS.max_num_waiting):
+            world.tell(start(f"s{number}"))
+        (action,) = world.tell(start("late"))
+        assert isinstance(action, SessionRefused)
+        assert isinstance(action.error, Overloaded)
+        world.turn()  # promotes those that waited
+        (action,) = world.tell(start("later"))
+        assert isinstance(action, SessionAdmitted)
+
+    def test_a_session_waits_for_kv_and_others_are_not_let_past_it(self) -> None:
+        """24 KV entries: one session of this size at a time."""
+        world = World(num_blocks=7)
+        for name in ("a", "b"):
+            world.tell(start(name, max_tokens=10, ignore_eos=True))
+        world.turn()
+        assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 1)
+        world.run_until_idle()
+        world.check()
+        assert set(world.ended) == {"a", "b"}
+
+    def test_a_session_that_never_fits_is_refused_at_once(self) -> None:
+        (action,) = World(num_blocks=5).tell(start(max_tokens=30))
+        assert isinstance(action, SessionRefused)
+        assert isinstance(action.error, InvalidRequest)
+
+    def test_a_session_id_is_used_once_at_a_time(self) -> None:
+        world = World()
+        world.tell(start())
+        (action,) = world.tell(start())
+        assert isinstance(action, SessionRefused)
+        assert isinstance(action.error, InvalidRequest)
+        assert action.error.parameter == "session_id"
+        world.run_until_idle()
+        world.check()
+
+
+class TestHints:
+    def hinted(self, speculation: SpeculationSettings, num_hints: int = 12) -> World:
+        """One session with perfect hints for all of its text."""
+        world = World()
+        world.tell(start(ignore_eos=True, max_tokens=12, speculation=speculation))
+        text, _ = greedy_text([1, 2, 3], 30, frozenset())
+        world.tell(
+            HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3 : 3 + num_hints])], world.now)
+        )
+        world.run_until_idle()
+        world.check()
+        return world
+
+    def test_right_hints_save_steps(self) -> None:
+        stats = self.hinted(SpeculationSettings()).ended["a"].stats
+        assert stats.num_steps <= 4
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens >= 8
+        assert sum(stats.acceptance_histogram) == sum(stats.draft_length_histogram) == stats.num_steps
+
+    def test_free_last_hint_keeps_what_was_written_beyond_it_alive(self) -> None:
+        """Five tokens a step with four hints fed, and no hint goes stale."""
+        stats = self.hinted(SpeculationSettings()).ended["a"].stats
+        assert stats.num_stale_hints == 0
+
+    def test_speculation_turned_off_verifies_nothing(self) -> None:
+        world = self.hinted(SpeculationSettings(enabled=False))
+        stats = world.ended["a"].stats
+        assert (stats.num_draft_tokens, stats.num_spec_steps, stats.num_steps) == (0, 0, 12)
+        assert world.last_step is not None
+        assert all(not item.hints for item in world.last_step.items)
+
+    def test_a_requests_own_limit_is_kept(self) -> None:
+        stats = self.hinted(SpeculationSettings(num_speculative_tokens=2)).ended["a"].stats
+        assert len(stats.draft_length_histogram) == 3
+
+    def test_a_request_cannot_ask_for_more_than_the_worker_permits(self) -> None:
+        stats = self.hinted(SpeculationSettings(num_speculative_tokens=30)).ended["a"].stats
+        assert len(stats.draft_length_histogram) <= LIMITS.num_speculative_tokens + 1
+
+    def test_hints_that_come_before_their_session_are_used(self) -> None:
+        world = World()
+        text, _ = greedy_text([1, 2, 3], 30, frozenset())
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3:10])], world.now))
+        world.tell(start(ignore_eos=True, max_tokens=7))
+        world.run_until_idle()
+        assert world.ended["a"].stats.num_accepted_draft_tokens >= 4
+
+    def test_hints_turned_off_half_way_are_no_longer_verified(self) -> None:
+        world = World()
+        world.tell(start(ignore_eos=True, max_tokens=12))
+        text, _ = greedy_text([1, 2, 3], 30, frozenset())
+        world.tell(HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3:15])], world.now))
+        world.turn()
+        world.tell(ChangeSpeculation("a", SpeculationSettings(enabled=False)))
+        while world.turn() is not None:
+            assert world.last_step is not None
+            assert world.last_step.items[0].num_logits == 1
+        world.check()
+
+
+class TestWaiting:
+    """The wait is bounded and measured, never fixed (design section 6)."""
+
+    def waits(self, limits: SchedulerLimits, prepare: Callable[[World], None]) -> float:
+        """Longest time spent waiting before one step."""
+        world = World(limits)
+        world.tell(start(ignore_eos=True, max_tokens=25))
+        prepare(world)
+        longest, since = 0.0, world.now
+        while (decision := world.turn()) is not None:
+            if isinstance(decision, WaitForHints):
+                world.now = decision.until
+                longest = max(longest, world.now - since)
+            else:
+                since = world.now
+        world.check()
+        return longest
+
+    def test_nobody_listened_to_is_waited_for(self) -> None:
+        assert self.waits(LIMITS, lambda world: None) == 0.0
+
+    def test_a_subscriber_is_waited_for_within_the_bound(self) -> None:
+        waited = self.waits(LIMITS, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3))))
+        assert 0.0 < waited <= LIMITS.hint_wait_ms_max / 1e3 + 1e-9
+
+    def test_a_bound_of_zero_never_waits(self) -> None:
+        limits = SchedulerLimits(
+            max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, hint_wait_ms_max=0.0
+        )
+        assert self.waits(limits, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))) == 0.0
+
+    def test_a_silent_subscriber_soon_costs_nothing(self) -> None:
+        """The promise: never meaningfully slower than plain decoding. Total wait over a long text stays small."""
+        limits = SchedulerLimits(max_model_len=600, max_num_batched_tokens=64, hint_wait_ms_max=10.0)
+        world = World(limits, num_blocks=400)
+        world.tell(start(ignore_eos=True, max_tokens=500))
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        waited = 0.0
+        while (decision := world.turn()) is not None:
+            if isinstance(decision, WaitForHints):
+                waited += decision.until - world.now
+                world.now = decision.until
+        assert waited < 0.1 * (500 * 0.002)
+
+    def test_events_while_waiting_do_not_prolong_the_wait(self) -> None:
+        world = World()
+        world.tell(start(ignore_eos=True))
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        while not isinstance(decision := world.turn(), WaitForHints):
+            assert decision is not None
+        began = world.now
+        rng = random.Random(1)
+        while isinstance(world.turn(), WaitForHints):  # `turn` checks the bound from the first one on
+            world.tell(HintsArrived("a", 1, 1, [Hint(rng.randrange(9), rng.randrange(9), 0)], world.now))
+            world.now += 0.0005
+        assert world.now - began <= LIMITS.hint_wait_ms_max / 1e3 + 0.0005 + 0.002
+
+
+class TestEarlyEvents:
+    """I7: what draft workers say of unknown sessions is bounded."""
+
+    def test_neither_sessions_nor_events_grow_without_end(self) -> None:
+        world = World()
+        for number in range(50):
+            for _ in range(10):
+                world.tell(HintsArrived(f"x{number}", 1, 1, [], 0.0))
+        world.check()
+
+    def test_a_closed_streams_early_subscription_is_forgotten(self) -> None:
+        """Otherwise the session is waited for on behalf of a draft worker that has left."""
+        world = World()
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(CloseStream(1))
+        world.tell(start())
+        assert world.scheduler._sessions["a"].subscribers == {}
+
+    def test_an_early_unsubscription_is_heard(self) -> None:
+        world = World()
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(UnsubscribeDraft(1, "a"))
+        world.tell(start())
+        assert world.scheduler._sessions["a"].subscribers == {}
+
+
+def test_a_prompt_is_prefilled_while_others_decode_with_many_hints() -> None:
+    """Hints must not use up the room of those that still wait for their first token."""
+    limits = SchedulerLimits(
+        max_num_seqs=3, max_num_batched_tokens=6, max_model_len=300, num_speculative_tokens=8, hint_wait_ms_max=0.0
+    )
+    world = World(limits, num_blocks=400)
+    world.tell(start("a", ignore_eos=True, max_tokens=200))
+    world.turn()
+    text, _ = greedy_text([1, 2, 3], 300, frozenset())
+    world.tell(HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3:203])], world.now))
+    world.tell(start("b", prompt=[2] * 20, ignore_eos=True, max_tokens=5))
+    for _ in range(25):
+        world.turn()
+    assert "b" in world.ended
+    world.run_until_idle()
+    world.check()

@@ -1,0 +1,189 @@
+"""How many hints to verify and how long to wait for them: best in expectation, bounded, blind to tokens (I4)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from target_worker.speculation import AcceptanceHistory, HintTiming, StepCost, allot, best_wait
+
+RATES = st.floats(0.01, 0.99)
+
+
+def fitted(fixed_ms: float, token_ms: float, num_steps: int = 60) -> StepCost:
+    cost, rng = StepCost(), random.Random(0)
+    for _ in range(num_steps):
+        num_tokens = rng.randint(1, 40)
+        cost.observe(num_tokens, fixed_ms + token_ms * num_tokens)
+    return cost
+
+
+def tokens_per_ms(rates: Sequence[float], counts: Sequence[int], cost: StepCost) -> float:
+    fixed_ms, token_ms = cost.line()
+    tokens = sum(sum(rate**i for i in range(count + 1)) for rate, count in zip(rates, counts, strict=True))
+    return tokens / (fixed_ms + token_ms * (len(counts) + sum(counts)))
+
+
+class TestStepCost:
+    @pytest.mark.parametrize(("fixed_ms", "token_ms"), [(20.0, 0.4), (3.0, 0.1), (1.0, 0.9), (80.0, 1.0)])
+    def test_a_line_is_recovered(self, fixed_ms: float, token_ms: float) -> None:
+        assert fitted(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms), rel=0.02)
+
+    def test_a_change_is_followed(self) -> None:
+        cost = fitted(20.0, 0.4)
+        for i in range(400):
+            cost.observe(1 + i % 30, 5.0 + 0.2 * (1 + i % 30))
+        assert cost.line() == pytest.approx((5.0, 0.2), rel=0.05)
+
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(st.lists(st.tuples(st.integers(1, 600), st.floats(0.01, 1e4)), max_size=40))
+    def test_both_parts_stay_positive_whatever_is_measured(self, steps: list[tuple[int, float]]) -> None:
+        cost = StepCost()
+        for num_tokens, step_ms in steps:
+            cost.observe(num_tokens, step_ms)
+        fixed_ms, token_ms = cost.line()
+        assert fixed_ms > 0
+        assert token_ms > 0
+
+
+class TestAllot:
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(
+        sessions=st.lists(st.tuples(RATES, st.integers(0, 4)), min_size=1, max_size=3),
+        fixed_ms=st.floats(0.5, 50),
+        share=st.floats(0.005, 1.0),
+        budget=st.integers(0, 12),
+    )
+    def test_no_other_allotment_is_better(
+        self, sessions: list[tuple[float, int]], fixed_ms: float, share: float, budget: int
+    ) -> None:
+        rates, available = [rate for rate, _ in sessions], [n for _, n in sessions]
+        cost = fitted(fixed_ms, fixed_ms * share)
+        counts = allot(rates, available, cost, budget)
+        assert all(0 <= count <= most for count, most in zip(counts, available, strict=True))
+        assert sum(counts) <= budget
+        best = max(
+            tokens_per_ms(rates, others, cost)
+            for others in itertools.product(*(range(n + 1) for n in available))
+            if sum(others) <= budget
+        )
+        assert tokens_per_ms(rates, counts, cost) == pytest.approx(best, rel=1e-9)
+
+    def test_zero_is_a_valid_answer(self) -> None:
+        assert allot([0.1, 0.05], [5, 5], fitted(1.0, 0.9), 20) == [0, 0]
+
+    def test_nothing_to_allot(self) -> None:
+        assert allot([], [], StepCost(), 0) == []
+        assert allot([0.9], [0], StepCost(), 5) == [0]
+        assert allot([0.9], [5], StepCost(), 0) == [0]
+
+    def test_an_idle_machine_verifies_what_there_is(self) -> None:
+        assert allot([0.9, 0.9], [4, 2], fitted(50.0, 0.01), 100) == [4, 2]
+
+
+class TestAcceptanceHistory:
+    def test_it_settles_at_the_share_of_tried_hints(self) -> None:
+        history = AcceptanceHistory()
+        for _ in range(300):
+            history.observe(2, 5)  # two held, the third did not
+        assert history.rate == pytest.approx(2 / 3, rel=0.02)
+
+    def test_hints_behind_a_rejection_count_as_untried(self) -> None:
+        few, many = AcceptanceHistory(), AcceptanceHistory()
+        few.observe(1, 2)
+        many.observe(1, 30)
+        assert few.rate == many.rate
+
+    @settings(max_examples=100, derandomize=True)
+    @given(st.lists(st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=200))
+    def test_a_rate_is_a_chance_below_1(self, steps: list[tuple[int, int]]) -> None:
+        history = AcceptanceHistory()
+        for num_accepted, num_verified in steps:
+            history.observe(num_accepted, num_verified)
+        assert 0.0 <= history.rate <= 0.99
+
+
+def timing(path_len: int, now: float, *, first_s: float = 0.004, gap_s: float = 0.002) -> HintTiming:
+    made = HintTiming(first_s=first_s, gap_s=gap_s)
+    made.on_commit(now, path_len)
+    return made
+
+
+class TestBestWait:
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(
+        sessions=st.lists(
+            st.tuples(st.integers(0, 6), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)),
+            max_size=4,
+        ),
+        elapsed=st.floats(0, 0.05),
+        longest_s=st.floats(0, 0.02),
+    )
+    def test_it_never_exceeds_the_bound(
+        self, sessions: list[tuple[int, float, int, float, float]], elapsed: float, longest_s: float
+    ) -> None:
+        timings = [timing(n, 50.0, first_s=first, gap_s=gap) for n, _, _, first, gap in sessions]
+        wait = best_wait(
+            timings, [s[1] for s in sessions], [s[2] for s in sessions], StepCost(), 50.0 + elapsed, longest_s
+        )
+        assert 0.0 <= wait <= longest_s
+
+    def test_nothing_expected_means_no_wait(self) -> None:
+        cost = fitted(50.0, 0.1)
+        assert best_wait([], [], [], cost, 10.0, 0.01) == 0.0
+        full = timing(8, 10.0)
+        assert best_wait([full], [0.9], [8], cost, 10.0, 0.01) == 0.0
+        late = timing(0, 10.0, first_s=0.5)
+        assert best_wait([late], [0.9], [8], cost, 10.0, 0.01) == 0.0
+
+    def test_a_fast_draft_is_waited_for_and_a_slow_one_is_not(self) -> None:
+        """Design section 6."""
+        cost = fitted(60.0, 0.5)
+        fast, slow = timing(0, 10.0, first_s=0.002, gap_s=0.001), timing(0, 10.0, first_s=0.009, gap_s=0.03)
+        assert best_wait([fast], [0.8], [5], cost, 10.0, 0.01) >= 0.005
+        assert best_wait([slow], [0.05], [5], fitted(1.0, 0.2), 10.0, 0.01) == 0.0
+
+
+class TestHintTiming:
+    def test_regular_arrivals_are_learned(self) -> None:
+        learned, now = HintTiming(), 0.0
+        for _ in range(80):
+            learned.on_commit(now, 0)
+            learned.on_hints(now + 0.003, 1)
+            learned.on_hints(now + 0.004, 2)
+            learned.on_hints(now + 0.005, 3)
+            now += 0.02
+        assert learned.first_s == pytest.approx(0.003, rel=0.05)
+        assert learned.gap_s == pytest.approx(0.001, rel=0.05)
+
+    def test_what_is_there_is_expected_now_and_more_hints_later(self) -> None:
+        made = timing(2, 10.0)
+        arrivals = [made.arrival(n, 10.0) for n in range(8)]
+        assert arrivals[:3] == [10.0] * 3
+        assert arrivals[3] > 10.0
+        assert arrivals == sorted(arrivals)
+
+    def test_disappointments_make_it_expect_less(self) -> None:
+        made, now = timing(0, 10.0), 10.0
+        expected = []
+        for _ in range(10):
+            now += 0.01
+            made.on_disappointment(now)
+            expected.append(made.arrival(1, now) - now)
+        assert expected[-1] > 0.01
+
+    def test_after_a_long_silence_prompt_hints_are_soon_believed_in_again(self) -> None:
+        """"Believe in later arrivals until one proves otherwise": a draft attached late, or back after a pause."""
+        made, now = timing(0, 100.0), 130.0  # half a minute without a draft
+        made.on_hints(now, 1)
+        for _ in range(10):
+            now += 0.05
+            made.on_commit(now, 0)
+            made.on_hints(now + 0.003, 3)
+        made.on_commit(now + 0.05, 0)
+        assert made.arrival(1, now + 0.05) - (now + 0.05) < 0.01

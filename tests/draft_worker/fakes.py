@@ -1,0 +1,78 @@
+"""A draft model that is a function of the path so far, run over a KV cache that remembers whole paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draft_worker.messages import Expansion, KVMove, Step
+from outrider.randomness import mix
+from tests.target_worker import fakes as target_fakes
+
+VOCAB_SIZE = target_fakes.VOCAB_SIZE
+Path = tuple[int, ...]
+
+
+class FakeDraftModel:
+    """Every KV entry holds the tokens that led to it, itself included; a step must see exactly its own path.
+
+    `alignment` of 256 continuations are the target's own; of the rest the right token is often an alternative.
+    """
+
+    def __init__(self, num_slots: int, alignment: int = 200, num_children: int = 3) -> None:
+        self.cache: list[Path | None] = [None] * num_slots
+        self.alignment = alignment
+        self.num_children = num_children
+        self.num_steps = 0
+
+    def expand(self, path: Sequence[int]) -> Expansion:
+        value = 7
+        for token_id in path:
+            value = mix(value ^ token_id)
+        right = target_fakes.next_token(path)
+        wrong = (right + 1 + value % (VOCAB_SIZE - 1)) % VOCAB_SIZE
+        first, second = (right, wrong) if value % 256 < self.alignment else (wrong, right)
+        rest = [t for t in range(VOCAB_SIZE) if t not in (first, second)]
+        token_ids = [first, second, *rest][: self.num_children]
+        return Expansion(token_ids, [0.7, 0.2, 0.1][: self.num_children], None)
+
+    def move(self, move: KVMove) -> None:
+        held = [self.cache[slot] for slot in move.source_slots]
+        for slot, path in zip(move.destination_slots, held, strict=True):
+            self.cache[slot] = path
+
+    def run(self, step: Step) -> list[list[Expansion]]:
+        self.num_steps += 1
+        for move in step.moves:
+            self.move(move)
+        written: set[int] = set()
+        expansions = []
+        for item in step.items:
+            first = item.kv.length - len(item.token_ids)
+            slots = item.kv.slots(0, item.kv.length).tolist()
+            assert written.isdisjoint(slots), "two sessions of one step share a slot"
+            written |= set(slots)
+            paths: list[Path] = []
+            for row, token_id in enumerate(item.token_ids):
+                if item.visible is None:
+                    seen, position = slots[: first + row], first + row
+                else:
+                    assert item.positions is not None
+                    assert item.key_positions is not None
+                    position = int(item.positions[row])
+                    columns = [j for j, sees in enumerate(item.visible[row]) if sees]
+                    assert columns[-1] == first + row - item.tree_start, "a node sees itself last"
+                    in_tree = [item.tree_start + j for j in columns[:-1]]
+                    key_positions = [int(item.key_positions[j]) for j in columns]
+                    assert sorted(key_positions) == list(range(item.tree_start, position + 1))
+                    by_position = dict(zip(key_positions[:-1], in_tree, strict=True))
+                    seen = slots[: item.tree_start] + [slots[by_position[p]] for p in sorted(by_position)]
+                held = [self.cache[slot] for slot in seen]
+                path = (*(p[-1] if p else -1 for p in held), token_id)
+                assert len(path) == position + 1
+                assert held == [path[: i + 1] for i in range(position)], "an entry holds another path's KV"
+                self.cache[slots[first + row]] = path
+                paths.append(path)
+            logits_of = paths[len(paths) - len(item.node_ids) :] if item.node_ids else []
+            assert item.decided_positions == [len(path) for path in logits_of]
+            expansions.append([self.expand(path) for path in logits_of])
+        return expansions

@@ -1,0 +1,448 @@
+"""The draft's side: the tree grows within its bounds, the cursor follows commits, KV stays with its own content."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from draft_worker.messages import (
+    Action,
+    AttachmentAccepted,
+    AttachmentEnded,
+    AttachmentRefused,
+    AttachSession,
+    CommitHeard,
+    DetachSession,
+    DraftLimits,
+    Event,
+    LinkOpened,
+    SendHints,
+    Subscribe,
+    Unsubscribe,
+)
+from draft_worker.scheduler import DraftScheduler
+from draft_worker.session import DraftSession
+from outrider.engine.kv_cache import BlockAllocator
+from outrider.errors import InvalidRequest, Overloaded
+from outrider.hint_tree import ROOT_ID, Hint
+from outrider.sampling_params import SamplingParams
+from tests.draft_worker.fakes import VOCAB_SIZE, FakeDraftModel
+from tests.target_worker.fakes import next_token
+
+LIMITS = DraftLimits(
+    max_num_seqs=3,
+    max_num_batched_tokens=10,
+    max_model_len=60,
+    max_nodes=30,
+    max_lookahead=6,
+    max_nodes_per_step=4,
+    min_chance=0.02,
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+TARGET = "target:1"
+
+
+def attach(name: str = "a", token_ids: tuple[int, ...] = (1, 2, 3), attachment: int = 1) -> AttachSession:
+    return AttachSession(name, attachment, TARGET, list(token_ids), GREEDY, 7)
+
+
+class World:
+    """A draft scheduler, a fake model, and everything that was sent."""
+
+    def __init__(
+        self,
+        limits: DraftLimits = LIMITS,
+        num_blocks: int = 100,
+        alignment: int = 200,
+        num_children: int = 3,
+    ) -> None:
+        self.limits = limits
+        self.allocator = BlockAllocator(num_blocks, 4)
+        self.scheduler = DraftScheduler(limits, self.allocator, VOCAB_SIZE)
+        self.model = FakeDraftModel(num_blocks * 4, alignment, num_children)
+        self.texts: dict[str, list[int]] = {}  # what the target has committed
+        self.sent: dict[str, dict[tuple[int, int], dict[int, Hint]]] = {}
+
+    def session(self, name: str = "a") -> DraftSession:
+        session = self.scheduler.progress(name)
+        assert session is not None
+        return session
+
+    def tell(self, event: Event) -> list[Action]:
+        actions = self.scheduler.handle(event)
+        if isinstance(event, AttachSession) and isinstance(actions[0], AttachmentAccepted):
+            self.texts[event.session_id] = list(event.token_ids)
+            self.sent[event.session_id] = {}
+        self.hear(actions)
+        return actions
+
+    def hear(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, SendHints):
+                tree = self.sent[action.session_id].setdefault((action.attachment, action.base_len), {})
+                assert action.hints
+                for hint in action.hints:
+                    assert hint.node_id > 0
+                    assert hint.parent_id == ROOT_ID or hint.parent_id in tree, "a child before its parent"
+                    assert tree.setdefault(hint.node_id, hint) == hint, "an id is used for two nodes"
+
+    def turn(self) -> bool:
+        step = self.scheduler.next_step()
+        if step is None:
+            return False
+        assert step.items
+        assert sum(len(item.token_ids) for item in step.items) <= self.limits.max_num_batched_tokens
+        assert all(len(item.node_ids) <= self.limits.max_nodes_per_step for item in step.items)
+        self.hear(self.scheduler.finish_step(step, self.model.run(step)))
+        return True
+
+    def rest(self) -> None:
+        """Runs until nothing can grow."""
+        for _ in range(500):
+            if not self.turn():
+                return
+        raise AssertionError("it never rests")
+
+    def commit(self, token_ids: list[int], name: str = "a") -> list[Action]:
+        from_len = len(self.texts[name])
+        self.texts[name] += token_ids
+        return self.tell(CommitHeard(name, from_len, token_ids, True, False))
+
+    def primary(self, name: str = "a") -> list[int]:
+        session, path = self.session(name), []
+        children = session.cursor_children
+        while children:
+            path.append(session.nodes[children[0]].hint.token_id)
+            children = session.nodes[children[0]].children
+        return path
+
+    def check(self) -> None:
+        """Everything that the session's docstring promises, and every bound (I7)."""
+        sessions = list(self.scheduler._sessions.values())
+        self.allocator.check_integrity([session.kv for session in sessions])
+        cache = list(self.model.cache)
+        for move in self.scheduler._moves:
+            held = [cache[slot] for slot in move.source_slots]
+            for slot, path in zip(move.destination_slots, held, strict=True):
+                cache[slot] = path
+        for session in sessions:
+            text = session.token_ids
+            assert text == self.texts[session.session_id][: len(text)]
+            assert len(session.nodes) <= self.limits.max_nodes + self.limits.max_nodes_per_step
+            slots = session.kv.slots(0, session.kv.length)
+            assert session.kv.length == session.num_prefix + len(session.entry_nodes)
+            for i in range(session.num_prefix):
+                assert cache[slots[i]] == tuple(text[: i + 1]), "a prefix entry holds something else"
+            for i, node_id in enumerate(session.entry_nodes):
+                node = session.nodes[node_id]
+                assert node.entry == session.num_prefix + i
+                assert cache[slots[node.entry]] == self.path_of(session, node_id), "a node's entry is another's"
+            if session.num_pending:
+                assert not session.nodes
+            tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
+            for node_id, node in session.nodes.items():
+                assert tree[node_id] == node.hint, "a node that is kept was not sent"
+                assert node.depth <= session.cursor_depth + self.limits.max_lookahead
+                assert session.base_len + node.depth - 1 < self.limits.max_model_len
+
+    def path_of(self, session: DraftSession, node_id: int) -> tuple[int, ...]:
+        below: list[int] = []
+        while node_id != session.cursor:
+            below.append(session.nodes[node_id].hint.token_id)
+            node_id = session.nodes[node_id].hint.parent_id
+        return (*session.token_ids, *reversed(below))
+
+
+class RandomLife(RuleBasedStateMachine):
+    @initialize(alignment=st.sampled_from([0, 128, 220, 256]), num_children=st.integers(1, 3))
+    def begin(self, alignment: int, num_children: int) -> None:
+        self.world = World(alignment=alignment, num_children=num_children)
+        self.attachment = 0
+
+    @rule(
+        name=st.sampled_from("abcd"),
+        token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=25),
+    )
+    def attach(self, name: str, token_ids: list[int]) -> None:
+        self.attachment += 1
+        scheduler = self.world.scheduler
+        was_known, num_sessions = scheduler.progress(name) is not None, scheduler.num_sessions
+        actions = self.world.tell(attach(name, tuple(token_ids), self.attachment))
+        if was_known:
+            assert isinstance(actions[0], AttachmentRefused)
+            assert isinstance(actions[0].error, InvalidRequest)
+        elif num_sessions == LIMITS.max_num_seqs:
+            assert isinstance(actions[0], AttachmentRefused)
+            assert isinstance(actions[0].error, Overloaded)
+        else:
+            assert actions == [
+                AttachmentAccepted(name),
+                Subscribe(TARGET, name, self.attachment, len(token_ids)),
+            ]
+
+    @rule(name=st.sampled_from("abcd"), with_own_attachment=st.booleans())
+    def detach(self, name: str, with_own_attachment: bool) -> None:
+        session = self.world.scheduler.progress(name)
+        attachment = session.attachment if session and with_own_attachment else 0
+        actions = self.world.tell(DetachSession(name, attachment))
+        assert actions == ([Unsubscribe(TARGET, name)] if session and with_own_attachment else [])
+
+    @rule(name=st.sampled_from("abcd"), wild=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=3))
+    def commit_anything(self, name: str, wild: list[int]) -> None:
+        if self.world.scheduler.progress(name) is not None:
+            self.world.commit(wild, name)
+
+    @rule(name=st.sampled_from("abcd"), count=st.integers(1, 7), recovered=st.none() | st.integers(0, 4))
+    def commit_primary(self, name: str, count: int, recovered: int | None) -> None:
+        if self.world.scheduler.progress(name) is not None:
+            tokens = self.world.primary(name)[:count]
+            tokens += [] if recovered is None else [recovered]
+            if tokens:
+                self.world.commit(tokens, name)
+
+    @rule(name=st.sampled_from("abcd"), data=st.data())
+    def commit_through_alternatives(self, name: str, data: st.DataObject) -> None:
+        session = self.world.scheduler.progress(name)
+        if session is None or not session.nodes:
+            return
+        tokens, children = [], session.cursor_children
+        while children and data.draw(st.integers(0, 3)):
+            node = session.nodes[data.draw(st.sampled_from(children))]
+            tokens.append(node.hint.token_id)
+            children = node.children
+        if tokens:
+            self.world.commit(tokens, name)
+
+    @rule(name=st.sampled_from("abcd"), back=st.integers(1, 6))
+    def hear_again(self, name: str, back: int) -> None:
+        session = self.world.scheduler.progress(name)
+        if session is None:
+            return
+        text = self.world.texts[name]
+        from_len = max(0, len(session.token_ids) - back)
+        before = (list(session.token_ids), set(session.nodes), session.base_len)
+        known = text[from_len : len(session.token_ids)]
+        assert self.world.tell(CommitHeard(name, from_len, known, True, False)) == []
+        assert (session.token_ids, set(session.nodes), session.base_len) == before
+
+    @rule(name=st.sampled_from("abcd"), listening=st.booleans())
+    def pause(self, name: str, listening: bool) -> None:
+        session = self.world.scheduler.progress(name)
+        if session is not None:
+            self.world.tell(CommitHeard(name, len(session.token_ids), [], listening, False))
+
+    @rule(name=st.sampled_from("abcd"))
+    def finish(self, name: str) -> None:
+        session = self.world.scheduler.progress(name)
+        if session is not None:
+            assert self.world.tell(CommitHeard(name, 0, [], True, True)) == [AttachmentEnded(name)]
+
+    @rule()
+    def link_breaks(self) -> None:
+        actions = self.world.tell(LinkOpened(TARGET))
+        assert sum(isinstance(a, Subscribe) for a in actions) == self.world.scheduler.num_sessions
+
+    @rule(num_turns=st.integers(1, 5))
+    def turns(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self.world.turn()
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.rest()
+        self.world.check()
+        for name in "abcd":
+            if (session := self.world.scheduler.progress(name)) is not None:
+                self.world.tell(DetachSession(name, session.attachment))
+        self.world.allocator.check_integrity([])
+
+
+TestRandomLife = RandomLife.TestCase
+TestRandomLife.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def attached(token_ids: tuple[int, ...] = (1, 2, 3), **options: int) -> World:
+    world = World(**options)  # type: ignore[arg-type]
+    world.tell(attach(token_ids=token_ids))
+    return world
+
+
+class TestCursor:
+    def test_it_follows_the_primary_path_without_a_new_root(self) -> None:
+        world = attached(alignment=256)
+        for _ in range(12):
+            world.rest()
+            world.commit(world.primary()[:3])
+            world.check()
+        assert world.session().num_roots == 1
+        assert world.session().base_len == 3
+
+    def test_it_follows_an_alternative_and_keeps_what_lies_below(self) -> None:
+        world = attached()
+        world.rest()
+        session = world.session()
+        fed = [c for c in session.cursor_children[1:] if session.nodes[c].children]
+        assert fed, "no alternative was grown"
+        below = {session.nodes[c].hint.token_id for c in session.nodes[fed[0]].children}
+        world.commit([session.nodes[fed[0]].hint.token_id])
+        assert session.num_roots == 1
+        assert {session.nodes[c].hint.token_id for c in session.cursor_children} == below
+        world.rest()
+        world.check()
+
+    def test_a_token_that_is_not_in_the_tree_starts_a_root_at_the_new_length(self) -> None:
+        world = attached(num_children=1)
+        world.rest()
+        wrong = (world.primary()[1] + 1) % VOCAB_SIZE
+        world.commit([world.primary()[0], wrong])
+        assert (world.session().num_roots, world.session().base_len) == (2, 5)
+        world.rest()
+        assert (1, 5) in world.sent["a"]
+        assert world.primary()[0] == world.model.expand(world.texts["a"]).token_ids[0]
+
+    def test_roots_only_go_forward(self) -> None:
+        world = attached(alignment=60, num_children=1)
+        for _ in range(10):
+            world.rest()
+            text = world.texts["a"]
+            world.commit([next_token(text)])
+        roots = list(world.sent["a"])
+        assert roots == sorted(roots)
+
+    def test_a_missed_commit_is_asked_for_and_nothing_is_assumed(self) -> None:
+        world = attached()
+        world.rest()
+        before = list(world.session().token_ids)
+        actions = world.tell(CommitHeard("a", 5, [1, 2], True, False))
+        assert actions == [Subscribe(TARGET, "a", 1, 3)]
+        assert world.session().token_ids == before
+
+
+class TestBounds:
+    """I7."""
+
+    def test_a_full_tree_rests_until_commits_arrive(self) -> None:
+        world = attached()
+        world.rest()
+        assert not world.turn()
+        world.commit(world.primary()[:1])
+        assert world.turn()
+
+    @pytest.mark.parametrize("num_children", [1, 2, 3])
+    def test_nodes_and_lookahead_stay_within_their_limits(self, num_children: int) -> None:
+        world = attached(num_children=num_children)
+        while world.turn():
+            world.check()
+            assert len(world.session().nodes) <= LIMITS.max_nodes
+
+    def test_the_primary_path_grows_first(self) -> None:
+        world = attached()
+        for num_turns in range(1, LIMITS.max_lookahead + 1):
+            world.turn()
+            assert len(world.primary()) == num_turns or len(world.session().nodes) >= LIMITS.max_nodes - 2
+
+    def test_a_session_as_long_as_the_model_can_follow_gets_no_more_hints(self) -> None:
+        world = attached(tuple([1] * 50), alignment=256)
+        for _ in range(30):
+            world.rest()
+            world.commit([next_token(world.texts["a"])])
+            world.check()
+        assert not world.turn()
+
+    def test_a_prompt_longer_than_the_model_can_follow_is_refused(self) -> None:
+        (action,) = World().tell(attach(token_ids=tuple([1] * 60)))
+        assert isinstance(action, AttachmentRefused)
+        assert isinstance(action.error, InvalidRequest)
+        assert action.error.parameter == "token_ids"
+
+    def test_a_token_outside_the_vocabulary_is_refused(self) -> None:
+        (action,) = World().tell(attach(token_ids=(1, VOCAB_SIZE)))
+        assert isinstance(action, AttachmentRefused)
+
+    def test_a_committed_token_outside_the_vocabulary_fails_its_session_and_no_other(self) -> None:
+        """The target's output layer may have more rows than the draft's; the model thread must not die of it."""
+        world = attached()
+        world.tell(attach("b"))
+        world.rest()
+        world.texts["a"] += [VOCAB_SIZE + 3]
+        world.tell(CommitHeard("a", 3, [VOCAB_SIZE + 3], True, False))
+        world.commit([world.primary("b")[0]], "b")
+        for _ in range(20):
+            step = world.scheduler.next_step()
+            if step is None:
+                break
+            fed = [token_id for item in step.items for token_id in item.token_ids]
+            assert max(fed) < VOCAB_SIZE
+            world.hear(world.scheduler.finish_step(step, world.model.run(step)))
+
+    def test_too_little_kv_for_all_sessions_costs_hints_and_never_the_worker(self) -> None:
+        """The KV memory bound may hold fewer than `max_num_seqs` sessions of the longest length."""
+        world = World(num_blocks=9)  # 32 entries; three sessions of up to 60 tokens may attach
+        for name in "abc":
+            world.tell(attach(name, (1, 2, 3)))
+        for _ in range(25):
+            for _ in range(10):
+                world.turn()
+            for name in "abc":
+                if world.scheduler.progress(name) is not None:
+                    world.commit([next_token(world.texts[name])], name)
+            world.allocator.check_integrity([s.kv for s in world.scheduler._sessions.values()])
+
+
+class TestFairness:
+    def test_each_session_grows_in_every_step(self) -> None:
+        world = World()
+        for name in "abc":
+            world.tell(attach(name, (1, 2, ord(name) % VOCAB_SIZE)))
+        for _ in range(2):
+            world.turn()
+        for _ in range(2):
+            step = world.scheduler.next_step()
+            assert step is not None
+            sizes = {item.session_id: len(item.node_ids) for item in step.items}
+            assert set(sizes) == set("abc")
+            assert max(sizes.values()) - min(sizes.values()) <= 1
+            world.hear(world.scheduler.finish_step(step, world.model.run(step)))
+
+    def test_a_long_prompt_does_not_stop_others(self) -> None:
+        world = World()
+        world.tell(attach("a"))
+        world.turn()
+        world.tell(attach("b", tuple([1] * 50)))
+        num_steps = 0
+        while len(world.primary("a")) < 5:
+            world.turn()
+            num_steps += 1
+            assert num_steps < 10
+
+    def test_a_session_that_is_not_listened_to_leaves_the_room_to_others(self) -> None:
+        world = World()
+        for name in "ab":
+            world.tell(attach(name))
+        world.rest()
+        world.tell(CommitHeard("a", 3, [], False, False))
+        for name in "ab":
+            world.commit([(world.primary(name)[0])], name) if name == "b" else None
+        step = world.scheduler.next_step()
+        assert step is not None
+        assert {item.session_id for item in step.items} == {"b"}
+
+
+def test_detaching_frees_all_kv() -> None:
+    world = attached()
+    world.rest()
+    assert world.tell(DetachSession("a", 0)) == []  # an older attachment's goodbye
+    assert world.scheduler.num_sessions == 1
+    assert world.tell(DetachSession("a", 1)) == [Unsubscribe(TARGET, "a")]
+    world.allocator.check_integrity([])
+    assert world.scheduler.next_step() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 
 from outrider.worker_process import (
@@ -40,12 +39,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     # Imported late, so that --help and bad arguments do not wait for torch.
-    from draft_worker.messages import Action, DraftLimits, Event
+    from draft_worker.messages import DraftLimits
     from draft_worker.runner import DraftCore
     from draft_worker.scheduler import DraftScheduler
     from draft_worker.server import DraftServicer
     from outrider.engine.model import load_model
-    from outrider.model_thread import ModelThread
     from outrider.telemetry import DraftMetrics, serve_metrics
     from protos.outrider.v1 import draft_pb2_grpc
 
@@ -64,17 +62,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         metrics = DraftMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
         servicer = DraftServicer(info, scheduler, metrics)
-        loop = asyncio.get_running_loop()
-
-        def deliver(actions: list[Action]) -> None:
-            loop.call_soon_threadsafe(servicer.dispatch, actions)
-
-        def fail(error: BaseException) -> None:
-            loop.call_soon_threadsafe(process.request_stop, error)
-
-        thread: ModelThread[Event, Action] = ModelThread(
-            DraftCore(scheduler, engine, metrics), deliver, fail, name="draft-model"
-        )
+        thread = process.make_thread(DraftCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.server)
         thread.start()

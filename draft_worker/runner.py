@@ -75,7 +75,9 @@ def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
     values, indices = torch.topk(chances, NUM_CHILDREN, dim=-1)
     expansions = []
     for first, row_ids, row_chances in zip(best.tolist(), indices.tolist(), values.tolist(), strict=True):
-        others = [pair for pair in zip(row_ids, row_chances, strict=True) if pair[0] != first][: NUM_CHILDREN - 1]
+        others = [pair for pair in zip(row_ids, row_chances, strict=True) if pair[0] != first][
+            : NUM_CHILDREN - 1
+        ]
         token_ids = [first, *(token_id for token_id, _ in others)]
         expansions.append(Expansion(token_ids, [row_chances[0], *(chance for _, chance in others)], None))
     return expansions

@@ -32,6 +32,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigurationError, OutriderError
+from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Pool, Registry, WorkerLease, WorkerRecord
 from protos.outrider.v1 import common_pb2
 
@@ -198,6 +199,20 @@ class WorkerProcess:
         """Ends `run`; with a failure the process exits non-zero. Call it on the event loop."""
         self._failure = self._failure or failure
         self._stop.set()
+
+    def make_thread(
+        self, core: Core[EventT, ActionT], dispatch: Callable[[list[ActionT]], None]
+    ) -> ModelThread[EventT, ActionT]:
+        """The thread for `core`: its actions reach `dispatch` on the event loop, its death ends the process."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(actions: list[ActionT]) -> None:
+            loop.call_soon_threadsafe(dispatch, actions)
+
+        def fail(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self.request_stop, error)
+
+        return ModelThread(core, deliver, fail, name=f"{self.role}-model")
 
     async def run(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import sys
 
@@ -62,10 +61,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     # Imported late, so that --help and bad arguments do not wait for torch.
     from outrider.engine.model import batch_invariance_failures, load_model
-    from outrider.model_thread import ModelThread
     from outrider.telemetry import TargetMetrics, serve_metrics
     from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
-    from target_worker.messages import Action, Event, SchedulerLimits
+    from target_worker.messages import SchedulerLimits
     from target_worker.runner import TargetCore
     from target_worker.scheduler import Scheduler
     from target_worker.server import TargetServicer
@@ -93,17 +91,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         metrics = TargetMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
         servicer = TargetServicer(info, metrics)
-        loop = asyncio.get_running_loop()
-
-        def deliver(actions: list[Action]) -> None:
-            loop.call_soon_threadsafe(servicer.dispatch, actions)
-
-        def fail(error: BaseException) -> None:
-            loop.call_soon_threadsafe(process.request_stop, error)
-
-        thread: ModelThread[Event, Action] = ModelThread(
-            TargetCore(scheduler, engine, metrics), deliver, fail, name="target-model"
-        )
+        thread = process.make_thread(TargetCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)
         hints_pb2_grpc.add_HintsServicer_to_server(servicer, process.server)

@@ -236,9 +236,7 @@ def parse_speculation(message: common_pb2.SpeculationParams) -> SpeculationSetti
     return SpeculationSettings(message.enabled, message.num_speculative_tokens)
 
 
-def parse_hints(
-    message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float
-) -> HintsArrived | None:
+def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float) -> HintsArrived | None:
     """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
     num_nodes = len(message.node_ids)
     if len(message.parent_ids) != num_nodes or len(message.token_ids) != num_nodes:

@@ -22,7 +22,7 @@ from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 logger = logging.getLogger(__name__)
 
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-MAX_PENDING_NODES = 8192  # per link; hints beyond it are dropped, as they would be stale before they left
+MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew later
 
 
 class TargetLink:
@@ -34,6 +34,7 @@ class TargetLink:
         self._on_event = on_event
         self._frame = hints_pb2.HintFrame()
         self._num_pending_nodes = 0
+        self._has_dropped = False
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._keep_open(), name=f"hints to {address}")
 
@@ -48,6 +49,7 @@ class TargetLink:
                 self._frame.unsubscribe.append(action.session_id)
             case SendHints():
                 if self._num_pending_nodes >= MAX_PENDING_NODES:
+                    self._has_dropped = True
                     return
                 self._num_pending_nodes += len(action.hints)
                 _add_nodes(self._frame.nodes.add(), action)
@@ -91,6 +93,9 @@ class TargetLink:
     def _take_frame(self) -> hints_pb2.HintFrame:
         frame, self._frame = self._frame, hints_pb2.HintFrame()
         self._num_pending_nodes = 0
+        if self._has_dropped:  # children of what was dropped would be stale for ever
+            self._has_dropped = False
+            self._on_event(LinkOpened(self.address))
         return frame
 
 

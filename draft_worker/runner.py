@@ -9,7 +9,8 @@ import torch
 from draft_worker.messages import Action, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.sampling import coupled_scores, draft_distribution, probabilities, sample_draft
+from outrider.engine.sampling import coupled_scores, draft_distributions, probabilities, sample_draft
+from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution
 from outrider.sampling_params import DecodingMode
 from outrider.telemetry import DraftMetrics
 
@@ -54,15 +55,12 @@ def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
         return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1))
     probs = probabilities(logits, item.sampling)
     if item.sampling.decoding_mode is DecodingMode.COUPLED:
-        scores = [
-            coupled_scores(row, item.seed, position)
-            for row, position in zip(probs, item.decided_positions, strict=True)
-        ]
-        stacked = torch.stack(scores)
-        return _most_likely(stacked / stacked.sum(dim=-1, keepdim=True), stacked.argmax(dim=-1))
+        scores = coupled_scores(probs, item.seed, item.decided_positions)
+        return _most_likely(scores / scores.sum(dim=-1, keepdim=True), scores.argmax(dim=-1))
+    distributions = draft_distributions(probs, SUPPORT_SIZE)
     return [
-        _sampled(row, item.seed, position)
-        for row, position in zip(probs, item.decided_positions, strict=True)
+        _sampled(distribution, item.seed, position)
+        for distribution, position in zip(distributions, item.decided_positions, strict=True)
     ]
 
 
@@ -72,7 +70,7 @@ def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
     The target decides by argmax; where several tokens share the maximum, which is common in bfloat16, topk may name
     another one first, and the hint would be lost.
     """
-    values, indices = torch.topk(chances, NUM_CHILDREN, dim=-1)
+    values, indices = torch.topk(chances, min(NUM_CHILDREN, chances.shape[-1]), dim=-1)
     expansions = []
     for first, row_ids, row_chances in zip(best.tolist(), indices.tolist(), values.tolist(), strict=True):
         others = [pair for pair in zip(row_ids, row_chances, strict=True) if pair[0] != first][
@@ -83,13 +81,14 @@ def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
     return expansions
 
 
-def _sampled(probs: torch.Tensor, seed: int, position: int) -> Expansion:
-    """A primary child drawn from exactly the distribution that is sent with it (I5).  # [vocab_size]"""
-    distribution = draft_distribution(probs, SUPPORT_SIZE)
+def _sampled(distribution: DraftDistribution, seed: int, position: int) -> Expansion:
+    """A primary child drawn from exactly the distribution that is sent with it (I5), and the likeliest others."""
     token_id = sample_draft(distribution, seed, position)
-    others = [other for other in distribution.token_ids if other != token_id][: NUM_CHILDREN - 1]
-    rest = max(1.0 - float(probs[token_id]), 1e-6)
-    chances = [(1.0 - SAMPLED_PRIMARY_CHANCE) * float(probs[other]) / rest for other in others]
+    weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
+    others = [other for other in distribution.token_ids[:NUM_CHILDREN] if other != token_id]
+    others = others[: NUM_CHILDREN - 1]
+    rest = max(WEIGHT_TOTAL - weights[token_id], 1)
+    chances = [(1.0 - SAMPLED_PRIMARY_CHANCE) * weights[other] / rest for other in others]
     return Expansion([token_id, *others], [SAMPLED_PRIMARY_CHANCE, *chances], distribution)
 
 

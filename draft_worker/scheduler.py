@@ -40,6 +40,10 @@ class DraftScheduler:
         self.vocab_size = vocab_size
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
+        # Every admitted session can grow to its full length, so that a step never runs out of blocks.
+        entries_per_session = limits.max_model_len + limits.max_nodes
+        num_affordable = (allocator.num_blocks - 1) // allocator.blocks_for(entries_per_session)
+        self.num_slots = min(limits.max_num_seqs, num_affordable)
 
     @property
     def num_sessions(self) -> int:
@@ -95,8 +99,8 @@ class DraftScheduler:
             )
         if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
             return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
-        if len(self._sessions) >= self.limits.max_num_seqs:
-            return Overloaded(f"all {self.limits.max_num_seqs} draft slots are taken", retry_after_s=1.0)
+        if len(self._sessions) >= self.num_slots:
+            return Overloaded(f"all {self.num_slots} draft slots are taken", retry_after_s=1.0)
         return None
 
     def _remove(self, session: DraftSession) -> None:
@@ -110,9 +114,13 @@ class DraftScheduler:
                 actions.append(
                     Subscribe(target_address, session.session_id, session.attachment, len(session.token_ids))
                 )
-                if session.nodes:
-                    actions.append(self._send(session, session.live_hints()))
+                actions += self._resend(session)
         return actions
+
+    def _resend(self, session: DraftSession) -> list[Action]:
+        """Says the whole tree anew, below a root that needs nothing said before."""
+        session.replant()
+        return [self._send(session, session.live_hints())] if session.nodes else []
 
     def _hear(self, event: CommitHeard) -> list[Action]:
         session = self._sessions.get(event.session_id)
@@ -121,16 +129,24 @@ class DraftScheduler:
         if event.is_finished:
             self._remove(session)
             return [AttachmentEnded(session.session_id)]
-        session.is_listened_to = event.is_listening
         known_len = len(session.token_ids)
         if event.from_len > known_len:  # something was missed: ask again from where we are
             return [Subscribe(session.target_address, session.session_id, session.attachment, known_len)]
         new_token_ids = event.token_ids[known_len - event.from_len :]
+        if any(token_id >= self.vocab_size for token_id in new_token_ids):
+            # The target's output layer is wider than ours, and it said a token that we cannot read.
+            self._remove(session)
+            return [
+                Unsubscribe(session.target_address, session.session_id),
+                AttachmentEnded(session.session_id),
+            ]
         if new_token_ids:
             move = session.commit(new_token_ids)
             if move is not None:
                 self._moves.append(move)
-        return []
+        is_heard_again = event.is_listening and not session.is_listened_to
+        session.is_listened_to = event.is_listening
+        return self._resend(session) if is_heard_again else []
 
     def next_step(self) -> Step | None:
         """A step over everything that can grow, or None when nothing can."""

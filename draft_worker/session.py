@@ -10,7 +10,7 @@ and the tree is empty. Every node that is kept was sent, so the target's cursor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class DraftSession:
     cursor_children: list[int] = field(default_factory=list)
     entry_nodes: list[int] = field(default_factory=list)
     next_node_id: int = 1
+    num_expanding: int = 0  # nodes in the step that runs
     is_listened_to: bool = True
     num_roots: int = 1
     num_sent_nodes: int = 0
@@ -99,6 +100,15 @@ class DraftSession:
         self.next_node_id = 1
         self.num_roots += 1
 
+    def replant(self) -> None:
+        """Makes the cursor the root and keeps everything below it: for a target that may have missed nodes."""
+        for child in self.cursor_children:
+            self.nodes[child].hint = replace(self.nodes[child].hint, parent_id=ROOT_ID)
+        for node in self.nodes.values():
+            node.depth -= self.cursor_depth
+        self.base_len += self.cursor_depth
+        self.cursor, self.cursor_depth = ROOT_ID, 0
+
     def _fed_below_cursor(self) -> list[int]:
         """Node ids in the order of their KV entries."""
         found, pending = [], list(self.cursor_children)
@@ -149,6 +159,7 @@ class DraftSession:
         count = min(self.num_pending, budget)
         token_ids = self.token_ids[self.num_prefix : self.num_prefix + count]
         is_last = count == self.num_pending
+        self.num_expanding = int(is_last)
         self.kv.extend(count)
         return StepItem(
             self.session_id,
@@ -174,7 +185,8 @@ class DraftSession:
         chosen = sorted(
             open_nodes, key=lambda node_id: (node_id == primary_tip, self.nodes[node_id].reach), reverse=True
         )
-        return chosen[:max_nodes]
+        # Each expansion adds a primary child at least.
+        return chosen[: min(max_nodes, self.limits.max_nodes - len(self.nodes))]
 
     def _primary_tip(self) -> int | None:
         """The last node of the primary path below the cursor, when it is not fed yet."""
@@ -191,6 +203,7 @@ class DraftSession:
         for index, node_id in enumerate(node_ids):
             self.nodes[node_id].entry = first_entry + index
         self.entry_nodes = self.entry_nodes + node_ids
+        self.num_expanding = len(node_ids)
         visible = np.zeros((len(node_ids), len(self.entry_nodes)), dtype=np.bool_)
         for row, node_id in enumerate(node_ids):
             ancestor: int = node_id
@@ -225,12 +238,13 @@ class DraftSession:
         else:
             parent = self.nodes[node_id]
             depth, reach, children = parent.depth, parent.reach, parent.children
-        hints = []
+        self.num_expanding -= 1
+        hints: list[Hint] = []
         for index, (token_id, chance) in enumerate(zip(expansion.token_ids, expansion.chances, strict=True)):
             is_first = index == 0
-            if not is_first and (
-                reach * chance < self.limits.min_chance or len(self.nodes) >= self.limits.max_nodes
-            ):
+            # Every node being expanded is owed its primary child; alternatives share what room is left.
+            is_full = len(self.nodes) + self.num_expanding >= self.limits.max_nodes
+            if not is_first and (is_full or reach * chance < self.limits.min_chance):
                 break
             hint = Hint(self.next_node_id, node_id, token_id, expansion.distribution if is_first else None)
             self.next_node_id += 1

@@ -89,7 +89,7 @@ class ModelThread(Generic[EventT, ActionT]):
             self._on_failure(error)
 
     def _take_events(self, wake_at: float | None) -> None:
-        """Waits for an event until `wake_at`, then takes all that are there."""
+        """Waits for an event until `wake_at`, then takes those that are there; later ones wait for the next turn."""
         actions: list[ActionT] = []
         try:
             if wake_at is None:
@@ -98,8 +98,12 @@ class ModelThread(Generic[EventT, ActionT]):
                 event = self._inbox.get(timeout=wait_s)
             else:
                 event = self._inbox.get_nowait()
+            num_left = self._inbox.qsize()
             while event is not None:
                 actions += self._core.handle(event, time.monotonic())
+                if num_left == 0:
+                    break
+                num_left -= 1
                 event = self._inbox.get_nowait()
         except queue.Empty:
             pass

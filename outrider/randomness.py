@@ -39,5 +39,5 @@ def key(seed: int, position: int, purpose: Purpose) -> int:
 
 
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
-    """A number in (0, 1) with 53 random bits."""
-    return ((key(seed, position, purpose) >> 11) + 0.5) * 2.0**-53
+    """A number in (0, 1) with 52 random bits; with one bit more the greatest would round to 1."""
+    return ((key(seed, position, purpose) >> 12) + 0.5) * 2.0**-52

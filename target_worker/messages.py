@@ -193,5 +193,6 @@ class SchedulerLimits:
     hint_wait_ms_max: float = 10.0
     wait_for_num_hints: int | None = None  # hints that a step waits for; None: as many as measurements say
     max_early_sessions: int = 256  # that draft workers speak of before the coordinator does
-    max_early_events: int = 32  # kept for each of them
+    max_early_events: int = 128  # kept for each of them
+    max_early_hints: int = 512  # in these events
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)

@@ -84,7 +84,7 @@ class Scheduler:
             case UnsubscribeDraft():
                 self._unsubscribe(event.stream_id, event.session_id)
             case CloseStream():
-                for session_id in list(self._sessions):
+                for session_id in (*self._sessions, *self._early):
                     self._unsubscribe(event.stream_id, session_id)
             case HintsArrived():
                 self._add_hints(event)
@@ -200,6 +200,7 @@ class Scheduler:
         session = self._sessions.get(session_id)
         if session is not None:
             session.subscribers.pop(stream_id, None)
+        self._forget_early(stream_id, session_id)
 
     def _add_hints(self, event: HintsArrived) -> None:
         session = self._sessions.get(event.session_id)
@@ -212,10 +213,20 @@ class Scheduler:
 
     def _keep_early(self, session_id: str, event: SubscribeDraft | HintsArrived) -> None:
         events = self._early.setdefault(session_id, [])
-        if len(events) < self.limits.max_early_events:
+        num_hints = sum(len(early.hints) for early in (*events, event) if isinstance(early, HintsArrived))
+        if len(events) < self.limits.max_early_events and num_hints <= self.limits.max_early_hints:
             events.append(event)
         if len(self._early) > self.limits.max_early_sessions:
             self._early.popitem(last=False)
+
+    def _forget_early(self, stream_id: StreamId, session_id: str) -> None:
+        events = self._early.get(session_id)
+        if events is not None:
+            self._early[session_id] = [
+                early
+                for early in events
+                if not (isinstance(early, SubscribeDraft) and early.stream_id == stream_id)
+            ]
 
     # Steps.
 
@@ -276,6 +287,8 @@ class Scheduler:
         decoding = [session for session in self._running.values() if session.num_pending == 1]
         prefilling = [session for session in self._running.values() if session.num_pending > 1]
         budget -= len(decoding)
+        # Hints never take more than half of what is left while prompts wait, nor all of it.
+        hint_budget = budget // 2 if prefilling else budget
         limit = self.limits.num_speculative_tokens
         paths = [self._hints(session) for session in decoding]
         num_fed = allot(
@@ -285,7 +298,7 @@ class Scheduler:
                 for session, path in zip(decoding, paths, strict=True)
             ],
             self.cost,
-            max(budget, 0),
+            max(hint_budget, 0),
         )
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
@@ -354,7 +367,7 @@ class Scheduler:
                         outcome.token_ids,
                         outcome.origins,
                         num_fed,
-                        verdict.num_accepted,
+                        outcome.num_accepted,
                         result.step_ms,
                     )
                 )

@@ -239,6 +239,8 @@ def parse_speculation(message: common_pb2.SpeculationParams) -> SpeculationSetti
 def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float) -> HintsArrived | None:
     """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
     num_nodes = len(message.node_ids)
+    if not 0 < len(message.session_id) <= MAX_SESSION_ID:
+        return None
     if len(message.parent_ids) != num_nodes or len(message.token_ids) != num_nodes:
         return None
     if num_nodes and max(message.token_ids) >= vocab_size:

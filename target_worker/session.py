@@ -20,6 +20,7 @@ class CommitOutcome:
 
     token_ids: list[int]
     origins: list[common_pb2.TokenOrigin]
+    num_accepted: int  # hints among the tokens
     reason: target_pb2.FinishReason | None  # set when the session has ended
     stop_token_id: int | None
 
@@ -113,7 +114,6 @@ class Session:
 
     def commit(self, verdict: Verdict, num_fed_hints: int) -> CommitOutcome:
         """Appends what a step decided, up to a stop token or the length limit, and rolls KV back to it."""
-        self._count(verdict, num_fed_hints)
         token_ids: list[int] = []
         reason, stop_token_id = None, None
         for token_id in verdict.token_ids:
@@ -124,22 +124,24 @@ class Session:
             if self.committed_len + len(token_ids) == self.max_len:
                 reason = target_pb2.FINISH_REASON_LENGTH
                 break
+        num_accepted = min(verdict.num_accepted, len(token_ids))
+        self._count(num_accepted, num_fed_hints)
         self.token_ids.extend(token_ids)
         self.tree.commit(token_ids)
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
         origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
-        return CommitOutcome(token_ids, origins, reason, stop_token_id)
+        return CommitOutcome(token_ids, origins, num_accepted, reason, stop_token_id)
 
-    def _count(self, verdict: Verdict, num_fed_hints: int) -> None:
+    def _count(self, num_accepted: int, num_fed_hints: int) -> None:
         stats = self.stats
         stats.num_steps += 1
         stats.num_spec_steps += num_fed_hints > 0
         stats.num_draft_tokens += num_fed_hints
-        stats.num_accepted_draft_tokens += verdict.num_accepted
-        _increment(stats.acceptance_histogram, verdict.num_accepted)
+        stats.num_accepted_draft_tokens += num_accepted
+        _increment(stats.acceptance_histogram, num_accepted)
         _increment(stats.draft_length_histogram, num_fed_hints)
         if num_fed_hints:
-            self.acceptance.observe(verdict.num_accepted, num_fed_hints)
+            self.acceptance.observe(num_accepted, num_fed_hints)
 
     def final_stats(self) -> common_pb2.SpeculationStats:
         self.stats.num_stale_hints = self.tree.num_stale

@@ -116,7 +116,7 @@ class HintTiming:
         if self.lost_at is not None and now <= self.lost_at:
             self.lost_at = None  # they were under way when the cursor moved: nothing was lost
         elif self.lost_at is not None:
-            self.first_s += self.smoothing * (now - self.lost_at - self.first_s)
+            self.first_s += self.smoothing * (min(now - self.lost_at, 4.0 * self.first_s) - self.first_s)
             self.lost_at = None
         elif now > self.grown_at:
             gap = (now - self.grown_at) / (path_len - self.path_len)

@@ -4,22 +4,24 @@ A plain matrix product picks its kernel, and with it the order of its sums, by t
 avoids that for some shapes on some processors; none does for all. So the engine measures: at load, for each weight
 shape, `choose_form` takes the fastest form whose rows agree bit for bit with a single row on the machine at hand.
 
-What was seen (AMX and Zen 5 cores, torch 2.13): bfloat16 weights packed once by oneDNN for one row agree up to 512
-rows while the input is at most 1024 wide, are at least as fast as a plain product (twice as fast at one row on
-Zen 5), and disagree for wider inputs, which are therefore cut. float32 agrees when rows are padded to a multiple
+What was seen (AMX and Zen 5 cores, torch 2.13): bfloat16 weights packed once by oneDNN for one row agree
+while the input is at most 1024 wide, are at least as fast as a plain product (twice as fast at one row on Zen 5), and
+disagree for wider inputs, which are therefore cut. float32 agrees when rows are padded to a multiple
 of 8 or 16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-ROW_COUNTS_TRIED = (1, 2, 3, 4, 6, 7, 8, 9, 13, 16, 17, 31, 32, 33, 48, 64, 65, 96, 129, 256)
+ROW_COUNTS_TRIED = (2, 3, 4, 6, 7, 8, 9, 13, 16, 17, 31, 33, 48, 64, 65, 96, 129, 192, 256)
+MAX_PACKED_WIDTH = 1024
+"""Wider inputs were seen to be summed in an order that depends on the number of rows."""
 
 
 class PackedLinear(nn.Module):
@@ -28,17 +30,18 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, max_width: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.max_width = max_width
+        num_parts = -(-linear.in_features // max_width)
+        self.width = -(-linear.in_features // num_parts)  # parts of equal size, the last one perhaps smaller
         pack = torch.ops.mkldnn._reorder_linear_weight
         weight = linear.weight.detach()
-        self.parts = [pack(part.contiguous(), 1) for part in weight.split(max_width, dim=1)]
+        self.parts = [pack(part.contiguous(), 1) for part in weight.split(self.width, dim=1)]
         self.bias = linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         apply = torch.ops.mkldnn._linear_pointwise
         if len(self.parts) == 1:
             return apply(inputs, self.parts[0], self.bias, "none", [], "")
-        pieces = inputs.split(self.max_width, dim=-1)
+        pieces = inputs.split(self.width, dim=-1)
         total = apply(pieces[0].contiguous(), self.parts[0], self.bias, "none", [], "")
         for piece, part in zip(pieces[1:], self.parts[1:], strict=True):
             # The partial sum is added before rounding, inside the product's own epilogue.
@@ -72,9 +75,9 @@ class LinearForm:
 
 
 PACKED_FORMS = (
-    LinearForm("packed", lambda linear: PackedLinear(linear, linear.in_features)),
-    LinearForm("packed, cut at 1024", lambda linear: PackedLinear(linear, 1024)),
+    LinearForm("packed", lambda linear: PackedLinear(linear, MAX_PACKED_WIDTH)),
     LinearForm("packed, cut at 512", lambda linear: PackedLinear(linear, 512)),
+    LinearForm("packed, cut at 256", lambda linear: PackedLinear(linear, 256)),
 )
 PLAIN_FORMS = (
     LinearForm("plain", lambda linear: linear),
@@ -96,23 +99,49 @@ def forms_for(weight: torch.Tensor) -> Sequence[LinearForm]:
 
 
 @torch.inference_mode()
-def is_batch_invariant(module: nn.Module, width: int, dtype: torch.dtype, row_counts: Sequence[int]) -> bool:
-    """Whether every row of `module`'s output has the bits it has alone, for batches of `row_counts` rows."""
+def is_batch_invariant(
+    form: LinearForm, linear: nn.Linear, row_counts: Sequence[int] = ROW_COUNTS_TRIED
+) -> bool:
+    """Whether every output row of a layer like `linear` in this form has the bits it has alone, in any batch.
+
+    Random inputs alone would not show it: rounding to bfloat16 hides most differences. So a second pair of weights
+    and inputs cancels to zero in exact arithmetic, and what is left over is nothing but the order of the sums.
+    """
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(max(row_counts), width, generator=generator).to(dtype)
-    alone = torch.cat([module(inputs[i : i + 1]) for i in range(min(len(inputs), 40))])
-    for count in row_counts:
-        together = module(inputs[:count])
-        if not torch.equal(together[: len(alone)], alone[:count]):
-            return False
-    return True
+    return all(
+        _rows_agree(form.build(probe), inputs, row_counts)
+        for probe, inputs in _probes(linear, max(row_counts), generator)
+    )
+
+
+def _probes(
+    linear: nn.Linear, num_rows: int, generator: torch.Generator
+) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
+    """Layers of the same shape and type, with inputs [num_rows, in_features]: random ones, and ones that cancel."""
+    out_features, width, dtype = linear.out_features, linear.in_features, linear.weight.dtype
+    yield linear, torch.randn(num_rows, width, generator=generator).to(dtype)
+    half = width // 2
+    order = torch.randperm(2 * half, generator=generator)
+    weight = torch.zeros(out_features, width)
+    inputs = torch.zeros(num_rows, width)
+    a = torch.randn(out_features, half, generator=generator)
+    v = torch.randn(num_rows, half, generator=generator)
+    weight[:, : 2 * half] = torch.cat([a, a], dim=1)[:, order]
+    inputs[:, : 2 * half] = torch.cat([v, -v], dim=1)[:, order]
+    probe = nn.Linear(width, out_features, bias=False, dtype=dtype)
+    probe.weight.copy_(weight)
+    yield probe, inputs.to(dtype)
+
+
+def _rows_agree(module: nn.Module, inputs: torch.Tensor, row_counts: Sequence[int]) -> bool:
+    alone = torch.cat([module(inputs[i : i + 1]) for i in range(max(row_counts))])
+    return all(torch.equal(module(inputs[:count]), alone[:count]) for count in row_counts)
 
 
 def choose_form(linear: nn.Linear) -> tuple[LinearForm, bool]:
     """The first form that is batch-invariant here, and whether there was one (else the plain form)."""
-    weight = linear.weight
-    for form in forms_for(weight):
-        if is_batch_invariant(form.build(linear), linear.in_features, weight.dtype, ROW_COUNTS_TRIED):
+    for form in forms_for(linear.weight):
+        if is_batch_invariant(form, linear):
             return form, True
     return PLAIN_FORMS[0], False
 

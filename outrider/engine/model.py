@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from outrider.engine.attention import ATTENTION_NAME, QueryBlock, plan_step
@@ -200,15 +201,23 @@ def load_model(config: EngineConfig) -> Engine:
         raise ModelLoadError(
             f"{config.model_dir} has a config.json but no weights (*.safetensors); was the download finished?"
         )
+    model: Any
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             config.model_dir,
             dtype=DTYPES[config.dtype],
             attn_implementation="sdpa",
             local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load {config.model_dir}: {error}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelLoadError(
+            f"{config.model_dir} lacks {len(missing)} tensors of its model, such as {missing[0]}; "
+            "the weights are incomplete or of another architecture"
+        )
+    _refuse_moving_frequencies(model, config)
     model.eval().requires_grad_(False).to(config.device)
     expected = _reference_logits(model)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -216,6 +225,21 @@ def load_model(config: EngineConfig) -> Engine:
     logger.info("linear layers: %s", make_batch_invariant(model))
     _check_against(engine, expected)
     return engine
+
+
+def _refuse_moving_frequencies(model: Any, config: EngineConfig) -> None:
+    """Rotary frequencies that depend on the longest sequence of a batch would let company change the text (I2)."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    original = rope.get("original_max_position_embeddings") or getattr(
+        model.config, "original_max_position_embeddings", None
+    )
+    max_model_len = _max_model_len(model.config, config.max_model_len)
+    if rope_type in ("longrope", "dynamic") and max_model_len > (original or max_model_len):
+        raise ModelLoadError(
+            f"the engine cannot run {type(model).__name__} at {max_model_len} tokens: its {rope_type} frequencies "
+            f"change with the longest sequence beyond {original}; set --max-model-len to {original} or less"
+        )
 
 
 PROBE_LENGTH = 24
@@ -264,12 +288,17 @@ def batch_invariance_failures(engine: Engine, num_rounds: int = 2) -> list[str]:
     generator = np.random.default_rng(0)
     failures = []
     for round_index in range(num_rounds):
-        length = min(40 + 100 * round_index, engine.max_model_len - 1)
+        length = min(40 + 100 * round_index, engine.max_model_len)
+        tail = min(8, length // 2)
         token_ids = generator.integers(0, engine.vocab_size, length).tolist()
-        one_by_one = _logits_in_pieces(engine, token_ids, [length - 8] + [1] * 8)
-        for label, pieces in (("a block of 8", [length - 8, 8]), ("chunks", [5, length - 21, 8, 8])):
+        one_by_one = _logits_in_pieces(engine, token_ids, [length - tail] + [1] * tail)
+        first = (length - tail) // 4
+        for label, pieces in (
+            (f"a block of {tail}", [length - tail, tail]),
+            ("chunks", [first, length - tail - first, tail]),
+        ):
             together = _logits_in_pieces(engine, token_ids, pieces, company=round_index + 1)
-            if not torch.equal(one_by_one[-8:], together[-8:]):
+            if not torch.equal(one_by_one[-tail:], together[-tail:]):
                 failures.append(f"{label} at length {length}")
     return failures
 
@@ -281,10 +310,10 @@ def _logits_in_pieces(
     kv = engine.new_sequence()
     others = [engine.new_sequence() for _ in range(company)]
     outputs, done = [], 0
-    for piece in pieces:
+    for piece in filter(None, pieces):
         chunks = []
         for number, other in enumerate(others):
-            size = 1 + (3 * number + piece) % 7
+            size = min(1 + (3 * number + piece) % 7, len(token_ids))
             other.extend(size)
             chunks.append(SequenceChunk(other, token_ids[:size], 1))
         kv.extend(piece)

@@ -5,11 +5,16 @@ The order of the filters is that of transformers' logits processors: temperature
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution
 from outrider.randomness import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Purpose, key, uniform
 from outrider.sampling_params import SamplingParams
+
+TEMPERATURE_MIN = 1e-6
+"""Below it float32 cannot tell the distribution from the most likely token."""
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -17,7 +22,9 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
     logits: float32 [num_rows, vocab_size]; returns float32 of the same shape, rows adding up to 1.
     """
-    logits = logits / params.temperature
+    # The greatest logit is brought to 0 first, so that a tiny temperature cannot make infinities of them.
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    logits = logits / max(params.temperature, TEMPERATURE_MIN)
     if 0 < params.top_k < logits.shape[-1]:
         floor = torch.topk(logits, params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
@@ -42,29 +49,32 @@ def sample_from(weights: torch.Tensor, number: float) -> int:
     return min(index, int(torch.nonzero(weights)[-1]))
 
 
-def coupled_scores(probs: torch.Tensor, seed: int, position: int) -> torch.Tensor:
-    """What the shared Gumbel noise of a position makes of a distribution; the greatest score is the choice.
+def coupled_scores(probs: torch.Tensor, seed: int, positions: Sequence[int]) -> torch.Tensor:
+    """What the shared Gumbel noise makes of each row's distribution; a row's greatest score is the choice.
 
-    probs: [vocab_size]; returns float64 [vocab_size]. argmax(log prob + Gumbel) is computed as
-    argmax(prob / Exponential), the same choice with one logarithm less: Exponential is -log(u), u a hash of
-    (seed, position, token id).
+    probs: [num_rows, vocab_size], row i for `positions[i]`; returns float64 of the same shape.
+    argmax(log prob + Gumbel) is computed as argmax(prob / Exponential), the same choice with one logarithm less:
+    Exponential is -log(u), u a hash of (seed, position, token id).
     """
-    noise = _token_uniforms(key(seed, position, Purpose.GUMBEL), torch.arange(probs.shape[-1]))
-    return probs.double() / -torch.log(noise)
+    row_keys = [key(seed, position, Purpose.GUMBEL) for position in positions]
+    return probs.double() / -torch.log(_token_uniforms(row_keys, probs.shape[-1]))
 
 
 def coupled_choice(probs: torch.Tensor, seed: int, first_position: int) -> list[int]:
     """Row i's token for position `first_position + i` under the seed's noise.  # [num_rows, vocab_size]"""
-    return [int(coupled_scores(row, seed, first_position + i).argmax()) for i, row in enumerate(probs)]
+    positions = range(first_position, first_position + len(probs))
+    choices: list[int] = coupled_scores(probs, seed, positions).argmax(dim=-1).tolist()
+    return choices
 
 
-def _token_uniforms(row_key: int, token_ids: torch.Tensor) -> torch.Tensor:
-    """float64 numbers in (0, 1), one per token: SplitMix64's stream that starts at `row_key`.  # [vocab_size]"""
-    value = token_ids * _signed(GOLDEN) + _signed(row_key + GOLDEN)
+def _token_uniforms(row_keys: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """float64 [num_rows, vocab_size] in (0, 1): row i is SplitMix64's stream that starts at `row_keys[i]`."""
+    starts = torch.tensor([[_signed(row_key + GOLDEN)] for row_key in row_keys])
+    value = torch.arange(vocab_size) * _signed(GOLDEN) + starts
     value = (value ^ _shift_right(value, 30)) * _signed(MULTIPLIER_1)
     value = (value ^ _shift_right(value, 27)) * _signed(MULTIPLIER_2)
     value = value ^ _shift_right(value, 31)
-    return (_shift_right(value, 11).double() + 0.5) * 2.0**-53
+    return (_shift_right(value, 12).double() + 0.5) * 2.0**-52
 
 
 def _signed(value: int) -> int:
@@ -77,18 +87,21 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draft_distribution(probs: torch.Tensor, max_entries: int) -> DraftDistribution:
-    """The distribution that the draft will send *and* sample from (I5): the likeliest tokens, in 1/65536ths.
+def draft_distributions(probs: torch.Tensor, max_entries: int) -> list[DraftDistribution]:
+    """Per row, what the draft will send *and* sample from (I5): the likeliest tokens, in 1/65536ths.
 
-    probs: [vocab_size]. Rounding is made up for at the likeliest token; entries that round to nothing are left out.
+    probs: [num_rows, vocab_size]. Rounding is made up for at the likeliest token; entries that round to nothing
+    are left out.
     """
-    values, indices = torch.topk(probs, min(max_entries, probs.shape[0]))
-    scaled = values.double() * (WEIGHT_TOTAL / values.double().sum())
-    weights = [int(weight) for weight in scaled.tolist()]
-    token_ids = indices.tolist()
-    weights[0] += WEIGHT_TOTAL - sum(weights)
-    kept = [(token, weight) for token, weight in zip(token_ids, weights, strict=True) if weight > 0]
-    return DraftDistribution(tuple(token for token, _ in kept), tuple(weight for _, weight in kept))
+    values, indices = torch.topk(probs, min(max_entries, probs.shape[-1]), dim=-1)
+    values = values.double()
+    scaled = (values * (WEIGHT_TOTAL / values.sum(dim=-1, keepdim=True))).long()
+    scaled[:, 0] += WEIGHT_TOTAL - scaled.sum(dim=-1)
+    distributions = []
+    for token_ids, weights in zip(indices.tolist(), scaled.tolist(), strict=True):
+        num_kept = sum(weight > 0 for weight in weights)  # they come in descending order
+        distributions.append(DraftDistribution(tuple(token_ids[:num_kept]), tuple(weights[:num_kept])))
+    return distributions
 
 
 def sample_draft(distribution: DraftDistribution, seed: int, position: int) -> int:

@@ -138,7 +138,9 @@ class World:
             for i, node_id in enumerate(session.entry_nodes):
                 node = session.nodes[node_id]
                 assert node.entry == session.num_prefix + i
-                assert cache[slots[node.entry]] == self.path_of(session, node_id), "a node's entry is another's"
+                assert cache[slots[node.entry]] == self.path_of(session, node_id), (
+                    "a node's entry is another's"
+                )
             if session.num_pending:
                 assert not session.nodes
             tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
@@ -207,9 +209,13 @@ class RandomLife(RuleBasedStateMachine):
         session = self.world.scheduler.progress(name)
         if session is None or not session.nodes:
             return
-        tokens, children = [], session.cursor_children
-        while children and data.draw(st.integers(0, 3)):
-            node = session.nodes[data.draw(st.sampled_from(children))]
+        tokens: list[int] = []
+        children = session.cursor_children
+        for choice in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6)):
+            if not children:
+                break
+            child = children[choice % len(children)]
+            node = session.nodes[child]
             tokens.append(node.hint.token_id)
             children = node.children
         if tokens:
@@ -266,9 +272,7 @@ class RandomLife(RuleBasedStateMachine):
 
 
 TestRandomLife = RandomLife.TestCase
-TestRandomLife.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestRandomLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def attached(token_ids: tuple[int, ...] = (1, 2, 3), **options: int) -> World:

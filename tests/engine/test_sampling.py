@@ -16,7 +16,7 @@ from outrider.engine.sampling import (
     _token_uniforms,
     coupled_choice,
     coupled_scores,
-    draft_distribution,
+    draft_distributions,
     probabilities,
     sample_draft,
     sample_from,
@@ -86,7 +86,7 @@ class TestProbabilities:
         logits = torch.tensor([[1.0, 12.0, -30.0, 11.0]])
         probs = probabilities(logits, SamplingParams(temperature=temperature))
         assert probs.tolist() == [[0.0, 1.0, 0.0, 0.0]]
-        assert draft_distribution(probs[0], 32).token_ids == (1,)
+        assert draft_distributions(probs, 32)[0].token_ids == (1,)
 
 
 class TestSampleFrom:
@@ -116,21 +116,21 @@ class TestNoiseIsAHashOfIntegers:
     @given(seed=st.integers(0, MASK_64), position=st.integers(0, 2**32))
     def test_tensors_and_python_agree_bit_for_bit(self, seed: int, position: int) -> None:
         row_key = key(seed, position, Purpose.GUMBEL)
-        token_ids = [0, 1, 2, 17, 4095, 151_935, 2**31]
-        values = _token_uniforms(row_key, torch.tensor(token_ids)).tolist()
-        expected = [((mix((row_key + t * GOLDEN) & MASK_64) >> 11) + 0.5) * 2.0**-53 for t in token_ids]
+        token_ids = [0, 1, 2, 17, 4095, 9999]
+        values = _token_uniforms([0, row_key], 10_000)[1][token_ids].tolist()
+        expected = [((mix((row_key + t * GOLDEN) & MASK_64) >> 12) + 0.5) * 2.0**-52 for t in token_ids]
         assert values == expected
 
     def test_every_number_lies_strictly_between_0_and_1(self) -> None:
         """For every key: a client chooses the seed, so the worst key can be chosen too."""
         for target in (0, MASK_64, MASK_64 - 1, MASK_64 >> 1):
             row_key = (unmix(target)) & MASK_64
-            value = float(_token_uniforms(row_key, torch.tensor([0])))
+            value = float(_token_uniforms([row_key], 1))
             assert 0.0 < value < 1.0, f"key {target:#x} gives {value!r}"
 
     def test_uniform_over_tokens(self) -> None:
-        values = torch.cat([_token_uniforms(key(9, p, Purpose.GUMBEL), torch.arange(500)) for p in range(200)])
-        counts = np.histogram(values.numpy(), bins=64, range=(0.0, 1.0))[0]
+        values = _token_uniforms([key(9, p, Purpose.GUMBEL) for p in range(200)], 500)
+        counts = np.histogram(values.numpy().reshape(-1), bins=64, range=(0.0, 1.0))[0]
         assert stats.chisquare(counts).pvalue > ERROR_RATE
 
 
@@ -174,7 +174,7 @@ class TestCoupledChoice:
         probs = torch.softmax(torch.randn(5, 30, generator=torch.Generator().manual_seed(0)), dim=-1)
         rows = coupled_choice(probs, 5, 40)
         assert rows == [coupled_choice(probs[i : i + 1], 5, 40 + i)[0] for i in range(5)]
-        assert torch.isfinite(coupled_scores(probs[0], 5, 40)).all()
+        assert torch.isfinite(coupled_scores(probs, 5, range(40, 45))).all()
 
 
 class TestDraftDistribution:
@@ -192,7 +192,7 @@ class TestDraftDistribution:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         probs = torch.softmax(torch.randn(vocab_size, generator=generator) * spread, dim=-1)
-        distribution = draft_distribution(probs, max_entries)
+        distribution = draft_distributions(probs[None], max_entries)[0]
         assert distribution.is_valid(vocab_size)
         assert sum(distribution.weights) == WEIGHT_TOTAL
         assert len(distribution.token_ids) <= max_entries
@@ -200,6 +200,10 @@ class TestDraftDistribution:
         exact = kept / torch.topk(probs, min(max_entries, vocab_size)).values.double().sum()
         off = (torch.tensor(distribution.weights).double() / WEIGHT_TOTAL - exact).abs()
         assert float(off.max()) <= min(max_entries, vocab_size) / WEIGHT_TOTAL
+
+    def test_a_row_does_not_depend_on_its_company(self) -> None:
+        probs = torch.softmax(torch.randn(5, 80, generator=torch.Generator().manual_seed(0)) * 2, dim=-1)
+        assert draft_distributions(probs, 32) == [draft_distributions(row[None], 32)[0] for row in probs]
 
     def test_samples_follow_the_sent_weights_exactly(self) -> None:
         distribution = DraftDistribution((7, 2, 9, 4), (40_000, 20_000, 5_535, 1))
@@ -211,7 +215,9 @@ class TestDraftDistribution:
         assert sum(counts) == num_samples
         assert stats.chisquare(merged, expected).pvalue > ERROR_RATE
 
-    def test_each_of_the_65536_equal_parts_belongs_to_its_token(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_of_the_65536_equal_parts_belongs_to_its_token(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Exhaustive: not nearly the weights but the weights."""
         distribution = DraftDistribution((5, 1, 8), (65_000, 535, 1))
         numbers = iter((np.arange(WEIGHT_TOTAL) + 0.5) / WEIGHT_TOTAL)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outrider.engine import verification
-from outrider.engine.sampling import draft_distribution, probabilities, sample_draft
+from outrider.engine.sampling import draft_distributions, probabilities, sample_draft
 from outrider.engine.verification import verify
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.randomness import Purpose, uniform
@@ -71,7 +71,8 @@ class TestChosenTokens:
         plain = [verify(logits[i : i + 1], [], params, seed, 50 + i).token_ids[0] for i in range(num_rows)]
         num_hints = num_rows - 1 + has_free_hint
         hints = [
-            hint(plain[i] if matching[i] else (plain[i] + 1) % VOCAB_SIZE, node_id=i + 1) for i in range(num_hints)
+            hint(plain[i] if matching[i] else (plain[i] + 1) % VOCAB_SIZE, node_id=i + 1)
+            for i in range(num_hints)
         ]
         verdict = verify(logits, hints, params, seed, 50)
         num_right = next((i for i in range(num_rows - 1) if not matching[i]), num_rows - 1)
@@ -87,13 +88,14 @@ class TestChosenTokens:
     def test_coupled_text_is_a_function_of_the_seed(self) -> None:
         logits = random_logits(0, 1, 0.3).repeat(1, 1)
         texts = [
-            [verify(logits, [], SamplingParams(seed=s), s, p).token_ids[0] for p in range(30)] for s in (1, 1, 2)
+            [verify(logits, [], SamplingParams(seed=s), s, p).token_ids[0] for p in range(30)]
+            for s in (1, 1, 2)
         ]
         assert texts[0] == texts[1] != texts[2]
 
 
 class TestFreeLastHint:
-    """"The last position is verified too": it emits one token either way and is not counted as fed."""
+    """ "The last position is verified too": it emits one token either way and is not counted as fed."""
 
     @pytest.mark.parametrize("params", [GREEDY, PARAMS, SamplingParams(seed=5)])
     def test_a_right_one_is_said_and_not_counted(self, params: SamplingParams) -> None:
@@ -118,8 +120,8 @@ class TestFreeLastHint:
             assert (verdict.token_ids, verdict.num_accepted) == ([1, 2, 3], 2)
 
 
-Q_FAR = draft_distribution(torch.softmax(random_logits(101, 1)[0], -1), 32)
-Q_CUT = draft_distribution(torch.softmax(random_logits(102, 1)[0], -1), 3)
+Q_FAR = draft_distributions(torch.softmax(random_logits(101, 1), -1), 32)[0]
+Q_CUT = draft_distributions(torch.softmax(random_logits(102, 1), -1), 3)[0]
 
 
 def single_position_counts(
@@ -188,7 +190,7 @@ class Pair:
         self.target = torch.softmax(torch.randn(9, 8, generator=generator), dim=-1)
         noise = torch.randn(9, 8, generator=generator)
         drafts = torch.softmax(self.target.log() + 0.7 * noise, dim=-1)
-        self.drafts = [draft_distribution(row, 6) for row in drafts]
+        self.drafts = draft_distributions(drafts, 6)
 
     def joint(self) -> npt.NDArray[np.float64]:
         """Exact chances of the first two tokens; row 8 follows the prompt.  # [64]"""

@@ -56,7 +56,8 @@ def test_uniform_over_positions_and_over_seeds(purpose: Purpose) -> None:
 def test_purposes_are_independent(first: Purpose, second: Purpose) -> None:
     """A contingency table of two purposes at the same position."""
     pairs = [(uniform(4, p, first), uniform(4, p, second)) for p in range(6000)]
-    table = np.histogram2d(*zip(*pairs, strict=True), bins=6, range=[[0, 1], [0, 1]])[0]
+    firsts, seconds = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    table = np.histogram2d(firsts, seconds, bins=6, range=[[0, 1], [0, 1]])[0]
     assert stats.chi2_contingency(table).pvalue > ERROR_RATE / 10
 
 

@@ -22,7 +22,9 @@ def next_token(prefix: Sequence[int]) -> int:
     return END if value % 31 == 0 else value % END
 
 
-def greedy_text(prompt: Sequence[int], max_len: int, stop_token_ids: frozenset[int]) -> tuple[list[int], int | None]:
+def greedy_text(
+    prompt: Sequence[int], max_len: int, stop_token_ids: frozenset[int]
+) -> tuple[list[int], int | None]:
     """The whole text of plain decoding, and the stop token that ended it, if one did."""
     text = list(prompt)
     while len(text) < max_len:

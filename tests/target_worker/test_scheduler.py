@@ -161,7 +161,11 @@ class World:
             if (ended := self.ended.get(session_id)) is not None:
                 assert text == expected
                 assert ended.stop_token_id == stop_token_id
-                reason = target_pb2.FINISH_REASON_LENGTH if stop_token_id is None else target_pb2.FINISH_REASON_STOP
+                reason = (
+                    target_pb2.FINISH_REASON_LENGTH
+                    if stop_token_id is None
+                    else target_pb2.FINISH_REASON_STOP
+                )
                 assert ended.reason == reason
                 assert ended.num_output_tokens == len(text) - self.starts[session_id].num_prompt_tokens
         for (_, session_id), view in self.views.items():
@@ -176,7 +180,11 @@ class World:
         self.allocator.check_integrity([session.kv for session in self.scheduler._sessions.values()])
 
     def check_is_empty(self) -> None:
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.kv_usage) == (0, 0, 0.0)
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.kv_usage) == (
+            0,
+            0,
+            0.0,
+        )
         self.allocator.check_integrity([])
 
 
@@ -332,9 +340,7 @@ class RandomLife(RuleBasedStateMachine):
 
 
 TestRandomLife = RandomLife.TestCase
-TestRandomLife.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestRandomLife.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def run_alone(event: StartSession, limits: SchedulerLimits = LIMITS) -> World:
@@ -462,7 +468,9 @@ class TestHints:
         world.tell(start(ignore_eos=True, max_tokens=12, speculation=speculation))
         text, _ = greedy_text([1, 2, 3], 30, frozenset())
         world.tell(
-            HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3 : 3 + num_hints])], world.now)
+            HintsArrived(
+                "a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3 : 3 + num_hints])], world.now
+            )
         )
         world.run_until_idle()
         world.check()
@@ -603,7 +611,11 @@ class TestEarlyEvents:
 def test_a_prompt_is_prefilled_while_others_decode_with_many_hints() -> None:
     """Hints must not use up the room of those that still wait for their first token."""
     limits = SchedulerLimits(
-        max_num_seqs=3, max_num_batched_tokens=6, max_model_len=300, num_speculative_tokens=8, hint_wait_ms_max=0.0
+        max_num_seqs=3,
+        max_num_batched_tokens=6,
+        max_model_len=300,
+        num_speculative_tokens=8,
+        hint_wait_ms_max=0.0,
     )
     world = World(limits, num_blocks=400)
     world.tell(start("a", ignore_eos=True, max_tokens=200))

@@ -54,7 +54,9 @@ class TestHints:
             token_ids=column(st.integers(0, VOCAB_SIZE)),
             support_sizes=column(st.integers(0, 3) | UINT32),
             support_token_ids=column(st.integers(0, VOCAB_SIZE + 1), st.integers(0, 8)),
-            support_weights=column(st.sampled_from([0, 1, 32768, 65535, 65536, 2**32 - 1]), st.integers(0, 8)),
+            support_weights=column(
+                st.sampled_from([0, 1, 32768, 65535, 65536, 2**32 - 1]), st.integers(0, 8)
+            ),
         )
         event = parse_hints(message, VOCAB_SIZE, 1.0)
         if event is None:
@@ -91,7 +93,12 @@ class TestHints:
 
     @pytest.mark.parametrize(
         ("token_ids", "weights"),
-        [([7, 5], [60000, 5535]), ([7, 7], [32768, 32768]), ([6, 5], [32768, 32768]), ([7, 50], [32768, 32768])],
+        [
+            ([7, 5], [60000, 5535]),
+            ([7, 7], [32768, 32768]),
+            ([6, 5], [32768, 32768]),
+            ([7, 50], [32768, 32768]),
+        ],
         ids=["weights do not add up", "token twice", "hint not in it", "outside the vocabulary"],
     )
     def test_a_distribution_that_is_none_costs_the_hint_its_distribution_only(
@@ -145,7 +152,11 @@ class TestGenerate:
             ({"sampling": {"max_tokens": 0}}, "max_tokens"),
             ({"sampling": {"stop_token_ids": list(range(65))}}, "stop_token_ids"),
             (
-                {"speculation": common_pb2.SpeculationParams(num_speculative_tokens=MAX_SPECULATIVE_TOKENS + 1)},
+                {
+                    "speculation": common_pb2.SpeculationParams(
+                        num_speculative_tokens=MAX_SPECULATIVE_TOKENS + 1
+                    )
+                },
                 "num_speculative_tokens",
             ),
         ],
@@ -179,15 +190,20 @@ class TestGenerate:
         num_speculative_tokens=UINT32,
     )
     def test_any_message_is_an_event_or_a_refusal_that_names_its_field(self, **values: Any) -> None:
-        sampling = {k: values.pop(k) for k in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")}
+        sampling = {
+            k: values.pop(k) for k in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+        }
         speculation = common_pb2.SpeculationParams(
             enabled=True, num_speculative_tokens=values.pop("num_speculative_tokens")
         )
         try:
             event = parse_generate(request(sampling=sampling, speculation=speculation, **values))
         except InvalidRequest as error:
-            assert error.parameter in {*sampling, "session_id", "token_ids", "num_speculative_tokens"}
-            assert error.parameter in error.message
+            parameter, message = error.parameter, error.message
+            event = None
+        if event is None:
+            assert parameter in {*sampling, "session_id", "token_ids", "num_speculative_tokens"}
+            assert parameter in message
         else:
             assert event.token_ids == values["token_ids"]
             assert event.speculation.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS

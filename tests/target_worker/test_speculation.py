@@ -100,7 +100,9 @@ class TestAcceptanceHistory:
         assert few.rate == many.rate
 
     @settings(max_examples=100, derandomize=True)
-    @given(st.lists(st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=200))
+    @given(
+        st.lists(st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=200)
+    )
     def test_a_rate_is_a_chance_below_1(self, steps: list[tuple[int, int]]) -> None:
         history = AcceptanceHistory()
         for num_accepted, num_verified in steps:
@@ -118,7 +120,9 @@ class TestBestWait:
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(
         sessions=st.lists(
-            st.tuples(st.integers(0, 6), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)),
+            st.tuples(
+                st.integers(0, 6), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)
+            ),
             max_size=4,
         ),
         elapsed=st.floats(0, 0.05),
@@ -178,7 +182,7 @@ class TestHintTiming:
         assert expected[-1] > 0.01
 
     def test_after_a_long_silence_prompt_hints_are_soon_believed_in_again(self) -> None:
-        """"Believe in later arrivals until one proves otherwise": a draft attached late, or back after a pause."""
+        """ "Believe in later arrivals until one proves otherwise": a draft attached late, or back after a pause."""
         made, now = timing(0, 100.0), 130.0  # half a minute without a draft
         made.on_hints(now, 1)
         for _ in range(10):

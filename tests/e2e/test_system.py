@@ -1,0 +1,401 @@
+"""Everything at once: `outrider serve`, real Ray, Redis and workers, the demo pair, through the public API.
+
+The tests of one running system come first and leave it idle; the last of them stops it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from demo.corpus import held_out_prompts
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.e2e.system import FREE_PORTS, Command, System, eventually, running_system, text_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("system"),
+    pytest.mark.skipif(
+        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
+    ),
+]
+
+PROMPT = "def read_file(path):\n"
+LONG: dict[str, Any] = {
+    "prompt": PROMPT,
+    "max_tokens": 900,
+    "ignore_eos": True,
+}  # seconds of work for the target
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PEERS_STATISTICS = {
+    "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram",
+    "acceptance_histogram_by_draft_length", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens",
+    "num_spec_tokens",
+}  # fmt: skip
+PEERS_TIMES = {
+    "time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with running_system(tmp_path_factory.mktemp("system") / "cache") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stub(system: System) -> Iterator[generation_pb2_grpc.GenerationStub]:
+    with grpc.insecure_channel(system.grpc) as channel:
+        yield generation_pb2_grpc.GenerationStub(channel)
+
+
+def grpc_request(**fields: Any) -> generation_pb2.GenerationRequest:
+    """A greedy request for 40 tokens; `fields` of the sampling parameters go where they belong."""
+    known = set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    sampling: dict[str, Any] = {"temperature": 0, "top_p": 1, "max_tokens": 40}
+    sampling |= {name: fields.pop(name) for name in known & fields.keys()}
+    return generation_pb2.GenerationRequest(sampling=common_pb2.SamplingParams(**sampling), **fields)
+
+
+def num_accepted(answer: dict[str, Any]) -> int:
+    return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])
+
+
+# What it says.
+
+
+def test_greedy_text_is_the_same_with_speculation_streamed_and_over_grpc(
+    system: System, stub: generation_pb2_grpc.GenerationStub
+) -> None:
+    accepted = 0
+    for prompt in held_out_prompts(10):
+        plain = system.complete(prompt, max_tokens=25, speculation={"enabled": False})
+        assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+        text = plain["choices"][0]["text"]
+        hinted = system.complete(prompt, max_tokens=25)
+        assert hinted["choices"][0]["text"] == text
+        with system.stream(COMPLETIONS, {"prompt": prompt, "max_tokens": 25}) as events:
+            assert text_of(list(events)) == text
+        chunks = list(stub.Generate(grpc_request(prompt=prompt, max_tokens=25), timeout=60))
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert hinted["usage"] == plain["usage"]
+        assert hinted["usage"]["completion_tokens"] == chunks[-1].finished.num_output_tokens
+        accepted += num_accepted(hinted) + chunks[-1].finished.stats.num_accepted_draft_tokens
+    assert accepted > 60, "hints were hardly used, so this shows nothing"
+
+
+def test_a_seed_repeats_its_text_whatever_speculation_does(
+    system: System, stub: generation_pb2_grpc.GenerationStub
+) -> None:
+    sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 40}
+    text = system.text(PROMPT, **sampling)
+    assert system.text(PROMPT, **sampling) == text
+    assert system.text(PROMPT, **sampling, speculation={"enabled": False}) == text
+    assert system.text(PROMPT, **sampling, speculation={"num_speculative_tokens": 2}) == text
+    chunks = stub.Generate(grpc_request(prompt=PROMPT, **sampling), timeout=60)
+    assert "".join(chunk.text for chunk in chunks) == text
+    others = {system.text(PROMPT, **(sampling | {"seed": seed})) for seed in (8, 9, 10)}
+    assert others != {text}, "the seed has no influence"
+
+
+def test_a_conversation_is_answered_streamed_or_not(system: System) -> None:
+    body = {
+        "messages": [
+            {"role": "system", "content": "Functions that read files."},
+            {"role": "user", "content": "Return the lines of a file."},
+        ],
+        "max_tokens": 40,
+        "temperature": 0,
+    }
+    answer = system.post(CHAT, body).json()
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] in ("length", "stop")
+    with system.stream(CHAT, body) as stream:
+        events = list(stream)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert text_of(events) == choice["message"]["content"] != ""
+    assert events[-1]["usage"] == answer["usage"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_usage_and_statistics_have_the_names_that_load_tools_read(system: System, is_streamed: bool) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 30, "speculation": {"detail": True}}
+    if is_streamed:
+        with system.stream(COMPLETIONS, body) as stream:
+            events = list(stream)
+        assert not any(event["usage"] for event in events[:-1])
+        answer = events[-1]
+    else:
+        answer = system.complete(**body)
+    usage, metrics = answer["usage"], answer["metrics"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] == 30
+    assert metrics.keys() >= PEERS_TIMES
+    statistics = metrics["speculative_decoding"]
+    assert statistics.keys() >= PEERS_STATISTICS | {"per_step_accepted", "per_step_drafted"}
+    assert sum(statistics["per_step_accepted"]) == statistics["num_accepted_draft_tokens"] > 0
+    assert statistics["mean_acceptance_length"] == pytest.approx(
+        1 + statistics["num_accepted_draft_tokens"] / statistics["num_spec_steps"]
+    )
+
+
+def test_the_request_id_comes_back(system: System) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for headers in ({"X-Request-Id": f"test-{uuid.uuid4().hex}"}, {}):
+        response = system.post(COMPLETIONS, body, **headers)
+        echoed = response.headers["X-Request-Id"]
+        assert echoed == headers.get("X-Request-Id", echoed) != ""
+        assert echoed in response.json()["id"]
+    named = system.client.post(
+        COMPLETIONS, json={"prompt": "x", "temperature": 9}, headers={"X-Request-Id": "bad-1"}
+    )
+    assert named.headers["X-Request-Id"] == "bad-1", "a refusal can be traced too"
+
+
+def test_the_first_chunk_arrives_while_the_target_still_works(
+    system: System, stub: generation_pb2_grpc.GenerationStub
+) -> None:
+    asked = LONG | {"max_tokens": 300}
+    before = system.num_generated()
+    with system.stream(COMPLETIONS, asked) as events:
+        assert next(events)["choices"][0]["text"]
+        assert system.num_generated() - before < 300, "chunks were collected on the way"
+        assert sum(1 for _ in events) > 20
+    before = system.num_generated()
+    call = stub.Generate(grpc_request(**asked), timeout=60)
+    assert next(call).token_ids
+    assert system.num_generated() - before < 300, "chunks were collected on the way"
+    assert sum(1 for _ in call) > 20
+
+
+# What it refuses.
+
+TOO_LONG = [5] * 2000  # token ids
+REFUSALS: dict[str, tuple[dict[str, Any] | bytes, int, str | None, list[str]]] = {
+    # name: body, status, `param`, what the message must contain
+    "prompt too long": ({"prompt": TOO_LONG}, 400, "prompt", ["2000", "1024"]),
+    "text too long": ({"prompt": "x = 1\n" * 1000}, 400, "prompt", ["1024"]),
+    "too long together": ({"prompt": "x", "max_tokens": 1024}, 400, "max_tokens", ["1025", "1024"]),
+    "unknown model": ({"prompt": "x", "model": "gpt-0"}, 404, "model", ["gpt-0", "target"]),
+    "unknown parameter": ({"prompt": "x", "temperture": 0}, 400, "temperture", ["temperture"]),
+    "unknown nested": ({"prompt": "x", "speculation": {"on": 1}}, 400, "speculation.on", ["speculation.on"]),
+    "temperature": ({"prompt": "x", "temperature": 2.5}, 400, "temperature", ["between 0 and 2", "2.5"]),
+    "top_p": ({"prompt": "x", "top_p": 0}, 400, "top_p", ["above 0", "at most 1"]),
+    "max_tokens": ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens", ["max_tokens", "between 1 and"]),
+    "num_speculative_tokens": (
+        {"prompt": "x", "speculation": {"num_speculative_tokens": 99}},
+        400, "speculation.num_speculative_tokens", ["between 0 and 32", "99"],
+    ),
+    "wrong type": ({"prompt": "x", "temperature": "0"}, 400, "temperature", ["temperature", "number"]),
+    "unsupported": ({"prompt": "x", "n": 2}, 400, "n", ["n is not supported"]),
+    "unsupported logprobs": ({"prompt": "x", "logprobs": 1}, 400, "logprobs", ["logprobs is not supported"]),
+    "no prompt": ({}, 400, "prompt", ["required"]),
+    "empty prompt": ({"prompt": ""}, 400, "prompt", ["at least one"]),
+    "foreign token id": ({"prompt": [4096]}, 400, "prompt", ["between 0 and 4095"]),
+    "malformed JSON": (b'{"prompt": "x",', 400, None, ["not valid JSON"]),
+    "no object": (b"[1]", 400, None, ["JSON object"]),
+}  # fmt: skip
+
+
+def test_bad_input_is_refused_by_name_and_nothing_is_lost(
+    system: System, stub: generation_pb2_grpc.GenerationStub
+) -> None:
+    text = system.text(PROMPT, max_tokens=20)
+    before = system.num_generated()
+    for name, (body, status, parameter, words) in REFUSALS.items():
+        bodies = [body] if isinstance(body, bytes) else [body, body | {"stream": True}]
+        for each in bodies:
+            sent: dict[str, Any] = {"content": each} if isinstance(each, bytes) else {"json": each}
+            response = system.client.post(COMPLETIONS, **sent)
+            assert response.status_code == status, (name, response.text)
+            error = response.json()["error"]
+            assert error.keys() >= {"message", "type", "param", "code"}, name
+            assert error["param"] == parameter, name
+            assert not [word for word in words if word not in error["message"]], (name, error)
+    chat = system.post(CHAT, {"messages": [{"role": "robot", "content": "x"}]})
+    assert chat.status_code == 400
+    assert chat.json()["error"]["param"] == "messages[0].role"
+    for request, code, words in GRPC_REFUSALS:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request, timeout=30))
+        assert caught.value.code() is code, caught.value
+        details = str(caught.value.details())
+        assert not [word for word in words if word not in details], details
+    assert system.num_generated() == before, "a refusal comes before any work"
+    assert system.text(PROMPT, max_tokens=20) == text
+    system.expect_idle()
+
+
+GRPC_REFUSALS = [
+    (
+        grpc_request(prompt_token_ids=generation_pb2.TokenPrompt(token_ids=TOO_LONG)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        ["2000", "1024"],
+    ),
+    (grpc_request(prompt="x", model="gpt-0"), grpc.StatusCode.NOT_FOUND, ["gpt-0", "target"]),
+    (grpc_request(prompt="x", temperature=2.5), grpc.StatusCode.INVALID_ARGUMENT, ["temperature", "0 and 2"]),
+    (grpc_request(prompt="x", max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, ["max_tokens", "at least 1"]),
+    (grpc_request(), grpc.StatusCode.INVALID_ARGUMENT, ["prompt_token_ids"]),
+]
+
+
+# Who goes away.
+
+
+def leave_http_stream(system: System, stub: generation_pb2_grpc.GenerationStub) -> None:
+    with system.stream(COMPLETIONS, LONG) as events:
+        for _ in range(3):
+            next(events)
+
+
+def leave_http_answer(system: System, stub: generation_pb2_grpc.GenerationStub) -> None:
+    """Impatient for an answer in one piece."""
+    with pytest.raises(httpx.ReadTimeout):
+        system.client.post(COMPLETIONS, json=LONG, timeout=0.5)
+
+
+def leave_chat(system: System, stub: generation_pb2_grpc.GenerationStub) -> None:
+    message = {"role": "user", "content": "Read a file."}
+    with system.stream(CHAT, {"messages": [message], "max_tokens": 900, "ignore_eos": True}) as events:
+        for _ in range(3):
+            next(events)
+
+
+def leave_grpc_stream(system: System, stub: generation_pb2_grpc.GenerationStub) -> None:
+    call = stub.Generate(grpc_request(**LONG), timeout=60)
+    for _ in range(3):
+        next(call)
+    call.cancel()
+
+
+@pytest.mark.parametrize("leave", [leave_http_stream, leave_http_answer, leave_chat, leave_grpc_stream])
+def test_a_client_that_leaves_frees_both_workers(
+    system: System,
+    stub: generation_pb2_grpc.GenerationStub,
+    leave: Callable[[System, generation_pb2_grpc.GenerationStub], None],
+) -> None:
+    system.expect_idle()
+    before = system.num_generated()
+    leave(system, stub)
+    system.expect_idle()
+    assert system.num_generated() - before < LONG["max_tokens"], "the target went on for nobody"
+
+
+# What dies.
+
+
+def test_a_killed_draft_worker_changes_nothing_but_speed(system: System) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "speculation": {"detail": True}}
+    expected = system.text(PROMPT, max_tokens=400, ignore_eos=True, speculation={"enabled": False})
+    lives = system.ready_lines("draft-0")
+    pid = int(lives[-1]["pid"])
+    assert pid in system.command.processes()
+    origins: list[str] = []
+    with system.stream(COMPLETIONS, body) as events:
+        seen = []
+        for event in events:
+            seen.append(event)
+            origins += event.get("outrider", {}).get("origins", [])
+            if "accepted" in origins:
+                break
+        os.kill(pid, signal.SIGKILL)
+        num_before = len(origins)
+        # While no draft worker lives, new requests are served too.
+        meanwhile = system.complete(PROMPT, max_tokens=30, speculation={"detail": True})
+        assert system.ready_lines("draft-0") == lives, "it came back too soon for this test to mean anything"
+        assert set(meanwhile["outrider"]["origins"]) == {"plain"}
+        assert expected.startswith(meanwhile["choices"][0]["text"])
+        seen += events
+    origins += [origin for event in seen for origin in event.get("outrider", {}).get("origins", [])][
+        num_before:
+    ]
+    assert text_of(seen) == expected
+    assert longest_plain_run(origins[num_before:]) > 30, "the stream never had to do without hints"
+
+    (life,) = eventually(
+        lambda: system.ready_lines("draft-0")[len(lives) :], bool, "another draft worker", timeout_s=90
+    )
+    assert life["pid"] != pid
+    again = eventually(
+        lambda: system.complete(PROMPT, max_tokens=40), num_accepted, "hints are accepted again"
+    )
+    assert expected.startswith(again["choices"][0]["text"])
+    system.expect_idle()
+
+
+def longest_plain_run(origins: list[str]) -> int:
+    return max(map(len, "".join("p" if origin == "plain" else " " for origin in origins).split()), default=0)
+
+
+# How it starts and stops.
+
+
+def test_a_second_system_on_the_same_ports_is_refused(system: System, tmp_path: Path) -> None:
+    port, grpc_port = system.url.rpartition(":")[2], system.grpc.rpartition(":")[2]
+    for flags, flag in ((("--port", port), "--port"), (("--grpc-port", grpc_port), "--grpc-port")):
+        refused = Command.start(tmp_path / flag, "serve", *FREE_PORTS, *flags)
+        assert refused.process.wait(60) == 1, refused.stderr
+        assert f"{flag} {flags[1]}: cannot listen on" in refused.stderr
+        assert not refused.processes()
+    assert system.text(PROMPT, max_tokens=4)
+
+
+def test_sigterm_ends_every_process(system: System) -> None:
+    """The last of the running system's tests."""
+    running = system.command.processes()
+    for part in ("target_worker", "draft_worker", "coordinator", "redis", "raylet", "gcs_server"):
+        assert any(part in words for words in running.values()), (part, running)
+    scratch = Path("/tmp").glob(f"outrider-{system.command.process.pid}-*")
+    assert (kept := list(scratch))
+    assert system.command.stop() == 0, system.command.stderr
+    assert not system.command.processes()
+    assert not any(folder.exists() for folder in kept)
+    assert "killed, it did not end" not in system.command.stderr
+
+
+@pytest.mark.long  # another start; the shorter tests see plain service while the draft worker is dead
+def test_without_a_draft_it_serves_plainly(tmp_path: Path) -> None:
+    with running_system(tmp_path / "cache", "--no-draft") as system:
+        assert not any("draft_worker" in words for words in system.command.processes().values())
+        answer = system.complete(PROMPT, max_tokens=30, speculation={"detail": True})
+        assert set(answer["outrider"]["origins"]) == {"plain"}
+        assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+        assert system.client.get("/health").json()["num_draft_workers"] == 0
+        assert system.command.stop() == 0
+        assert not system.command.processes()
+
+
+def damaged(folder: Path) -> Path:
+    """The demo's target after a download that broke off."""
+    shutil.copytree(DEMO_TARGET, folder)
+    os.truncate(folder / "model.safetensors", 1_000_000)
+    return folder
+
+
+def test_broken_weights_are_one_clear_message_and_leave_nothing(tmp_path: Path) -> None:
+    """The worker finds out, while Ray is half-way through its start."""
+    folder = damaged(tmp_path / "broken")
+    refused = Command.start(tmp_path / "cache", "serve", *FREE_PORTS, "--target", folder, "--no-draft")
+    try:
+        assert refused.process.wait(90) == 1
+    except subprocess.TimeoutExpired:
+        refused.stop()
+        raise
+    assert str(folder) in refused.stderr.partition("Its last lines")[2]
+    assert "Traceback" not in refused.stderr
+    assert "site-packages" not in refused.stderr
+    assert not refused.processes()

@@ -1,0 +1,188 @@
+"""The README is run: its commands start the system, its examples get answers from it.
+
+`test_repository.py` keeps the names in it true without starting anything; here every block under "How to call it"
+runs as it stands, but for the addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from tests.e2e.system import ROOT, System, environment, events_of, running_system, text_of
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HELP_TIMEOUT_S = RUN_TIMEOUT_S = 60.0
+
+live = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("system"),
+    pytest.mark.skipif(
+        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
+    ),
+]
+
+
+def section(title: str) -> str:
+    """The text below a heading of the second level."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    assert found, f"the README has no section {title!r}"
+    return found[1]
+
+
+def blocks(title: str) -> list[tuple[str, str]]:
+    """Fenced blocks of a section: language and content."""
+    return BLOCK.findall(section(title))
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of each `outrider ...` line of a shell block."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("outrider ")]
+
+
+def all_commands() -> list[list[str]]:
+    """Every `outrider ...` in the README's shell blocks."""
+    return [
+        words
+        for language, content in BLOCK.findall(README)
+        if language == "sh"
+        for words in commands(content)
+    ]
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which `outrider` and `python` are this checkout's and this interpreter's."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, words in (("outrider", "-m outrider"), ("python", "")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        (folder / name).chmod(0o755)
+    here = environment()
+    return here | {"PATH": f"{folder}{os.pathsep}{here['PATH']}", "NO_PROXY": "127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """What the first command of "How to call it" starts, on free ports."""
+    language, content = blocks("How to call it")[0]
+    program, command, *flags = commands(content)[0]
+    assert (language, program, command) == ("sh", "outrider", "serve")
+    with running_system(tmp_path_factory.mktemp("readme") / "cache", *flags) as running:
+        yield running
+
+
+def run(words: list[str], shell: dict[str, str], typed: str | None = None) -> str:
+    """The standard output of a command that must succeed."""
+    result = subprocess.run(
+        words, cwd=ROOT, env=shell, input=typed, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+    )  # fmt: skip
+    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def addressed(code: str, system: System) -> str:
+    """The code with the addresses of the running system. Fails when it names none of the documented ones."""
+    replaced = code.replace("http://127.0.0.1:8000", system.url).replace("127.0.0.1:9000", system.grpc)
+    assert replaced != code, "the example names neither 127.0.0.1:8000 nor 127.0.0.1:9000"
+    return replaced
+
+
+def test_every_kind_of_call_has_an_example() -> None:
+    assert [language for language, _ in blocks("How to call it")] == ["sh", "sh", "python", "python"]
+    code = "\n".join(content for _, content in blocks("How to call it"))
+    assert all(word in code for word in ("outrider serve", "curl ", "from openai import", "import grpc"))
+
+
+@pytest.mark.slow
+def test_commands_show_their_help_and_know_the_flags_the_readme_gives_them(shell: dict[str, str]) -> None:
+    used: dict[str, set[str]] = {}
+    for words in all_commands():
+        used.setdefault(words[1], set()).update(word for word in words if word.startswith("--"))
+    for name in re.findall(r"`outrider ([a-z-]+)[^`]*`", README):
+        used.setdefault(name, set())
+    assert {"serve", "demo", "chat", "target-worker", "draft-worker", "coordinator"} <= used.keys()
+    for name, flags in used.items():
+        text = run(["outrider", name, "--help"], shell)
+        assert not [flag for flag in flags if flag not in text], name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_knows_every_target_that_the_readme_names() -> None:
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README, re.MULTILINE))
+    targets = {target for pair in named for target in pair if target}
+    assert {"demo", "test", "bench"} <= targets
+    for target in targets:
+        result = subprocess.run(
+            ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+
+
+class TestLive:
+    """Against what the README's own first command started."""
+
+    pytestmark = live
+
+    def test_the_examples_say_the_same(self, system: System, shell: dict[str, str]) -> None:
+        """curl, the openai package and gRPC ask for the same 60 tokens."""
+        (_, first), (_, curl), *programs = blocks("How to call it")
+        events = list(events_of(iter(run(["bash", "-euc", addressed(curl, system)], shell).splitlines())))
+        text = text_of(events)
+        assert text.strip()
+        last = events[-1]
+        assert last["usage"]["completion_tokens"] == 60
+        assert last["metrics"]["speculative_decoding"]["num_spec_tokens"] <= 5
+        details = [event["outrider"] for event in events if "outrider" in event]
+        assert sum(len(detail["token_ids"]) for detail in details) == 60
+        assert sum(len(detail["origins"]) for detail in details) == 60
+        assert all(
+            "outrider" in event for event in events if event["choices"] and event["choices"][0]["text"]
+        )
+        for language, program in programs:
+            assert language == "python"
+            assert run(["python", "-W", "error", "-c", addressed(program, system)], shell) == text
+        rest = commands(first)[1:]
+        assert all(run(words, shell).strip() for words in rest), "serve --help"
+
+    def test_chat_answers_from_another_terminal(self, system: System, shell: dict[str, str]) -> None:
+        assert "`outrider chat`" in section("How to call it")
+        words = ["outrider", "chat", "--url", system.url, "--max-tokens", "20"]
+        for extra in ([], ["--complete"]):
+            assert "20 tokens · TTFT" in run([*words, *extra], shell, typed="def read_file(path):\n")
+
+    def test_the_other_paths_it_names_exist(self, system: System) -> None:
+        paths = re.findall(r"`(/[a-z0-9_/]+)`", section("How to call it"))
+        assert {"/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(paths)
+        for path in paths:
+            statuses = {
+                system.client.get(path).status_code, system.client.post(path, content=b"{}").status_code
+            }  # fmt: skip
+            assert 404 not in statuses, path
+            assert statuses & {200, 400}, path
+        tokens = system.post("/tokenize", {"prompt": "def f(x):"}).json()["tokens"]
+        assert system.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "def f(x):"
+        lines = system.client.get("/metrics").text.splitlines()
+        assert any(line.startswith("outrider_generation_tokens_total{") for line in lines)
+
+    def test_a_client_of_the_readme_sees_the_model_by_its_name(self, system: System) -> None:
+        served = [model["id"] for model in system.client.get("/v1/models").json()["data"]]
+        asked = set(re.findall(r'"?model"?[=:] ?"(\w+)"', section("How to call it")))
+        assert asked == set(served) == {system.model}
+
+    def test_errors_are_json_on_every_path(self, system: System) -> None:
+        response = system.client.get("/v1/nowhere")
+        assert response.status_code == 404
+        assert json.loads(response.text)["error"]["message"]

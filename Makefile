@@ -47,9 +47,11 @@ $(STAMP): pyproject.toml
 	@echo "[2/3] $(TORCH), $(if $(filter-out 0,$(HAS_GPU)),GPU build,CPU build)"
 	@index=(); \
 	if $(BIN)/python -c 'import torch' 2>/dev/null; then :; \
-	elif [ "$(or $(HAS_GPU),0)" = 0 ] && $(PIP) install --dry-run --no-deps --quiet --report - "$(TORCH)" 2>/dev/null \
+	elif [ "$(or $(HAS_GPU),0)" = 0 ] && [ -n "$(TORCH_CPU_INDEX)" ] && $(PIP) install --dry-run --no-deps --quiet --report - "$(TORCH)" 2>/dev/null \
 		| grep -Ec '^ *"(nvidia|cuda)-[a-z]' >/dev/null; then index=(--index-url "$(TORCH_CPU_INDEX)"); fi; \
-	$(PIP_INSTALL) "$${index[@]}" "$(TORCH)"
+	$(PIP_INSTALL) "$${index[@]}" "$(TORCH)" || { \
+		echo "No $(TORCH) to be had. Without a GPU the CPU build is looked for at TORCH_CPU_INDEX=$(TORCH_CPU_INDEX):"; \
+		echo "name another index, or take whatever the default index has with: make TORCH_CPU_INDEX="; exit 1; }
 	@echo "[3/3] Outrider and its dependencies"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@

@@ -174,6 +174,7 @@ class TestLive:
             assert statuses & {200, 400}, path
         tokens = system.post("/tokenize", {"prompt": "def f(x):"}).json()["tokens"]
         assert system.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "def f(x):"
+        assert system.text("def f(x):", max_tokens=2)
         lines = system.client.get("/metrics").text.splitlines()
         assert any(line.startswith("outrider_generation_tokens_total{") for line in lines)
 

@@ -20,7 +20,7 @@ it.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class OutriderError(Exception):
@@ -34,6 +34,17 @@ class OutriderError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between processes (Ray pickles them); Exception's own way would call the class with the
+        # message alone, which does for few of them.
+        return _revive, (type(self), self.args, self.__dict__)
+
+
+def _revive(kind: type[OutriderError], arguments: tuple[Any, ...], fields: dict[str, Any]) -> OutriderError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidRequest(OutriderError):

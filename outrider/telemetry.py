@@ -67,7 +67,6 @@ class DraftMetrics(_Metrics):
         super().__init__(model_name, worker_id)
         self.num_sessions = self._gauge("draft_sessions", "Sessions attached")
         self.num_sent_nodes = self._counter("draft_nodes_sent", "Hint tree nodes sent")
-        self.num_roots = self._counter("draft_roots", "Hint trees planted")
         self.step_ms = self._histogram("draft_step_milliseconds", "Forward pass of a batch of nodes")
 
 

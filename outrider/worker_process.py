@@ -176,10 +176,15 @@ class WorkerProcess:
         self._health = health_aio.HealthServicer()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
+        self._registry: Registry | None = None
 
     async def __aenter__(self) -> Self:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection(self._service_names, self.server)
+        # What can be found out in milliseconds comes before the model is loaded, which may take minutes.
+        if self.options.redis_url is not None:
+            self._registry = Registry(self.options.redis_url)
+            await self._registry.ping()
         address = f"{self.options.host}:{self.options.port}"
         _check_port(self.options.host, self.options.port)
         try:
@@ -190,6 +195,8 @@ class WorkerProcess:
 
     async def __aexit__(self, *_: object) -> None:
         await self.server.stop(grace=0.5)
+        if self._registry is not None:
+            await self._registry.close()
 
     @property
     def address(self) -> str:
@@ -232,11 +239,8 @@ class WorkerProcess:
         record = replace(record, address=self.address)
         async with contextlib.AsyncExitStack() as stack:
             lease: WorkerLease | None = None
-            if self.options.redis_url is not None:
-                registry = Registry(self.options.redis_url)
-                stack.push_async_callback(registry.close)
-                await registry.ping()
-                lease = await stack.enter_async_context(WorkerLease(registry, record, load))
+            if self._registry is not None:
+                lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             facts = {
                 "event": "ready",

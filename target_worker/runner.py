@@ -9,7 +9,7 @@ import torch
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.verification import Verdict, verify
 from outrider.telemetry import TargetMetrics
-from target_worker.messages import Action, Event, Step, StepItem, StepResult, WaitForHints
+from target_worker.messages import Action, Event, HintsArrived, Step, StepItem, StepResult, WaitForHints
 from target_worker.scheduler import Scheduler
 
 
@@ -41,7 +41,10 @@ class TargetCore:
         self._last_end: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        return self.scheduler.handle(event, now)
+        actions = self.scheduler.handle(event, now)
+        if not isinstance(event, HintsArrived):
+            self._observe_load()
+        return actions
 
     def run_next(self, now: float) -> tuple[list[Action], float | None]:
         decision = self.scheduler.next_step(now)
@@ -56,7 +59,11 @@ class TargetCore:
         result = run_step(self.engine, decision)
         self._last_end = time.perf_counter()
         self._metrics.step_ms.observe(result.step_ms)
+        actions = self.scheduler.finish_step(decision, result, time.monotonic())
+        self._observe_load()
+        return actions, 0.0
+
+    def _observe_load(self) -> None:
         self._metrics.num_requests_running.set(self.scheduler.num_running)
         self._metrics.num_requests_waiting.set(self.scheduler.num_waiting)
         self._metrics.kv_cache_usage_perc.set(self.scheduler.kv_usage)
-        return self.scheduler.finish_step(decision, result, time.monotonic()), 0.0

@@ -118,7 +118,7 @@ def check_redis(url: str) -> None:
         client.ping()
     except redis.exceptions.RedisError as error:
         raise ConfigurationError(
-            f"Redis at {_without_password(url)} does not answer: {error}. Correct --redis-url or "
+            f"Redis at {_without_password(url)} does not answer ({error}); correct --redis-url or "
             "OUTRIDER_REDIS_URL, or leave both out to use an embedded Redis."
         ) from error
     finally:

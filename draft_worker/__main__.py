@@ -25,7 +25,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_worker_arguments(parser, "draft")
     parser.add_argument(
-        "--max-nodes", type=int, default=96, help="live nodes of one hint tree (default %(default)s)"
+        "--max-nodes", type=int, default=240, help="live nodes of one hint tree (default %(default)s)"
     )
     parser.add_argument(
         "--max-lookahead",

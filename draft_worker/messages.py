@@ -153,7 +153,7 @@ class DraftLimits:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512  # fed in one step, prefill included
     max_model_len: int = 1024  # tokens; a longer session gets no more hints
-    max_nodes: int = 96  # live nodes of one tree
+    max_nodes: int = 240  # live nodes of one tree
     max_lookahead: int = 20  # depth below the cursor
     max_nodes_per_step: int = 8  # of one session; attention pads rows to eights anyway
-    min_chance: float = 0.02  # alternatives that are less likely to be reached are not grown
+    min_chance: float = 0.004  # alternatives that are less likely to be reached are not grown

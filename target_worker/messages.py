@@ -189,7 +189,7 @@ class SchedulerLimits:
     max_num_waiting: int = 64  # sessions that wait for a place
     max_num_batched_tokens: int = 512  # fed in one step
     max_model_len: int = 1024  # prompt plus output, tokens
-    num_speculative_tokens: int = 8  # hints fed per session and step
+    num_speculative_tokens: int = 7  # hints fed per session and step; with the last token, eight rows
     hint_wait_ms_max: float = 10.0
     wait_for_num_hints: int | None = None  # hints that a step waits for; None: as many as measurements say
     max_early_sessions: int = 256  # that draft workers speak of before the coordinator does

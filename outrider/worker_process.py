@@ -27,11 +27,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import grpc.aio
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
 
-from outrider.errors import ConfigurationError, OutriderError
+from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Pool, Registry, WorkerLease, WorkerRecord
 from protos.outrider.v1 import common_pb2
@@ -304,8 +307,17 @@ def _check_port(host: str, port: int) -> None:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
-    """Ends the call with the error's own status; never returns."""
-    await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message)
+    """Ends the call with the error's own status; never returns.
+
+    An error that will pass carries google.rpc.RetryInfo, which says when to come back.
+    """
+    code = grpc.StatusCode[error.grpc_code]
+    status = status_pb2.Status(code=code.value[0], message=error.message)
+    if isinstance(error, Overloaded | Unavailable):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(error.retry_after_s * 1e3))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    await context.abort(code, error.message, rpc_status.to_status(status).trailing_metadata)
 
 
 def run_worker(main: Callable[[], Any]) -> int:

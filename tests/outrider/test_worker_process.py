@@ -1,0 +1,68 @@
+"""What worker processes share: refusals that a caller can act on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.worker_process import WorkerOptions, WorkerProcess, abort
+from protos.outrider.v1 import common_pb2, draft_pb2_grpc
+
+
+class Refusing(draft_pb2_grpc.DraftServicer):
+    def __init__(self, error: OutriderError) -> None:
+        self.error = error
+
+    async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Any) -> common_pb2.WorkerInfo:
+        await abort(context, self.error)
+        raise AssertionError("abort never returns")
+
+
+async def refusal(error: OutriderError) -> grpc.aio.AioRpcError:
+    """The error as a caller sees it."""
+    server = grpc.aio.server()
+    draft_pb2_grpc.add_DraftServicer_to_server(Refusing(error), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await draft_pb2_grpc.DraftStub(channel).GetInfo(common_pb2.GetInfoRequest(), timeout=10)
+            return caught.value
+    finally:
+        await server.stop(None)
+
+
+async def test_a_full_worker_says_when_to_come_back() -> None:
+    error = await refusal(Overloaded("all slots are taken", retry_after_s=1.5))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "all slots are taken"
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    assert status is not None
+    info = error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(info)
+    assert info.retry_delay.ToMilliseconds() == 1500
+
+
+async def test_an_error_of_the_caller_carries_no_retry_hint() -> None:
+    error = await refusal(InvalidRequest("top_p", "top_p is 7; permitted: above 0, at most 1"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    assert status is not None
+    assert not status.details
+
+
+async def test_a_port_in_use_is_named() -> None:
+    options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0)
+    async with WorkerProcess(options, "draft", []) as process:
+        await process.server.start()
+        taken = WorkerOptions("127.0.0.1", process.port, None, 0, "w", 1.0)
+        with pytest.raises(OutriderError, match=rf"port {process.port} .*--port"):
+            async with WorkerProcess(taken, "draft", []):
+                pass

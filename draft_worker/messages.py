@@ -125,10 +125,10 @@ class StepItem:
     sampling: SamplingParams
     seed: int
     decided_positions: list[int]  # per node: the position that its children guess
-    positions: npt.NDArray[np.int64] | None = None  # as in engine.model.SequenceChunk
     tree_start: int = 0
-    visible: npt.NDArray[np.bool_] | None = None
-    key_positions: npt.NDArray[np.int64] | None = None
+    paths: Sequence[Sequence[int]] | None = (
+        None  # KV entries that each node sees, as in engine.attention.QueryBlock
+    )
 
 
 @dataclass(frozen=True, slots=True)

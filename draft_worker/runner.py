@@ -29,15 +29,7 @@ def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
     for move in step.moves:
         engine.move_entries(move.source_slots, move.destination_slots)
     chunks = [
-        SequenceChunk(
-            item.kv,
-            item.token_ids,
-            len(item.node_ids),
-            item.positions,
-            item.tree_start,
-            item.visible,
-            item.key_positions,
-        )
+        SequenceChunk(item.kv, item.token_ids, len(item.node_ids), item.tree_start, item.paths)
         for item in step.items
     ]
     logits = engine.forward(chunks)

@@ -174,7 +174,7 @@ class DraftScheduler:
         actions: list[Action] = []
         for item, expanded in zip(step.items, expansions, strict=True):
             session = self._sessions[item.session_id]  # events are handled between steps only
-            if item.visible is None:
+            if item.paths is None:
                 session.finish_prefill(len(item.token_ids))
             hints: list[Hint] = []
             for node_id, expansion in zip(item.node_ids, expanded, strict=True):

@@ -204,16 +204,7 @@ class DraftSession:
             self.nodes[node_id].entry = first_entry + index
         self.entry_nodes = self.entry_nodes + node_ids
         self.num_expanding = len(node_ids)
-        visible = np.zeros((len(node_ids), len(self.entry_nodes)), dtype=np.bool_)
-        for row, node_id in enumerate(node_ids):
-            ancestor: int = node_id
-            while ancestor != self.cursor:
-                node = self.nodes[ancestor]
-                assert node.entry is not None
-                visible[row, node.entry - self.num_prefix] = True
-                ancestor = node.hint.parent_id
-        positions = [self.base_len + self.nodes[node_id].depth - 1 for node_id in node_ids]
-        key_positions = [self.base_len + self.nodes[node_id].depth - 1 for node_id in self.entry_nodes]
+        paths = [self._path_entries(node_id) for node_id in node_ids]
         return StepItem(
             self.session_id,
             self.kv,
@@ -221,12 +212,20 @@ class DraftSession:
             node_ids,
             self.sampling,
             self.seed,
-            [position + 1 for position in positions],
-            np.asarray(positions, dtype=np.int64),
+            [self.num_prefix + len(path) for path in paths],
             self.num_prefix,
-            visible,
-            np.asarray(key_positions, dtype=np.int64),
+            paths,
         )
+
+    def _path_entries(self, node_id: int) -> list[int]:
+        """KV entries from the cursor's child down to the node."""
+        entries: list[int] = []
+        while node_id != self.cursor:
+            node = self.nodes[node_id]
+            assert node.entry is not None
+            entries.append(node.entry)
+            node_id = node.hint.parent_id
+        return entries[::-1]
 
     def finish_prefill(self, num_fed: int) -> None:
         self.num_prefix += num_fed

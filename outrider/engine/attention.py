@@ -15,7 +15,7 @@ results changed where the padded length crossed 256.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,31 +37,39 @@ MAX_ROWS_PER_CALL = 256
 class QueryBlock:
     """New tokens of one sequence: entries `[kv.length - num_rows, kv.length)` of its KV, already reserved.
 
-    `positions` are given for hint trees, where an entry's index is not its position; `visible[i, j]` then says
-    whether row `i` sees entry `tree_start + j`. Entries before `tree_start` are seen by every row.
+    Rows of plain text see every entry up to their own. Nodes of a hint tree give `paths`: for each row, root first,
+    the entries that it sees beyond the first `tree_start` (which are text): its ancestors' and its own. The place of
+    an entry among those that a row sees is its position, so a node's arithmetic is that of the same text in a line.
     """
 
     kv: KVSequence
     num_rows: int
-    positions: npt.NDArray[np.int64] | None = None  # [num_rows]
     tree_start: int = 0
-    visible: npt.NDArray[np.bool_] | None = None  # [num_rows, kv.length - tree_start]
-    key_positions: npt.NDArray[np.int64] | None = None  # [kv.length - tree_start]
+    paths: Sequence[Sequence[int]] | None = None  # [num_rows][...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Rows at consecutive positions that read the same keys, each up to its own position."""
+
+    first_row: int  # in the flat step
+    num_rows: int
+    first_position: int
+    key_slots: npt.NDArray[np.int64]  # by position
 
 
 @dataclass(slots=True)
 class _Group:
-    """Query blocks with the same padded number of rows, attended in one call."""
+    """Members with the same padded number of rows, attended in one call."""
 
-    row_index: torch.Tensor  # [num_seqs * rows] into the flat step; padding repeats row 0
-    flat_index: torch.Tensor  # [num_real_rows] into num_seqs * rows
+    row_index: torch.Tensor  # [num_members * rows] into the flat step; padding repeats row 0
+    flat_index: torch.Tensor  # [num_real_rows] into num_members * rows
     real_rows: torch.Tensor  # [num_real_rows] into the flat step
-    key_slots: torch.Tensor  # [num_seqs * keys]
-    query_positions: torch.Tensor  # [num_seqs, rows]
-    key_positions: torch.Tensor  # [num_seqs, keys]
-    hidden: torch.Tensor  # [num_seqs, 1, 1, rows, keys], True where a row may not look
-    num_seqs: int
-    is_identity: bool  # one sequence without padding rows: no gather needed
+    key_slots: torch.Tensor  # [num_members * keys]
+    query_positions: torch.Tensor  # [num_members, rows]
+    hidden: torch.Tensor  # [num_members, 1, 1, rows, keys], True where a row may not look
+    num_members: int
+    is_identity: bool  # one member without padding rows: no gather needed
     windows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def hidden_within(self, window: int | None) -> torch.Tensor:
@@ -69,7 +77,8 @@ class _Group:
         if window is None:
             return self.hidden
         if window not in self.windows:
-            too_far = self.query_positions[:, :, None] - self.key_positions[:, None, :] >= window
+            key_positions = torch.arange(self.hidden.shape[-1])
+            too_far = self.query_positions[:, :, None] - key_positions >= window
             self.windows[window] = self.hidden | too_far[:, None, None]
         return self.windows[window]
 
@@ -89,69 +98,64 @@ class StepLayout:
 
 def plan_step(blocks: Sequence[QueryBlock], caches: list[tuple[torch.Tensor, torch.Tensor]]) -> StepLayout:
     """Lays out one step over `blocks` in the given order."""
-    write_slots, positions = [], []
-    by_rows: dict[int, list[tuple[int, QueryBlock, int]]] = {}
-    offset = 0
+    write_slots = []
+    positions: list[int] = []
+    by_rows: dict[int, list[_Member]] = {}
     for block in blocks:
-        first = block.kv.length - block.num_rows
-        write_slots.append(block.kv.slots(first, block.kv.length))
-        positions.append(np.arange(first, block.kv.length) if block.positions is None else block.positions)
-        for cut in range(0, block.num_rows, MAX_ROWS_PER_CALL):
-            num_rows = min(MAX_ROWS_PER_CALL, block.num_rows - cut)
-            padded = -(-num_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
-            by_rows.setdefault(padded, []).append((offset, block, cut))
-        offset += block.num_rows
-    groups = [_plan_group(rows, members, offset) for rows, members in by_rows.items()]
+        slots = block.kv.slots(0, block.kv.length)
+        write_slots.append(slots[block.kv.length - block.num_rows :])
+        for member in _members(block, slots, first_row=len(positions)):
+            padded = -(-member.num_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
+            by_rows.setdefault(padded, []).append(member)
+            positions.extend(range(member.first_position, member.first_position + member.num_rows))
+    groups = [_plan_group(rows, members, len(positions)) for rows, members in by_rows.items()]
     return StepLayout(
         write_slots=torch.from_numpy(np.concatenate(write_slots)),
-        positions=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
+        positions=torch.tensor([positions]),
         groups=groups,
         caches=caches,
     )
 
 
-def _plan_group(rows: int, members: list[tuple[int, QueryBlock, int]], num_tokens: int) -> _Group:
-    longest = max(block.kv.length for _, block, _ in members)
+def _members(block: QueryBlock, slots: npt.NDArray[np.int64], first_row: int) -> Iterator[_Member]:
+    """A block's rows in their order, as members."""
+    if block.paths is None:
+        first = block.kv.length - block.num_rows
+        for cut in range(0, block.num_rows, MAX_ROWS_PER_CALL):
+            num_rows = min(MAX_ROWS_PER_CALL, block.num_rows - cut)
+            yield _Member(first_row + cut, num_rows, first + cut, slots[: first + cut + num_rows])
+        return
+    text = slots[: block.tree_start]
+    for row, path in enumerate(block.paths):
+        key_slots = np.concatenate([text, slots[path]])
+        yield _Member(first_row + row, 1, len(key_slots) - 1, key_slots)
+
+
+def _plan_group(rows: int, members: list[_Member], num_tokens: int) -> _Group:
+    longest = max(len(member.key_slots) for member in members)
     keys = -(-longest // KEYS_CHUNK) * KEYS_CHUNK
-    num_seqs = len(members)
-    row_index = np.zeros((num_seqs, rows), dtype=np.int64)
-    key_slots = np.zeros((num_seqs, keys), dtype=np.int64)
-    query_positions = np.zeros((num_seqs, rows), dtype=np.int64)
-    key_positions = np.zeros((num_seqs, keys), dtype=np.int64)
-    hidden = np.ones((num_seqs, rows, keys), dtype=np.bool_)
-    hidden[:, :, 0] = False  # padding rows must see something, or their softmax is not a number
-    is_real = np.zeros((num_seqs, rows), dtype=np.bool_)
-    for i, (offset, block, cut) in enumerate(members):
-        length = block.kv.length
-        first = length - block.num_rows
-        count = min(rows, block.num_rows - cut)
-        row_index[i, :count] = np.arange(offset + cut, offset + cut + count)
+    num_members = len(members)
+    row_index = np.zeros((num_members, rows), dtype=np.int64)
+    key_slots = np.zeros((num_members, keys), dtype=np.int64)
+    # Padding rows stand at position 0: they must see something, or their softmax is not a number.
+    query_positions = np.zeros((num_members, rows), dtype=np.int64)
+    is_real = np.zeros((num_members, rows), dtype=np.bool_)
+    for i, member in enumerate(members):
+        count = member.num_rows
+        row_index[i, :count] = np.arange(member.first_row, member.first_row + count)
+        query_positions[i, :count] = np.arange(member.first_position, member.first_position + count)
+        key_slots[i, : len(member.key_slots)] = member.key_slots
         is_real[i, :count] = True
-        key_slots[i, :length] = block.kv.slots(0, length)
-        key_positions[i, :length] = np.arange(length)
-        if block.visible is None:
-            entries = np.arange(first + cut, first + cut + count)
-            query_positions[i, :count] = (
-                entries if block.positions is None else block.positions[cut : cut + count]
-            )
-            hidden[i, :count, :length] = np.arange(length)[None, :] > entries[:, None]
-        else:
-            assert block.positions is not None
-            assert block.key_positions is not None
-            query_positions[i, :count] = block.positions[cut : cut + count]
-            key_positions[i, block.tree_start : length] = block.key_positions
-            hidden[i, :count, : block.tree_start] = False
-            hidden[i, :count, block.tree_start : length] = ~block.visible[cut : cut + count]
+    hidden = np.arange(keys) > query_positions[:, :, None]
     return _Group(
         row_index=torch.from_numpy(row_index.reshape(-1)),
         flat_index=torch.from_numpy(np.flatnonzero(is_real)),
         real_rows=torch.from_numpy(row_index[is_real]),
         key_slots=torch.from_numpy(key_slots.reshape(-1)),
         query_positions=torch.from_numpy(query_positions),
-        key_positions=torch.from_numpy(key_positions),
         hidden=torch.from_numpy(hidden)[:, None, None],
-        num_seqs=num_seqs,
-        is_identity=num_seqs == 1 and bool(is_real.all()) and num_tokens == rows,
+        num_members=num_members,
+        is_identity=num_members == 1 and bool(is_real.all()) and num_tokens == rows,
     )
 
 
@@ -194,7 +198,7 @@ def paged_attention(
 
 
 def _attend(
-    query: torch.Tensor,  # [num_seqs * rows, num_heads, head_dim]
+    query: torch.Tensor,  # [num_members * rows, num_heads, head_dim]
     keys: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
     values: torch.Tensor,
     group: _Group,
@@ -202,42 +206,44 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of every row over its own sequence; `[num_seqs * rows, num_heads, head_dim]`."""
-    num_seqs = group.num_seqs
-    rows = query.shape[0] // num_seqs
+    """Attention of every row over its own keys; `[num_members * rows, num_heads, head_dim]`."""
+    num_members = group.num_members
+    rows = query.shape[0] // num_members
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads = keys.shape[1]
     share = num_heads // num_kv_heads
-    num_keys = group.key_slots.shape[0] // num_seqs
+    num_keys = group.key_slots.shape[0] // num_members
     num_chunks = num_keys // KEYS_CHUNK
 
-    # Query heads that share a KV head become rows of one product: [num_seqs * num_kv_heads, share * rows, head_dim].
-    folded = query.view(num_seqs, rows, num_kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(num_seqs * num_kv_heads, share * rows, head_dim)
-    own_keys = keys.index_select(0, group.key_slots).view(num_seqs, num_keys, num_kv_heads, head_dim)
-    own_keys = own_keys.permute(0, 2, 3, 1).reshape(num_seqs * num_kv_heads, head_dim, num_keys)
-    own_values = values.index_select(0, group.key_slots).view(num_seqs, num_keys, num_kv_heads, head_dim)
+    # Query heads that share a KV head become rows of one product: [num_members * num_kv_heads, share * rows, head_dim].
+    folded = query.view(num_members, rows, num_kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(num_members * num_kv_heads, share * rows, head_dim)
+    own_keys = keys.index_select(0, group.key_slots).view(num_members, num_keys, num_kv_heads, head_dim)
+    own_keys = own_keys.permute(0, 2, 3, 1).reshape(num_members * num_kv_heads, head_dim, num_keys)
+    own_values = values.index_select(0, group.key_slots).view(num_members, num_keys, num_kv_heads, head_dim)
     own_values = own_values.transpose(1, 2).reshape(
-        num_seqs * num_kv_heads * num_chunks, KEYS_CHUNK, head_dim
+        num_members * num_kv_heads * num_chunks, KEYS_CHUNK, head_dim
     )
 
     scores = torch.bmm(folded, own_keys).float().mul_(scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(num_seqs, num_kv_heads, share, rows, num_keys)
+    scores = scores.view(num_members, num_kv_heads, share, rows, num_keys)
     scores.masked_fill_(group.hidden_within(window), float("-inf"))
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    weights = weights.view(num_seqs * num_kv_heads, share * rows, num_chunks, KEYS_CHUNK).transpose(1, 2)
-    weights = weights.reshape(num_seqs * num_kv_heads * num_chunks, share * rows, KEYS_CHUNK)
-    parts = torch.bmm(weights, own_values).view(num_seqs * num_kv_heads, num_chunks, share * rows, head_dim)
+    weights = weights.view(num_members * num_kv_heads, share * rows, num_chunks, KEYS_CHUNK).transpose(1, 2)
+    weights = weights.reshape(num_members * num_kv_heads * num_chunks, share * rows, KEYS_CHUNK)
+    parts = torch.bmm(weights, own_values).view(
+        num_members * num_kv_heads, num_chunks, share * rows, head_dim
+    )
     total = parts[:, 0]
     if num_chunks > 1:
         total = total.float()
         for chunk in range(1, num_chunks):
             total = total + parts[:, chunk]
         total = total.to(query.dtype)
-    total = total.view(num_seqs, num_kv_heads, share, rows, head_dim).permute(0, 3, 1, 2, 4)
-    return total.reshape(num_seqs * rows, num_heads, head_dim)
+    total = total.view(num_members, num_kv_heads, share, rows, head_dim).permute(0, 3, 1, 2, 4)
+    return total.reshape(num_members * rows, num_heads, head_dim)
 
 
 class UnsupportedAttentionError(Exception):

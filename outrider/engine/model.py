@@ -62,15 +62,11 @@ class SequenceChunk:
     kv: KVSequence
     token_ids: Sequence[int]
     num_logits: int
-    positions: npt.NDArray[np.int64] | None = None
-    tree_start: int = 0
-    visible: npt.NDArray[np.bool_] | None = None
-    key_positions: npt.NDArray[np.int64] | None = None
+    tree_start: int = 0  # for nodes of a hint tree, as in `QueryBlock`
+    paths: Sequence[Sequence[int]] | None = None
 
     def query_block(self) -> QueryBlock:
-        return QueryBlock(
-            self.kv, len(self.token_ids), self.positions, self.tree_start, self.visible, self.key_positions
-        )
+        return QueryBlock(self.kv, len(self.token_ids), self.tree_start, self.paths)
 
 
 class Engine:

@@ -53,19 +53,14 @@ class FakeDraftModel:
             written |= set(slots)
             paths: list[Path] = []
             for row, token_id in enumerate(item.token_ids):
-                if item.visible is None:
+                if item.paths is None:
                     seen, position = slots[: first + row], first + row
                 else:
-                    assert item.positions is not None
-                    assert item.key_positions is not None
-                    position = int(item.positions[row])
-                    columns = [j for j, sees in enumerate(item.visible[row]) if sees]
-                    assert columns[-1] == first + row - item.tree_start, "a node sees itself last"
-                    in_tree = [item.tree_start + j for j in columns[:-1]]
-                    key_positions = [int(item.key_positions[j]) for j in columns]
-                    assert sorted(key_positions) == list(range(item.tree_start, position + 1))
-                    by_position = dict(zip(key_positions[:-1], in_tree, strict=True))
-                    seen = slots[: item.tree_start] + [slots[by_position[p]] for p in sorted(by_position)]
+                    *ancestors, own = item.paths[row]
+                    assert own == first + row, "a node sees itself last"
+                    assert all(item.tree_start <= entry < own for entry in ancestors)
+                    seen = slots[: item.tree_start] + [slots[entry] for entry in ancestors]
+                    position = len(seen)
                 held = [self.cache[slot] for slot in seen]
                 path = (*(p[-1] if p else -1 for p in held), token_id)
                 assert len(path) == position + 1

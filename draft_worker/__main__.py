@@ -10,7 +10,6 @@ from outrider.worker_process import (
     add_worker_arguments,
     engine_config,
     model_name,
-    pin_to_cores,
     record_from_info,
     run_worker,
     worker_info,
@@ -80,8 +79,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    pin_to_cores(arguments.cpu_affinity)
-    return run_worker(lambda: serve(arguments))
+    return run_worker(lambda: serve(arguments), cores=arguments.cpu_affinity)
 
 
 if __name__ == "__main__":

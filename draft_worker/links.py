@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from outrider.errors import OutriderError
 from outrider.worker_process import CHANNEL_OPTIONS
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 
@@ -32,9 +34,9 @@ class TargetLink:
         self.address = address
         self.session_ids: set[str] = set()
         self._on_event = on_event
-        self._frame = hints_pb2.HintFrame()
-        self._num_pending_nodes = 0
+        self._forget_pending()
         self._has_dropped = False
+        self._num_failures = 0
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._keep_open(), name=f"hints to {address}")
 
@@ -42,17 +44,15 @@ class TargetLink:
         """Adds to the frame that leaves next; frames grow while the stream is busy."""
         match action:
             case Subscribe():
-                self._frame.subscribe.add(
-                    session_id=action.session_id, attachment=action.attachment, known_len=action.known_len
-                )
+                self._subscribe[action.session_id] = action
             case Unsubscribe():
-                self._frame.unsubscribe.append(action.session_id)
+                self._subscribe.pop(action.session_id, None)
+                self._unsubscribe.add(action.session_id)
+            case SendHints() if self._num_pending_nodes >= MAX_PENDING_NODES:
+                self._has_dropped = True
             case SendHints():
-                if self._num_pending_nodes >= MAX_PENDING_NODES:
-                    self._has_dropped = True
-                    return
                 self._num_pending_nodes += len(action.hints)
-                _add_nodes(self._frame.nodes.add(), action)
+                self._hints.append(action)
         self._wake.set()
 
     async def close(self) -> None:
@@ -61,42 +61,62 @@ class TargetLink:
             await self._task
 
     async def _keep_open(self) -> None:
-        num_failures = 0
         while True:
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-                    async for frame in self._open(channel):
-                        num_failures = 0
-                        for commit in frame.commits:
-                            self._on_event(_commit_event(commit))
+                    await self._ride(channel)
                 reason = "closed by the target"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
-            pause_s = RETRY_S[min(num_failures, len(RETRY_S) - 1)]
-            num_failures += 1
+            except OutriderError as error:  # our own model thread is too far behind to be told
+                reason = error.message
+            pause_s = RETRY_S[min(self._num_failures, len(RETRY_S) - 1)]
+            self._num_failures += 1
             logger.info("hint stream to %s broke (%s); trying again in %.2f s", self.address, reason, pause_s)
             await asyncio.sleep(pause_s)
 
-    def _open(self, channel: grpc.aio.Channel) -> AsyncIterator[hints_pb2.CommitFrame]:
+    async def _ride(self, channel: grpc.aio.Channel) -> None:
+        """One stream, from its opening to its end."""
         self._take_frame()  # what an earlier stream did not take is said anew
         self._on_event(LinkOpened(self.address))
-        stub = hints_pb2_grpc.HintsStub(channel)
-        call: AsyncIterator[hints_pb2.CommitFrame] = stub.Exchange(self._frames())
-        return call
+        call = hints_pb2_grpc.HintsStub(channel).Exchange()
+        # Not a request iterator: grpc leaves one waiting when its call breaks, and it would take the next frame.
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async for frame in call:
+                self._num_failures = 0
+                for commit in frame.commits:
+                    self._on_event(_commit_event(commit))
+        finally:
+            call.cancel()
+            writer.cancel()
+            await asyncio.wait([writer])
 
-    async def _frames(self) -> AsyncIterator[hints_pb2.HintFrame]:
+    async def _write(self, call: Any) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            yield self._take_frame()
+            if self._has_dropped:  # children of what was dropped would be stale for ever
+                self._on_event(LinkOpened(self.address))
+                self._has_dropped = False
+            await call.write(self._take_frame())
 
     def _take_frame(self) -> hints_pb2.HintFrame:
-        frame, self._frame = self._frame, hints_pb2.HintFrame()
-        self._num_pending_nodes = 0
-        if self._has_dropped:  # children of what was dropped would be stale for ever
-            self._has_dropped = False
-            self._on_event(LinkOpened(self.address))
+        frame = hints_pb2.HintFrame(unsubscribe=sorted(self._unsubscribe))
+        for action in self._subscribe.values():
+            frame.subscribe.add(
+                session_id=action.session_id, attachment=action.attachment, known_len=action.known_len
+            )
+        for hints in self._hints:
+            _add_nodes(frame.nodes.add(), hints)
+        self._forget_pending()
         return frame
+
+    def _forget_pending(self) -> None:
+        self._subscribe: dict[str, Subscribe] = {}
+        self._unsubscribe: set[str] = set()
+        self._hints: list[SendHints] = []
+        self._num_pending_nodes = 0
 
 
 class TargetLinks:
@@ -105,20 +125,28 @@ class TargetLinks:
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self._on_event = on_event
         self._links: dict[str, TargetLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def join(self, address: str, session_id: str) -> None:
+        """Opens the link, if need be; to be followed by `leave`."""
         if address not in self._links:
             self._links[address] = TargetLink(address, self._on_event)
         self._links[address].session_ids.add(session_id)
 
-    async def leave(self, address: str, session_id: str) -> None:
+    def leave(self, address: str, session_id: str) -> None:
         link = self._links.get(address)
         if link is None:
             return
         link.session_ids.discard(session_id)
+        if not link.session_ids:
+            task = asyncio.create_task(self._close_if_idle(link))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close_if_idle(self, link: TargetLink) -> None:
         await asyncio.sleep(IDLE_S)
-        if not link.session_ids and self._links.get(address) is link:
-            del self._links[address]
+        if not link.session_ids and self._links.get(link.address) is link:
+            del self._links[link.address]
             await link.close()
 
     def put(self, action: Action) -> None:
@@ -128,6 +156,8 @@ class TargetLinks:
                 link.put(action)
 
     async def close(self) -> None:
+        for task in self._closing:
+            task.cancel()
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.kv_cache import KVSequence
-from outrider.errors import OutriderError
+from outrider.errors import ConfigurationError, OutriderError
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.sampling_params import SamplingParams
+
+MAX_TREE_NODES = 256  # KV entries that the engine provides for a tree, and half of what one message may hold
 
 # Events.
 
@@ -157,3 +159,10 @@ class DraftLimits:
     max_lookahead: int = 20  # depth below the cursor
     max_nodes_per_step: int = 8  # of one session; attention pads rows to eights anyway
     min_chance: float = 0.004  # alternatives that are less likely to be reached are not grown
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError, naming the flag."""
+        if self.max_num_seqs < 1 or self.max_lookahead < 1:
+            raise ConfigurationError("--max-num-seqs and --max-lookahead must be at least 1")
+        if not 1 <= self.max_nodes <= MAX_TREE_NODES:
+            raise ConfigurationError(f"--max-nodes is {self.max_nodes}; permitted: 1 to {MAX_TREE_NODES}")

@@ -19,6 +19,7 @@ from draft_worker.messages import (
     DetachSession,
     Event,
     SendHints,
+    Subscribe,
 )
 from draft_worker.scheduler import DraftScheduler
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, TokenizerMismatch, Unavailable
@@ -44,7 +45,6 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._thread: ModelThread[Event, Action] | None = None
         self._links = TargetLinks(self._submit)
-        self._leaving: set[asyncio.Task[None]] = set()
         self._is_draining = False
 
     def bind(self, thread: ModelThread[Event, Action]) -> None:
@@ -65,13 +65,15 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                 if caller is not None:
                     caller.put_nowait(action)
             else:
-                if isinstance(action, SendHints):
+                if isinstance(action, Subscribe) and action.session_id in self._callers:
+                    self._links.join(action.target_address, action.session_id)
+                elif isinstance(action, SendHints):
                     self._metrics.num_sent_nodes.inc(len(action.hints))
                 self._links.put(action)
 
-    def _submit(self, event: Event) -> None:
+    def _submit(self, event: Event, *, is_release: bool = False) -> None:
         assert self._thread is not None
-        if not self._thread.submit(event):
+        if not self._thread.submit(event, is_release=is_release):
             raise Overloaded("the worker is too far behind to take more")
 
     # outrider.v1.Draft
@@ -89,7 +91,6 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             return
         actions: asyncio.Queue[Action] = asyncio.Queue()
         self._callers[event.session_id] = actions
-        self._links.join(event.target_address, event.session_id)
         try:
             self._submit(event)
             async for status in self._follow(event.session_id, actions):
@@ -98,10 +99,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             await abort(context, error)
         finally:
             del self._callers[event.session_id]
-            self._submit(DetachSession(event.session_id, event.attachment))
-            task = asyncio.create_task(self._links.leave(event.target_address, event.session_id))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self._links.leave(event.target_address, event.session_id)
+            self._submit(DetachSession(event.session_id, event.attachment), is_release=True)
 
     async def _follow(
         self, session_id: str, actions: asyncio.Queue[Action]

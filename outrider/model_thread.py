@@ -61,9 +61,12 @@ class ModelThread(Generic[EventT, ActionT]):
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, event: EventT) -> bool:
-        """Hands an event to the core; False when it is too far behind to take more (I7)."""
-        if self._inbox.qsize() >= self._max_events:
+    def submit(self, event: EventT, *, is_release: bool = False) -> bool:
+        """Hands an event to the core; False when it is too far behind to take more (I7).
+
+        An event that frees something is taken even then: there is one at most for each thing that was taken.
+        """
+        if not is_release and self._inbox.qsize() >= self._max_events:
             return False
         self._inbox.put(event)
         return True

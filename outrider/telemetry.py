@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from outrider.errors import ConfigurationError
+
 __all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "serve_metrics"]
 
 MILLISECOND_BUCKETS = (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
@@ -44,7 +46,7 @@ class TargetMetrics(_Metrics):
             (*LABELS, "position"),
             registry=self.registry,
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted sessions")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sessions that ran to their end")
         self.generation_tokens = self._counter("generation_tokens", "Tokens committed")
         self.num_requests_running = self._gauge("num_requests_running", "Sessions in the batch")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sessions waiting for a place")
@@ -72,5 +74,10 @@ class DraftMetrics(_Metrics):
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
     """Serves `/metrics` over HTTP on a thread of its own; returns the port (0 picks a free one)."""
-    server, _ = start_http_server(port, addr=host, registry=registry)
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigurationError(
+            f"metrics port {port} on {host} cannot be used ({error.strerror}); name another with --metrics-port"
+        ) from error
     return int(server.server_port)

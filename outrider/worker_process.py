@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import grpc.aio
+import uvloop
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import _async as health_aio
@@ -50,6 +51,10 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A peer that vanished without a word is noticed, and what it held is freed (I8).
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -162,8 +167,14 @@ def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
 
 def pin_to_cores(cores: str | None) -> None:
     """Keeps this process and its threads on `cores`; must run before torch starts threads of its own."""
-    if cores:
+    if not cores:
+        return
+    try:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(
+            f"--cpu-affinity {cores}: {error}; name cores of this machine, such as 0 or 0,1"
+        ) from error
 
 
 class WorkerProcess:
@@ -186,7 +197,14 @@ class WorkerProcess:
         reflection.enable_server_reflection(self._service_names, self.server)
         # What can be found out in milliseconds comes before the model is loaded, which may take minutes.
         if self.options.redis_url is not None:
-            self._registry = Registry(self.options.redis_url)
+            if self.options.host in ("0.0.0.0", "::"):
+                raise ConfigurationError(
+                    f"--host {self.options.host} cannot be announced: name the address where others reach this worker"
+                )
+            try:
+                self._registry = Registry(self.options.redis_url)
+            except ValueError as error:
+                raise ConfigurationError(f"--redis-url is not a Redis URL: {error}") from error
             await self._registry.ping()
         address = f"{self.options.host}:{self.options.port}"
         _check_port(self.options.host, self.options.port)
@@ -320,14 +338,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
     await context.abort(code, error.message, rpc_status.to_status(status).trailing_metadata)
 
 
-def run_worker(main: Callable[[], Any]) -> int:
-    """Runs an async main; a known error is one paragraph on stderr and exit status 1."""
+def run_worker(main: Callable[[], Any], cores: str | None = None) -> int:
+    """Runs an async main, on `cores` alone if given; a known error is one paragraph on stderr and exit status 1."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        import uvloop
-
+        pin_to_cores(cores)
         uvloop.run(main())
     except OutriderError as error:
         print(f"error: {error.message}", file=sys.stderr)

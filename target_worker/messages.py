@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.verification import Verdict
-from outrider.errors import OutriderError
+from outrider.errors import ConfigurationError, OutriderError
 from outrider.hint_tree import Hint
-from outrider.sampling_params import DecodingMode, SamplingParams
+from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, DecodingMode, SamplingParams
 from protos.outrider.v1 import common_pb2, target_pb2
 
 StreamId = int
+MAX_BATCHED_TOKENS = 512  # rows for which `engine.linear` tries its forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,4 +196,20 @@ class SchedulerLimits:
     max_early_sessions: int = 256  # that draft workers speak of before the coordinator does
     max_early_events: int = 128  # kept for each of them
     max_early_hints: int = 512  # in these events
+    early_s: float = 5.0  # seconds that they are kept
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError, naming the flag."""
+        if self.max_num_seqs < 1 or self.max_num_waiting < 1:
+            raise ConfigurationError("--max-num-seqs and --max-num-waiting must be at least 1")
+        if not self.max_num_seqs < self.max_num_batched_tokens <= MAX_BATCHED_TOKENS:
+            raise ConfigurationError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}; permitted: above --max-num-seqs "
+                f"({self.max_num_seqs}), so that prompts get on, to {MAX_BATCHED_TOKENS}, as far as batch invariance "
+                "is proven"
+            )
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigurationError(
+                f"--num-speculative-tokens is {self.num_speculative_tokens}; permitted: 0 to {MAX_SPECULATIVE_TOKENS}"
+            )

@@ -12,6 +12,7 @@ of such events is kept and replayed.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
@@ -42,6 +43,14 @@ from target_worker.session import CommitOutcome, Session
 from target_worker.speculation import StepCost, allot, best_wait
 
 
+@dataclass(slots=True)
+class _Early:
+    """What draft workers said of a session that the coordinator has not started here yet."""
+
+    since: float
+    events: list[SubscribeDraft | HintsArrived] = field(default_factory=list)
+
+
 class Scheduler:
     """All sessions of one worker. Every method returns at once; the caller runs the steps."""
 
@@ -54,7 +63,7 @@ class Scheduler:
         self._waiting: deque[Session] = deque()
         self._running: dict[str, Session] = {}
         self._num_reserved_blocks = 0
-        self._early: OrderedDict[str, list[SubscribeDraft | HintsArrived]] = OrderedDict()
+        self._early: OrderedDict[str, _Early] = OrderedDict()  # oldest first
         self._wait_deadline: float | None = None
 
     @property
@@ -80,14 +89,14 @@ class Scheduler:
             case ChangeSpeculation():
                 return self._change_speculation(event, now)
             case SubscribeDraft():
-                return self._subscribe(event)
+                return self._subscribe(event, now)
             case UnsubscribeDraft():
                 self._unsubscribe(event.stream_id, event.session_id)
             case CloseStream():
                 for session_id in (*self._sessions, *self._early):
                     self._unsubscribe(event.stream_id, session_id)
             case HintsArrived():
-                self._add_hints(event)
+                self._add_hints(event, now)
         return []
 
     def has_session(self, session_id: str) -> bool:
@@ -99,19 +108,18 @@ class Scheduler:
         error = self._objection(event)
         if error is not None:
             return [SessionRefused(event.session_id, error)]
-        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, self.limits.max_model_len)
         session = Session.from_event(
             event,
             max_model_len=self.limits.max_model_len,
             end_of_sequence_ids=self.limits.end_of_sequence_ids,
             kv=KVSequence(self.allocator),
-            num_reserved_blocks=self.allocator.blocks_for(longest + self.limits.num_speculative_tokens + 1),
+            num_reserved_blocks=self._num_blocks_for(event),
             now=now,
         )
         self._sessions[session.session_id] = session
         self._waiting.append(session)
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
-        for early in self._early.pop(session.session_id, ()):
+        for early in self._early.pop(session.session_id, _Early(now)).events:
             actions += self.handle(early, now)
         return actions
 
@@ -133,14 +141,19 @@ class Scheduler:
             return InvalidRequest("max_tokens", "as many tokens as max_tokens permits are already committed")
         if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
             return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
-        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, limits.max_model_len)
-        num_blocks = self.allocator.blocks_for(longest + limits.num_speculative_tokens + 1)
-        if num_blocks > self.allocator.num_blocks - 1:
+        if self._num_blocks_for(event) > self.allocator.num_blocks - 1:
             capacity = (self.allocator.num_blocks - 1) * self.allocator.block_size
-            return InvalidRequest("max_tokens", f"{longest} tokens do not fit the KV cache of {capacity}")
+            return InvalidRequest(
+                "max_tokens", f"prompt and output do not fit the KV cache of {capacity} tokens"
+            )
         if len(self._waiting) >= limits.max_num_waiting:
             return Overloaded(f"{len(self._waiting)} sessions wait already", retry_after_s=1.0)
         return None
+
+    def _num_blocks_for(self, event: StartSession) -> int:
+        """KV blocks for the session at its longest, hints being verified included."""
+        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, self.limits.max_model_len)
+        return self.allocator.blocks_for(longest + self.limits.num_speculative_tokens + 1)
 
     def _promote_waiting(self, now: float) -> None:
         """Gives waiting sessions a place, first come first served, as long as their whole length fits."""
@@ -175,14 +188,18 @@ class Scheduler:
         session = self._sessions.get(event.session_id)
         if session is None:
             return [SessionRefused(event.session_id, NotFound(f"no session {event.session_id} here"))]
+        if event.speculation.enabled and not session.is_listening:
+            session.forget_the_draft(now)
         session.speculation = event.speculation
         return self._publish(session, session.committed_len, [], is_finished=False)
 
-    def _subscribe(self, event: SubscribeDraft) -> list[Action]:
+    def _subscribe(self, event: SubscribeDraft, now: float) -> list[Action]:
         session = self._sessions.get(event.session_id)
         if session is None:
-            self._keep_early(event.session_id, event)
+            self._keep_early(event.session_id, event, now)
             return []
+        if not session.subscribers:
+            session.forget_the_draft(now)
         session.subscribers[event.stream_id] = event.attachment
         from_len = min(event.known_len, session.committed_len)
         return [
@@ -202,17 +219,21 @@ class Scheduler:
             session.subscribers.pop(stream_id, None)
         self._forget_early(stream_id, session_id)
 
-    def _add_hints(self, event: HintsArrived) -> None:
+    def _add_hints(self, event: HintsArrived, now: float) -> None:
         session = self._sessions.get(event.session_id)
         if session is None:
-            self._keep_early(event.session_id, event)
-        elif session.is_listening:
+            self._keep_early(event.session_id, event, now)
+        elif not session.is_listening:
+            session.tree.num_stale += len(event.hints)
+        else:
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
             session.timing.on_hints(event.arrived_at, len(session.tree.primary_path(limit)))
 
-    def _keep_early(self, session_id: str, event: SubscribeDraft | HintsArrived) -> None:
-        events = self._early.setdefault(session_id, [])
+    def _keep_early(self, session_id: str, event: SubscribeDraft | HintsArrived, now: float) -> None:
+        while self._early and next(iter(self._early.values())).since < now - self.limits.early_s:
+            self._early.popitem(last=False)
+        events = self._early.setdefault(session_id, _Early(now)).events
         num_hints = sum(len(early.hints) for early in (*events, event) if isinstance(early, HintsArrived))
         if len(events) < self.limits.max_early_events and num_hints <= self.limits.max_early_hints:
             events.append(event)
@@ -220,12 +241,12 @@ class Scheduler:
             self._early.popitem(last=False)
 
     def _forget_early(self, stream_id: StreamId, session_id: str) -> None:
-        events = self._early.get(session_id)
-        if events is not None:
-            self._early[session_id] = [
-                early
-                for early in events
-                if not (isinstance(early, SubscribeDraft) and early.stream_id == stream_id)
+        early = self._early.get(session_id)
+        if early is not None:
+            early.events = [
+                event
+                for event in early.events
+                if not (isinstance(event, SubscribeDraft) and event.stream_id == stream_id)
             ]
 
     # Steps.
@@ -357,7 +378,7 @@ class Scheduler:
             if session is None or verdict is None:
                 continue
             from_len, num_fed = session.committed_len, item.num_logits - 1
-            outcome = session.commit(verdict, num_fed)
+            outcome = session.commit(verdict, num_fed, len(item.hints))
             if session.first_token_at is None:
                 session.first_token_at = now
             if outcome.token_ids:

@@ -42,6 +42,8 @@ from target_worker.messages import (
 )
 
 MAX_SESSION_ID = 64  # characters
+MAX_NODES_PER_MESSAGE = 512  # as many as a hint tree keeps
+MAX_COMMITS_PER_FRAME = 256
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,8 +71,10 @@ class DraftStream:
     async def next_frame(self) -> hints_pb2.CommitFrame:
         await self._wake.wait()
         self._wake.clear()
-        frame = hints_pb2.CommitFrame(commits=self._pending)
-        self._pending = []
+        frame = hints_pb2.CommitFrame(commits=self._pending[:MAX_COMMITS_PER_FRAME])
+        del self._pending[:MAX_COMMITS_PER_FRAME]
+        if self._pending:
+            self._wake.set()
         return frame
 
 
@@ -106,9 +110,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             if caller is not None:
                 caller.put_nowait(action)  # bounded by the session's max_tokens
 
-    def _submit(self, event: Event) -> None:
+    def _submit(self, event: Event, *, is_release: bool = False) -> None:
         assert self._thread is not None
-        if not self._thread.submit(event):
+        if not self._thread.submit(event, is_release=is_release):
             raise Overloaded("the worker is too far behind to take more")
 
     # outrider.v1.Target
@@ -145,7 +149,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         finally:
             del self._callers[event.session_id]
             if not has_ended:
-                self._submit(CancelSession(event.session_id))
+                self._submit(CancelSession(event.session_id), is_release=True)
 
     async def SetSpeculation(
         self, request: target_pb2.SetSpeculationRequest, context: Context
@@ -175,13 +179,17 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                     await abort(context, Overloaded("this draft worker does not read its commits"))
                 if frame.commits:
                     yield frame
+            if isinstance(error := reader.exception(), OutriderError):
+                await abort(context, error)
         finally:
             reader.cancel()
             del self._streams[stream_id]
-            self._submit(CloseStream(stream_id))
+            self._submit(CloseStream(stream_id), is_release=True)
 
     async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId) -> None:
         async for frame in frames:
+            for session_id in frame.unsubscribe:
+                self._submit(UnsubscribeDraft(stream_id, session_id))
             for subscribe in frame.subscribe:
                 if 0 < len(subscribe.session_id) <= MAX_SESSION_ID:
                     self._submit(
@@ -195,8 +203,6 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                     self._metrics.num_bad_hints.inc()
                 else:
                     self._submit(event)
-            for session_id in frame.unsubscribe:
-                self._submit(UnsubscribeDraft(stream_id, session_id))
 
     def _count(self, action: Action) -> None:
         if isinstance(action, TokensCommitted):
@@ -239,11 +245,9 @@ def parse_speculation(message: common_pb2.SpeculationParams) -> SpeculationSetti
 def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float) -> HintsArrived | None:
     """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
     num_nodes = len(message.node_ids)
-    if not 0 < len(message.session_id) <= MAX_SESSION_ID:
+    if not 0 < len(message.session_id) <= MAX_SESSION_ID or num_nodes > MAX_NODES_PER_MESSAGE:
         return None
     if len(message.parent_ids) != num_nodes or len(message.token_ids) != num_nodes:
-        return None
-    if num_nodes and max(message.token_ids) >= vocab_size:
         return None
     sizes = message.support_sizes or [0] * num_nodes
     num_entries = len(message.support_token_ids)
@@ -263,7 +267,9 @@ def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float
             # Taken as certain, a hint with a bad distribution can cost acceptance but cannot bias the output.
             if not distribution.is_valid(vocab_size) or token_id not in distribution.token_ids:
                 distribution = None
-        hints.append(Hint(node_id, parent_id, token_id, distribution))
+        # A draft model's padded rows have no token here; what hangs below such a node is stale of itself.
+        if token_id < vocab_size:
+            hints.append(Hint(node_id, parent_id, token_id, distribution))
     return HintsArrived(message.session_id, message.attachment, message.base_len, hints, arrived_at)
 
 

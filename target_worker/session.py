@@ -112,8 +112,18 @@ class Session:
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens
         return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)
 
-    def commit(self, verdict: Verdict, num_fed_hints: int) -> CommitOutcome:
-        """Appends what a step decided, up to a stop token or the length limit, and rolls KV back to it."""
+    def forget_the_draft(self, now: float) -> None:
+        """A draft worker comes, or comes back: what was learned from an earlier one does not hold for it."""
+        self.acceptance = AcceptanceHistory()
+        self.timing = HintTiming(lost_at=now, grown_at=now)
+
+    def commit(self, verdict: Verdict, num_fed_hints: int, num_hints: int) -> CommitOutcome:
+        """Appends what a step decided, up to a stop token or the length limit, and rolls KV back to it.
+
+        Of `num_hints` that were verified, `num_fed_hints` had been fed to the model.
+        """
+        if num_hints:
+            self.acceptance.observe(verdict.num_matched, num_hints)
         token_ids: list[int] = []
         reason, stop_token_id = None, None
         for token_id in verdict.token_ids:
@@ -135,13 +145,13 @@ class Session:
     def _count(self, num_accepted: int, num_fed_hints: int) -> None:
         stats = self.stats
         stats.num_steps += 1
-        stats.num_spec_steps += num_fed_hints > 0
+        if num_fed_hints == 0:
+            return
+        stats.num_spec_steps += 1
         stats.num_draft_tokens += num_fed_hints
         stats.num_accepted_draft_tokens += num_accepted
         _increment(stats.acceptance_histogram, num_accepted)
         _increment(stats.draft_length_histogram, num_fed_hints)
-        if num_fed_hints:
-            self.acceptance.observe(num_accepted, num_fed_hints)
 
     def final_stats(self) -> common_pb2.SpeculationStats:
         self.stats.num_stale_hints = self.tree.num_stale

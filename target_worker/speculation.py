@@ -2,7 +2,7 @@
 
 Both questions are answered from measurements: what a step costs by the number of tokens fed, how often a session's
 hints were accepted, when its hints tend to arrive. None looks at a hint's own token or probability, so the answer
-does not bias sampling (invariant I4; figure 1 of peers.md's item 13 shows what happens otherwise).
+does not bias sampling (invariant I4): stopping early at hints that look unlikely makes likely tokens likelier.
 """
 
 from __future__ import annotations
@@ -92,6 +92,10 @@ def allot(acceptance: Sequence[float], available: Sequence[int], cost: StepCost,
     return counts
 
 
+FIRST_S_MAX = 0.5
+"""Waits are far shorter than this; a larger estimate would only take longer to be proved wrong."""
+
+
 @dataclass(slots=True)
 class HintTiming:
     """When one session's hints arrive, learned from when they did; seconds on the shell's clock."""
@@ -126,16 +130,18 @@ class HintTiming:
     def on_disappointment(self, now: float) -> None:
         """A wait ended without what it was for: believe in later arrivals until one proves otherwise."""
         if self.lost_at is not None:
-            self.first_s = max(self.first_s, now - self.lost_at) * 1.2
+            self.first_s = min(max(self.first_s, now - self.lost_at) * 1.2, FIRST_S_MAX)
         else:
             self.gap_s = max(self.gap_s * 1.2, min(now - self.grown_at, 4.0 * self.gap_s))
 
     def arrival(self, num_hints: int, now: float) -> float:
-        """When the primary path should be `num_hints` long; what is overdue is expected any moment, not now."""
+        """When the primary path should be `num_hints` long; what is overdue is expected to take as long again."""
         if num_hints <= self.path_len:
             return now
         first = self.grown_at + self.gap_s if self.lost_at is None else self.lost_at + self.first_s
-        return max(first, now + 0.25 * self.gap_s) + (num_hints - self.path_len - 1) * self.gap_s
+        if now > first:
+            first = now + max(now - first, 0.25 * self.gap_s)
+        return first + (num_hints - self.path_len - 1) * self.gap_s
 
 
 def best_wait(

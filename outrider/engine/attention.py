@@ -5,10 +5,12 @@ all layers, which cache slots the tokens write and which they may read. The arit
 construction (invariant I2, bit for bit):
 
 - query rows are padded to a multiple of 8, so that a matrix product never takes a different kernel for few rows;
-- the products over keys run in chunks of 64 keys, each of the same shape, added up in order; keys beyond the
-  sequence are masked to probability zero, so that more padding adds exact zeros.
+- sums over keys (weights times values) run in chunks of 64 keys, each of the same shape, added up in order; keys
+  beyond the sequence have weight zero, so that more padding adds exact zeros. A score is a sum over head_dim, which
+  is the same everywhere; only how many scores stand side by side differs.
 
-Nothing in a row's result then depends on how many rows or sequences share the step. (Padding for
+Nothing in a row's result then depends on how many rows or sequences share the step; a self-test at start checks it
+(`model.batch_invariance_failures`). (Padding for
 `scaled_dot_product_attention` instead, as done elsewhere, holds on some processors only: on a Zen 5 core float32
 results changed where the padded length crossed 256.)
 """

@@ -19,7 +19,30 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-ROW_COUNTS_TRIED = (2, 3, 4, 6, 7, 8, 9, 13, 16, 17, 31, 33, 48, 64, 65, 96, 129, 192, 256)
+MAX_ROWS_TRIED = 512
+ROW_COUNTS_TRIED = (
+    2,
+    3,
+    4,
+    6,
+    7,
+    8,
+    9,
+    13,
+    16,
+    17,
+    31,
+    33,
+    48,
+    64,
+    65,
+    96,
+    129,
+    192,
+    257,
+    384,
+    MAX_ROWS_TRIED,
+)
 MAX_PACKED_WIDTH = 1024
 """Wider inputs were seen to be summed in an order that depends on the number of rows."""
 

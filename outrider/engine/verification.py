@@ -25,6 +25,7 @@ class Verdict:
 
     token_ids: list[int]  # [num_accepted + 1]
     num_accepted: int  # of the hints that were fed to the model
+    num_matched: int  # of all hints, one that was not fed included
 
 
 def verify(
@@ -49,7 +50,10 @@ def _verify_choices(choices: list[int], hints: Sequence[Hint]) -> Verdict:
     num_accepted = 0
     while num_accepted < len(choices) - 1 and hints[num_accepted].token_id == choices[num_accepted]:
         num_accepted += 1
-    return Verdict(choices[: num_accepted + 1], num_accepted)
+    num_matched = num_accepted
+    if num_accepted < len(hints) and hints[num_accepted].token_id == choices[num_accepted]:
+        num_matched += 1  # the guess for the last position, which cost nothing
+    return Verdict(choices[: num_accepted + 1], num_accepted, num_matched)
 
 
 def _verify_rejection(probs: torch.Tensor, hints: Sequence[Hint], seed: int, position: int) -> Verdict:
@@ -67,9 +71,9 @@ def _verify_rejection(probs: torch.Tensor, hints: Sequence[Hint], seed: int, pos
         ):
             weights = residual(target_probs, draft_probs)
             token_ids.append(sample_from(weights, uniform(seed, position + row, Purpose.RECOVER)))
-            return Verdict(token_ids, row)
+            return Verdict(token_ids, row, row)
         token_ids.append(hint.token_id)
-    return Verdict(token_ids, last)
+    return Verdict(token_ids, last, min(len(hints), last + 1))
 
 
 def certain(token_id: int) -> DraftDistribution:

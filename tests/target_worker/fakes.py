@@ -60,7 +60,10 @@ class FakeModel:
                 item.hints[num_accepted].token_id == choices[num_accepted]
             ):
                 num_accepted += 1
-            verdicts.append(Verdict(choices[: num_accepted + 1], num_accepted))
+            is_guessed = [hint.token_id for hint in item.hints[num_accepted:]][:1] == choices[num_accepted:][
+                :1
+            ]
+            verdicts.append(Verdict(choices[: num_accepted + 1], num_accepted, num_accepted + is_guessed))
         return StepResult(verdicts, step_ms)
 
 

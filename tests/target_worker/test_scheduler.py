@@ -176,7 +176,7 @@ class World:
         assert 0.0 <= self.scheduler.kv_usage <= 1.0
         early = self.scheduler._early
         assert len(early) <= self.limits.max_early_sessions
-        assert all(len(events) <= self.limits.max_early_events for events in early.values())
+        assert all(len(one.events) <= self.limits.max_early_events for one in early.values())
         self.allocator.check_integrity([session.kv for session in self.scheduler._sessions.values()])
 
     def check_is_empty(self) -> None:
@@ -480,7 +480,7 @@ class TestHints:
         stats = self.hinted(SpeculationSettings()).ended["a"].stats
         assert stats.num_steps <= 4
         assert stats.num_accepted_draft_tokens == stats.num_draft_tokens >= 8
-        assert sum(stats.acceptance_histogram) == sum(stats.draft_length_histogram) == stats.num_steps
+        assert sum(stats.acceptance_histogram) == sum(stats.draft_length_histogram) == stats.num_spec_steps
 
     def test_free_last_hint_keeps_what_was_written_beyond_it_alive(self) -> None:
         """Five tokens a step with four hints fed, and no hint goes stale."""

@@ -120,9 +120,11 @@ class TestHints:
         assert event is not None
         assert event.hints[0].distribution is None
 
-    def test_a_token_outside_the_vocabulary_is_nonsense(self) -> None:
+    def test_a_token_outside_the_vocabulary_loses_its_own_node_only(self) -> None:
         message = nodes(node_ids=[1], parent_ids=[0], token_ids=[VOCAB_SIZE])
-        assert parse_hints(message, VOCAB_SIZE, 1.0) is None
+        event = parse_hints(message, VOCAB_SIZE, 1.0)
+        assert event is not None
+        assert event.hints == []
 
     @pytest.mark.parametrize("session_id", ["", "x" * (MAX_SESSION_ID + 1), "x" * 100_000])
     def test_a_session_id_beyond_its_bound_is_nonsense(self, session_id: str) -> None:

@@ -1,0 +1,111 @@
+"""The stream to a target breaks and comes back; what must be said again reaches the new stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from draft_worker.links import TargetLinks
+from draft_worker.messages import Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from outrider.errors import Overloaded
+from outrider.hint_tree import Hint
+from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
+
+WAIT_S = 10.0
+
+
+class BreakingTarget(hints_pb2_grpc.HintsServicer):
+    """Takes one frame with something in it from every stream, then breaks the stream."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[hints_pb2.HintFrame] = asyncio.Queue()
+
+    async def Exchange(
+        self, request_iterator: AsyncIterator[hints_pb2.HintFrame], context: Any
+    ) -> AsyncIterator[hints_pb2.CommitFrame]:
+        yield hints_pb2.CommitFrame()
+        async for frame in request_iterator:
+            if frame.subscribe or frame.nodes or frame.unsubscribe:
+                self.frames.put_nowait(frame)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
+
+
+@contextlib.asynccontextmanager
+async def breaking_target() -> AsyncIterator[tuple[BreakingTarget, str]]:
+    server, target = grpc.aio.server(), BreakingTarget()
+    hints_pb2_grpc.add_HintsServicer_to_server(target, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield target, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_every_new_stream_hears_of_the_session_again() -> None:
+    async with breaking_target() as (target, address):
+        links: TargetLinks
+
+        def introduce(event: Event) -> None:
+            if isinstance(event, LinkOpened):
+                links.put(Subscribe(address, "a", 1, 5))
+                links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))
+
+        links = TargetLinks(introduce)
+        links.join(address, "a")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                for _ in range(4):
+                    frame = await target.frames.get()
+                    assert [subscribe.session_id for subscribe in frame.subscribe] == ["a"]
+                    assert list(frame.nodes[0].token_ids) == [7]
+        finally:
+            await links.close()
+
+
+async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> None:
+    async with breaking_target() as (target, address):
+        num_refused = 0
+        links: TargetLinks
+
+        def refuse_twice(event: Event) -> None:
+            nonlocal num_refused
+            if num_refused < 2:
+                num_refused += 1
+                raise Overloaded("too far behind")
+            links.put(Subscribe(address, "a", 1, 5))
+
+        links = TargetLinks(refuse_twice)
+        links.join(address, "a")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                frame = await target.frames.get()
+            assert frame.subscribe[0].session_id == "a"
+            assert num_refused == 2
+        finally:
+            await links.close()
+
+
+async def test_a_session_that_left_before_the_frame_did_is_not_subscribed() -> None:
+    async with breaking_target() as (target, address):
+        links: TargetLinks
+
+        def introduce(event: Event) -> None:
+            if isinstance(event, LinkOpened):
+                links.put(Subscribe(address, "a", 1, 5))
+                links.put(Unsubscribe(address, "a"))
+
+        links = TargetLinks(introduce)
+        links.join(address, "a")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                frame = await target.frames.get()
+            assert not frame.subscribe
+            assert list(frame.unsubscribe) == ["a"]
+        finally:
+            await links.close()

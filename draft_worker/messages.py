@@ -157,7 +157,7 @@ class DraftLimits:
     max_model_len: int = 1024  # tokens; a longer session gets no more hints
     max_nodes: int = 240  # live nodes of one tree
     max_lookahead: int = 20  # depth below the cursor
-    max_nodes_per_step: int = 8  # of one session; attention pads rows to eights anyway
+    max_nodes_per_step: int = 4  # of one session; more rows a step slow the primary path down
     min_chance: float = 0.004  # alternatives that are less likely to be reached are not grown
 
     def __post_init__(self) -> None:

@@ -99,9 +99,6 @@ class Scheduler:
                 self._add_hints(event, now)
         return []
 
-    def has_session(self, session_id: str) -> bool:
-        return session_id in self._sessions
-
     # Admission.
 
     def _start(self, event: StartSession, now: float) -> list[Action]:

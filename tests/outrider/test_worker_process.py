@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import grpc
@@ -9,9 +10,11 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.worker_process import WorkerOptions, WorkerProcess, abort
+from outrider.telemetry import serve_metrics
+from outrider.worker_process import WorkerOptions, WorkerProcess, abort, pin_to_cores
 from protos.outrider.v1 import common_pb2, draft_pb2_grpc
 
 
@@ -66,3 +69,24 @@ async def test_a_port_in_use_is_named() -> None:
         with pytest.raises(OutriderError, match=rf"port {process.port} .*--port"):
             async with WorkerProcess(taken, "draft", []):
                 pass
+
+
+async def test_an_address_that_nobody_can_dial_is_not_announced() -> None:
+    options = WorkerOptions("0.0.0.0", 0, "redis://127.0.0.1:1/0", 0, "w", 1.0)
+    with pytest.raises(OutriderError, match=r"--host 0\.0\.0\.0"):
+        async with WorkerProcess(options, "draft", []):
+            pass
+
+
+async def test_a_metrics_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OutriderError, match="--metrics-port"):
+            serve_metrics(CollectorRegistry(), "127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("cores", ["x", "0,,1", "100000"])
+def test_cores_that_do_not_exist_are_refused_by_the_flag(cores: str) -> None:
+    with pytest.raises(OutriderError, match="--cpu-affinity"):
+        pin_to_cores(cores)

@@ -221,7 +221,7 @@ class RandomLife(RuleBasedStateMachine):
         speculation: SpeculationSettings,
     ) -> None:
         world = self.world
-        was_known = world.scheduler.has_session(name)
+        was_known = name in world.scheduler._sessions
         if not was_known:  # a name that is used again is a new text; forget what was heard of the old one
             for key in [key for key in world.views if key[1] == name]:
                 del world.views[key]
@@ -254,12 +254,12 @@ class RandomLife(RuleBasedStateMachine):
     @rule(name=NAMES)
     def cancel(self, name: str) -> None:
         self.world.tell(CancelSession(name))
-        assert not self.world.scheduler.has_session(name)
+        assert name not in self.world.scheduler._sessions
 
     @rule(name=NAMES, speculation=SETTINGS)
     def change_speculation(self, name: str, speculation: SpeculationSettings) -> None:
         actions = self.world.tell(ChangeSpeculation(name, speculation))
-        if not self.world.scheduler.has_session(name):
+        if name not in self.world.scheduler._sessions:
             assert isinstance(actions[0], SessionRefused)
             assert isinstance(actions[0].error, NotFound)
 

@@ -11,12 +11,12 @@ of such events is kept and replayed.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import deque
 
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
 from outrider.hint_tree import Hint
+from target_worker.early_events import EarlyEvents
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -43,14 +43,6 @@ from target_worker.session import CommitOutcome, Session
 from target_worker.speculation import StepCost, allot, best_wait
 
 
-@dataclass(slots=True)
-class _Early:
-    """What draft workers said of a session that the coordinator has not started here yet."""
-
-    since: float
-    events: list[SubscribeDraft | HintsArrived] = field(default_factory=list)
-
-
 class Scheduler:
     """All sessions of one worker. Every method returns at once; the caller runs the steps."""
 
@@ -63,7 +55,7 @@ class Scheduler:
         self._waiting: deque[Session] = deque()
         self._running: dict[str, Session] = {}
         self._num_reserved_blocks = 0
-        self._early: OrderedDict[str, _Early] = OrderedDict()  # oldest first
+        self._early = EarlyEvents(limits)
         self._wait_deadline: float | None = None
 
     @property
@@ -93,8 +85,9 @@ class Scheduler:
             case UnsubscribeDraft():
                 self._unsubscribe(event.stream_id, event.session_id)
             case CloseStream():
-                for session_id in (*self._sessions, *self._early):
-                    self._unsubscribe(event.stream_id, session_id)
+                for session in self._sessions.values():
+                    session.subscribers.pop(event.stream_id, None)
+                self._early.forget_subscriber(event.stream_id)
             case HintsArrived():
                 self._add_hints(event, now)
         return []
@@ -116,7 +109,7 @@ class Scheduler:
         self._sessions[session.session_id] = session
         self._waiting.append(session)
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
-        for early in self._early.pop(session.session_id, _Early(now)).events:
+        for early in self._early.take(session.session_id):
             actions += self.handle(early, now)
         return actions
 
@@ -172,7 +165,7 @@ class Scheduler:
         session.kv.free()
 
     def _cancel(self, session_id: str) -> list[Action]:
-        self._early.pop(session_id, None)
+        self._early.take(session_id)
         session = self._sessions.get(session_id)
         if session is None:
             return []
@@ -193,7 +186,7 @@ class Scheduler:
     def _subscribe(self, event: SubscribeDraft, now: float) -> list[Action]:
         session = self._sessions.get(event.session_id)
         if session is None:
-            self._keep_early(event.session_id, event, now)
+            self._early.keep(event.session_id, event, now)
             return []
         if not session.subscribers:
             session.forget_the_draft(now)
@@ -214,37 +207,18 @@ class Scheduler:
         session = self._sessions.get(session_id)
         if session is not None:
             session.subscribers.pop(stream_id, None)
-        self._forget_early(stream_id, session_id)
+        self._early.forget_subscriber(stream_id, session_id)
 
     def _add_hints(self, event: HintsArrived, now: float) -> None:
         session = self._sessions.get(event.session_id)
         if session is None:
-            self._keep_early(event.session_id, event, now)
+            self._early.keep(event.session_id, event, now)
         elif not session.is_listening:
             session.tree.num_stale += len(event.hints)
         else:
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
             session.timing.on_hints(event.arrived_at, len(session.tree.primary_path(limit)))
-
-    def _keep_early(self, session_id: str, event: SubscribeDraft | HintsArrived, now: float) -> None:
-        while self._early and next(iter(self._early.values())).since < now - self.limits.early_s:
-            self._early.popitem(last=False)
-        events = self._early.setdefault(session_id, _Early(now)).events
-        num_hints = sum(len(early.hints) for early in (*events, event) if isinstance(early, HintsArrived))
-        if len(events) < self.limits.max_early_events and num_hints <= self.limits.max_early_hints:
-            events.append(event)
-        if len(self._early) > self.limits.max_early_sessions:
-            self._early.popitem(last=False)
-
-    def _forget_early(self, stream_id: StreamId, session_id: str) -> None:
-        early = self._early.get(session_id)
-        if early is not None:
-            early.events = [
-                event
-                for event in early.events
-                if not (isinstance(event, SubscribeDraft) and event.stream_id == stream_id)
-            ]
 
     # Steps.
 

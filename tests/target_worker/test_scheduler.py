@@ -176,7 +176,7 @@ class World:
         assert 0.0 <= self.scheduler.kv_usage <= 1.0
         early = self.scheduler._early
         assert len(early) <= self.limits.max_early_sessions
-        assert all(len(one.events) <= self.limits.max_early_events for one in early.values())
+        assert all(len(one.events) <= self.limits.max_early_events for one in early._kept.values())
         self.allocator.check_integrity([session.kv for session in self.scheduler._sessions.values()])
 
     def check_is_empty(self) -> None:

@@ -1,0 +1,66 @@
+"""What draft workers say of a session before the coordinator has started it here. Pure.
+
+Both workers get a request at once, and a draft model is quick: its first hints often arrive before the session does.
+They are kept for a moment and replayed; how much and how long is bounded (I7).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from target_worker.messages import HintsArrived, SchedulerLimits, StreamId, SubscribeDraft
+
+EarlyEvent = SubscribeDraft | HintsArrived
+
+
+@dataclass(slots=True)
+class _Kept:
+    since: float  # shell's clock, seconds
+    events: list[EarlyEvent] = field(default_factory=list)
+
+    @property
+    def num_hints(self) -> int:
+        return sum(len(event.hints) for event in self.events if isinstance(event, HintsArrived))
+
+
+class EarlyEvents:
+    """Events by session, those of the oldest session first."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Sessions that something is kept of."""
+        return len(self._kept)
+
+    def keep(self, session_id: str, event: EarlyEvent, now: float) -> None:
+        """Keeps an event, unless there is too much of its session already; forgets what is too old."""
+        while self._kept and next(iter(self._kept.values())).since < now - self._limits.early_s:
+            self._kept.popitem(last=False)
+        kept = self._kept.setdefault(session_id, _Kept(now))
+        num_new = len(event.hints) if isinstance(event, HintsArrived) else 0
+        if (
+            len(kept.events) < self._limits.max_early_events
+            and kept.num_hints + num_new <= self._limits.max_early_hints
+        ):
+            kept.events.append(event)
+        if len(self._kept) > self._limits.max_early_sessions:
+            self._kept.popitem(last=False)
+
+    def take(self, session_id: str) -> list[EarlyEvent]:
+        """A session's events in the order they came, which are forgotten with this."""
+        kept = self._kept.pop(session_id, None)
+        return kept.events if kept is not None else []
+
+    def forget_subscriber(self, stream_id: StreamId, session_id: str | None = None) -> None:
+        """Drops a stream's subscriptions: to one session, or all of them."""
+        for each in self._kept if session_id is None else [session_id]:
+            kept = self._kept.get(each)
+            if kept is not None:
+                kept.events = [
+                    event
+                    for event in kept.events
+                    if not (isinstance(event, SubscribeDraft) and event.stream_id == stream_id)
+                ]

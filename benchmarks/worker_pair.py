@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 import uuid
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import grpc.aio
 
+from outrider import tether
 from outrider.sampling_params import SamplingParams
 from outrider.worker_process import CHANNEL_OPTIONS
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 START_TIMEOUT_S = 120.0
+STOP_GRACE_S = 15.0
 
 
 @dataclass(slots=True)
@@ -49,8 +52,11 @@ class WorkerProcessHandle:
 
     @classmethod
     async def start(cls, module: str, *arguments: str) -> WorkerProcessHandle:
+        # Tethered, so that an interrupted run leaves no worker behind.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *arguments, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), str(STOP_GRACE_S)),
+            *(sys.executable, "-m", module, *arguments),
+            stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
         try:
@@ -68,7 +74,7 @@ class WorkerProcessHandle:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(2 * STOP_GRACE_S):
                 return await self.process.wait()
         except TimeoutError:
             self.process.kill()

@@ -15,8 +15,7 @@ from outrider.sampling_params import DecodingMode
 from outrider.telemetry import DraftMetrics
 
 NUM_CHILDREN = 5
-"""One primary child and up to four alternatives. Five children and deeper alternatives (`min_chance`) instead of three
-brought 5 % on a target whose step lasts 25 draft steps, for then the draft has time for unlikely branches."""
+"""One primary child and up to four alternatives: beside a slow target the draft has time for unlikely branches."""
 SUPPORT_SIZE = 32
 """Entries of a hint's distribution in rejection mode."""
 SAMPLED_PRIMARY_CHANCE = 0.75

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from outrider.worker_process import (
     WorkerProcess,
@@ -43,6 +44,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     from draft_worker.scheduler import DraftScheduler
     from draft_worker.server import DraftServicer
     from outrider.engine.model import load_model
+    from outrider.grammar import GrammarCompiler
     from outrider.telemetry import DraftMetrics, serve_metrics
     from protos.outrider.v1 import draft_pb2_grpc
 
@@ -56,11 +58,17 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_model_len=engine.max_model_len,
             max_nodes=arguments.max_nodes,
             max_lookahead=arguments.max_lookahead,
+            end_of_sequence_ids=engine.eos_token_ids,
         )
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
         metrics = DraftMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
-        servicer = DraftServicer(info, scheduler, metrics)
+        grammars = GrammarCompiler(
+            Path(arguments.model) / "tokenizer.json",
+            vocab_size=engine.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+        )
+        servicer = DraftServicer(info, scheduler, metrics, grammars)
         thread = process.make_thread(DraftCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.server)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew later
+NUM_CHANNELS = 16383  # as many as two bytes tell apart; far more than sessions on one stream
 
 
 class TargetLink:
@@ -34,6 +35,8 @@ class TargetLink:
         self.address = address
         self.session_ids: set[str] = set()
         self._on_event = on_event
+        self._channels: dict[str, int] = {}  # session id -> its number on this stream
+        self._last_channel = 0
         self._forget_pending()
         self._has_dropped = False
         self._num_failures = 0
@@ -45,15 +48,31 @@ class TargetLink:
         match action:
             case Subscribe():
                 self._subscribe[action.session_id] = action
+                self._open_channel(action.session_id)
             case Unsubscribe():
                 self._subscribe.pop(action.session_id, None)
+                self.close_channel(action.session_id)
                 self._unsubscribe.add(action.session_id)
             case SendHints() if self._num_pending_nodes >= MAX_PENDING_NODES:
                 self._has_dropped = True
-            case SendHints():
+            case SendHints() if action.session_id in self._channels:
                 self._num_pending_nodes += len(action.hints)
-                self._hints.append(action)
+                self._hints.append((self._channels[action.session_id], action))
         self._wake.set()
+
+    def _open_channel(self, session_id: str) -> None:
+        """Takes numbers in turn, so that one comes back long after hints under its old meaning have gone."""
+        in_use = set(self._channels.values())
+        if session_id in self._channels or len(in_use) >= NUM_CHANNELS:
+            return
+        while True:
+            self._last_channel = self._last_channel % NUM_CHANNELS + 1
+            if self._last_channel not in in_use:
+                break
+        self._channels[session_id] = self._last_channel
+
+    def close_channel(self, session_id: str) -> None:
+        self._channels.pop(session_id, None)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -105,17 +124,20 @@ class TargetLink:
         frame = hints_pb2.HintFrame(unsubscribe=sorted(self._unsubscribe))
         for action in self._subscribe.values():
             frame.subscribe.add(
-                session_id=action.session_id, attachment=action.attachment, known_len=action.known_len
+                session_id=action.session_id,
+                attachment=action.attachment,
+                known_len=action.known_len,
+                channel=self._channels[action.session_id],
             )
-        for hints in self._hints:
-            _add_nodes(frame.nodes.add(), hints)
+        for channel, hints in self._hints:
+            _add_nodes(frame.nodes.add(channel=channel), hints)
         self._forget_pending()
         return frame
 
     def _forget_pending(self) -> None:
         self._subscribe: dict[str, Subscribe] = {}
         self._unsubscribe: set[str] = set()
-        self._hints: list[SendHints] = []
+        self._hints: list[tuple[int, SendHints]] = []
         self._num_pending_nodes = 0
 
 
@@ -138,6 +160,7 @@ class TargetLinks:
         if link is None:
             return
         link.session_ids.discard(session_id)
+        link.close_channel(session_id)
         if not link.session_ids:
             task = asyncio.create_task(self._close_if_idle(link))
             self._closing.add(task)
@@ -168,10 +191,11 @@ IDLE_S = 10.0
 
 
 def _add_nodes(message: hints_pb2.HintNodes, action: SendHints) -> None:
-    message.session_id = action.session_id
-    message.attachment = action.attachment
     message.base_len = action.base_len
-    message.node_ids.extend([hint.node_id for hint in action.hints])
+    message.first_node_id = action.hints[0].node_id
+    node_ids = [hint.node_id for hint in action.hints]
+    if node_ids != list(range(node_ids[0], node_ids[0] + len(node_ids))):
+        message.node_ids.extend(node_ids)
     message.parent_ids.extend([hint.parent_id for hint in action.hints])
     message.token_ids.extend([hint.token_id for hint in action.hints])
     if any(hint.distribution for hint in action.hints):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.kv_cache import KVSequence
+from outrider.engine.logit_processing import TextBefore
 from outrider.errors import ConfigurationError, OutriderError
+from outrider.grammar import GrammarState
 from outrider.hint_tree import DraftDistribution, Hint
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 
 MAX_TREE_NODES = 256  # KV entries that the engine provides for a tree, and half of what one message may hold
 
@@ -26,6 +28,9 @@ class AttachSession:
     token_ids: list[int]
     sampling: SamplingParams
     seed: int  # the client's in coupled mode, the draft worker's own otherwise
+    num_prompt_tokens: int = 0  # of token_ids; 0: all
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    grammar: GrammarState | None = None  # at its beginning; the session's own from here on
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +130,10 @@ class StepItem:
     token_ids: Sequence[int]
     node_ids: list[int]
     sampling: SamplingParams
+    speculation: SpeculationSettings
     seed: int
-    decided_positions: list[int]  # per node: the position that its children guess
+    text: TextBefore  # per node: what stands before its children
+    first_draw: int  # the number of the first draw that this step may make, one per node
     tree_start: int = 0
     paths: Sequence[Sequence[int]] | None = (
         None  # KV entries that each node sees, as in engine.attention.QueryBlock
@@ -159,6 +166,7 @@ class DraftLimits:
     max_lookahead: int = 20  # depth below the cursor
     max_nodes_per_step: int = 4  # of one session; more rows a step slow the primary path down
     min_chance: float = 0.004  # alternatives that are less likely to be reached are not grown
+    end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError, naming the flag."""

@@ -8,16 +8,21 @@ import torch
 
 from draft_worker.messages import Action, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
+from outrider.engine.logit_processing import NEVER, process
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling import coupled_scores, draft_distributions, probabilities, sample_draft
-from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution
+from outrider.grammar import GrammarViolation
+from outrider.hint_tree import DraftDistribution
 from outrider.sampling_params import DecodingMode
 from outrider.telemetry import DraftMetrics
 
 NUM_CHILDREN = 5
 """One primary child and up to four alternatives: beside a slow target the draft has time for unlikely branches."""
-SUPPORT_SIZE = 32
-"""Entries of a hint's distribution in rejection mode."""
+NUM_DRAFT_PROBS = 8
+"""Entries of a hint's distribution in rejection mode, where the request does not say."""
+DRAFT_PROBS_BITS = 8
+"""Their precision, likewise."""
+NOTHING = Expansion([], [], None)
 SAMPLED_PRIMARY_CHANCE = 0.75
 """How often a sampled primary child is accepted, roughly; only orders the growth of the tree."""
 
@@ -37,23 +42,46 @@ def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
     for item in step.items:
         rows = logits[row : row + len(item.node_ids)]
         row += len(item.node_ids)
-        expansions.append(expand(item, rows) if item.node_ids else [])
+        expansions.append(_expand_safely(item, rows) if item.node_ids else [])
     return expansions
+
+
+def _expand_safely(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
+    try:
+        return expand(item, logits)
+    except GrammarViolation:  # a limit of the grammar's parser: nothing is guessed here
+        return [NOTHING] * len(item.node_ids)
 
 
 def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
     """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
-    if item.sampling.decoding_mode is DecodingMode.GREEDY:
-        return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1))
-    probs = probabilities(logits, item.sampling)
-    if item.sampling.decoding_mode is DecodingMode.COUPLED:
-        scores = coupled_scores(probs, item.seed, item.decided_positions)
-        return _most_likely(scores / scores.sum(dim=-1, keepdim=True), scores.argmax(dim=-1))
-    distributions = draft_distributions(probs, SUPPORT_SIZE)
+    params = item.sampling
+    processed = process(logits, params, item.text)
+    is_dead = processed.amax(dim=-1) == NEVER
+    processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
+    if params.decoding_mode is DecodingMode.GREEDY:
+        expansions = _most_likely(torch.softmax(processed, dim=-1), processed.argmax(dim=-1))
+    else:
+        probs = probabilities(processed, params)
+        if params.decoding_mode is DecodingMode.COUPLED:
+            committed_len = len(item.text.token_ids)
+            positions = [committed_len + len(continuation) for continuation in item.text.continuations]
+            scores = coupled_scores(probs, item.seed, positions)
+            expansions = _most_likely(scores / scores.sum(dim=-1, keepdim=True), scores.argmax(dim=-1))
+        else:
+            expansions = _sample(item, probs)
     return [
-        _sampled(distribution, item.seed, position)
-        for distribution, position in zip(distributions, item.decided_positions, strict=True)
+        _forced(item, row) or (NOTHING if is_dead[row] else expansion)
+        for row, expansion in enumerate(expansions)
     ]
+
+
+def _forced(item: StepItem, row: int) -> Expansion | None:
+    """The token that the grammar forces after a node: the target takes it as a hint of its own, so must we."""
+    if item.text.grammar is None:
+        return None
+    forced = item.text.grammar.forced_after(item.text.continuations[row], 1)
+    return Expansion(forced, [1.0], None) if forced else None
 
 
 def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
@@ -65,21 +93,34 @@ def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
     values, indices = torch.topk(chances, min(NUM_CHILDREN, chances.shape[-1]), dim=-1)
     expansions = []
     for first, row_ids, row_chances in zip(best.tolist(), indices.tolist(), values.tolist(), strict=True):
-        others = [pair for pair in zip(row_ids, row_chances, strict=True) if pair[0] != first][
-            : NUM_CHILDREN - 1
-        ]
+        others = [
+            (token_id, chance)
+            for token_id, chance in zip(row_ids, row_chances, strict=True)
+            if token_id != first and chance > 0.0
+        ][: NUM_CHILDREN - 1]
         token_ids = [first, *(token_id for token_id, _ in others)]
         expansions.append(Expansion(token_ids, [row_chances[0], *(chance for _, chance in others)], None))
     return expansions
 
 
-def _sampled(distribution: DraftDistribution, seed: int, position: int) -> Expansion:
-    """A primary child drawn from exactly the distribution that is sent with it (I5), and the likeliest others."""
-    token_id = sample_draft(distribution, seed, position)
+def _sample(item: StepItem, probs: torch.Tensor) -> list[Expansion]:
+    """Primary children drawn from exactly the distributions that are sent with them (I5), and the likeliest others."""
+    distributions = draft_distributions(
+        probs,
+        item.speculation.num_draft_probs or NUM_DRAFT_PROBS,
+        item.speculation.draft_probs_bits or DRAFT_PROBS_BITS,
+    )
+    return [
+        _sampled(distribution, sample_draft(distribution, item.seed, item.first_draw + index))
+        for index, distribution in enumerate(distributions)
+    ]
+
+
+def _sampled(distribution: DraftDistribution, token_id: int) -> Expansion:
     weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
     others = [other for other in distribution.token_ids[:NUM_CHILDREN] if other != token_id]
     others = others[: NUM_CHILDREN - 1]
-    rest = max(WEIGHT_TOTAL - weights[token_id], 1)
+    rest = max(distribution.total - weights[token_id], 1)
     chances = [(1.0 - SAMPLED_PRIMARY_CHANCE) * weights[other] / rest for other in others]
     return Expansion([token_id, *others], [SAMPLED_PRIMARY_CHANCE, *chances], distribution)
 

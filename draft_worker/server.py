@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -23,8 +24,9 @@ from draft_worker.messages import (
 )
 from draft_worker.scheduler import DraftScheduler
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, TokenizerMismatch, Unavailable
+from outrider.grammar import GrammarCompiler
 from outrider.model_thread import ModelThread
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.telemetry import DraftMetrics
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -38,8 +40,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DraftServicer(draft_pb2_grpc.DraftServicer):
     """Serves outrider.v1.Draft."""
 
-    def __init__(self, info: common_pb2.WorkerInfo, scheduler: DraftScheduler, metrics: DraftMetrics) -> None:
+    def __init__(
+        self,
+        info: common_pb2.WorkerInfo,
+        scheduler: DraftScheduler,
+        metrics: DraftMetrics,
+        grammars: GrammarCompiler,
+    ) -> None:
         self._info = info
+        self._grammars = grammars
         self._scheduler = scheduler
         self._metrics = metrics
         self._callers: dict[str, asyncio.Queue[Action]] = {}
@@ -86,6 +95,10 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     ) -> AsyncIterator[draft_pb2.AttachStatus]:
         try:
             event = self._parse(request)
+            if event.sampling.grammar is not None:
+                grammar = await asyncio.to_thread(self._grammars.compile, event.sampling.grammar)
+                event = replace(event, grammar=grammar)
+                self._check_free(event.session_id)
         except OutriderError as error:
             await abort(context, error)
             return
@@ -129,8 +142,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             raise Unavailable("this worker is draining")
         if not 0 < len(request.session_id) <= MAX_SESSION_ID:
             raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
-        if request.session_id in self._callers:
-            raise InvalidRequest("session_id", f"session {request.session_id} is already attached here")
+        self._check_free(request.session_id)
         if not request.token_ids:
             raise InvalidRequest(
                 "token_ids", "token_ids is empty; at least one token is needed to go on from"
@@ -150,4 +162,10 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             list(request.token_ids),
             sampling,
             sampling.seed if sampling.seed is not None else secrets.randbits(64),
+            min(request.num_prompt_tokens, len(request.token_ids)),
+            SpeculationSettings.from_proto(request.speculation),
         )
+
+    def _check_free(self, session_id: str) -> None:
+        if session_id in self._callers:
+            raise InvalidRequest("session_id", f"session {session_id} is already attached here")

@@ -16,8 +16,10 @@ import numpy as np
 
 from draft_worker.messages import DraftLimits, Expansion, KVMove, StepItem
 from outrider.engine.kv_cache import KVSequence
+from outrider.engine.logit_processing import TextBefore
+from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import ROOT_ID, Hint
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 
 
 @dataclass(slots=True)
@@ -35,7 +37,10 @@ class DraftSession:
     attachment: int
     target_address: str
     token_ids: list[int]
+    num_prompt_tokens: int
     sampling: SamplingParams
+    speculation: SpeculationSettings
+    grammar: GrammarState | None  # having read all committed output
     seed: int
     kv: KVSequence
     limits: DraftLimits
@@ -47,6 +52,7 @@ class DraftSession:
     cursor_children: list[int] = field(default_factory=list)
     entry_nodes: list[int] = field(default_factory=list)
     next_node_id: int = 1
+    num_draws: int = 0  # random numbers used; none is used twice
     num_expanding: int = 0  # nodes in the step that runs
     is_listened_to: bool = True
     num_roots: int = 1
@@ -54,6 +60,21 @@ class DraftSession:
 
     def __post_init__(self) -> None:
         self.base_len = len(self.token_ids)
+        self._read(self.token_ids[self.num_prompt_tokens :])
+
+    def _read(self, output_token_ids: list[int]) -> None:
+        """Brings the grammar up to date. Should it not agree with the target's, the session goes on without."""
+        if self.grammar is not None:
+            try:
+                self.grammar.advance(output_token_ids)
+            except GrammarViolation:
+                self.grammar = None
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens after which there is nothing to guess."""
+        own = frozenset[int]() if self.sampling.ignore_eos else self.limits.end_of_sequence_ids
+        return self.sampling.stop_token_ids | own
 
     @property
     def num_pending(self) -> int:
@@ -76,6 +97,7 @@ class DraftSession:
             self.cursor, self.cursor_depth = child, self.nodes[child].depth
             self.cursor_children = self.nodes[child].children
         self.token_ids.extend(token_ids)
+        self._read(token_ids)
         fed = [node.entry for node in path if node.entry is not None]
         if is_lost or len(fed) < len(path):
             survivors: list[int] = []
@@ -159,27 +181,19 @@ class DraftSession:
         count = min(self.num_pending, budget)
         token_ids = self.token_ids[self.num_prefix : self.num_prefix + count]
         is_last = count == self.num_pending
-        self.num_expanding = int(is_last)
         self.kv.extend(count)
-        return StepItem(
-            self.session_id,
-            self.kv,
-            token_ids,
-            [self.cursor] if is_last else [],
-            self.sampling,
-            self.seed,
-            [len(self.token_ids)] if is_last else [],
-        )
+        return self._item(token_ids, [self.cursor] if is_last else [], [[]] if is_last else [])
 
     def frontier(self, max_nodes: int) -> list[int]:
         """At most `max_nodes` nodes to expand next: the end of the primary path, then the likeliest others."""
         if self.num_pending or len(self.nodes) >= self.limits.max_nodes:
             return []
-        deepest = min(
-            self.cursor_depth + self.limits.max_lookahead, self.limits.max_model_len - 1 - self.base_len
-        )
+        max_len = min(self.limits.max_model_len - 1, self.num_prompt_tokens + self.sampling.max_tokens)
+        deepest = min(self.cursor_depth + self.limits.max_lookahead, max_len - self.base_len)
         open_nodes = [
-            node_id for node_id, node in self.nodes.items() if node.entry is None and node.depth < deepest
+            node_id
+            for node_id, node in self.nodes.items()
+            if node.entry is None and node.depth < deepest and node.hint.token_id not in self.stop_token_ids
         ]
         primary_tip = self._primary_tip()
         chosen = sorted(
@@ -203,29 +217,47 @@ class DraftSession:
         for index, node_id in enumerate(node_ids):
             self.nodes[node_id].entry = first_entry + index
         self.entry_nodes = self.entry_nodes + node_ids
+        branches = [self._branch(node_id) for node_id in node_ids]
+        return self._item(
+            [self.nodes[node_id].hint.token_id for node_id in node_ids],
+            node_ids,
+            [[node.hint.token_id for node in branch] for branch in branches],
+            [[node.entry or 0 for node in branch] for branch in branches],
+        )
+
+    def _item(
+        self,
+        token_ids: list[int],
+        node_ids: list[int],
+        continuations: list[list[int]],
+        paths: list[list[int]] | None = None,
+    ) -> StepItem:
+        """Feeds tokens and expands nodes; `continuations` are the texts from the cursor to each of them."""
+        first_draw = self.num_draws
+        self.num_draws += len(node_ids)
         self.num_expanding = len(node_ids)
-        paths = [self._path_entries(node_id) for node_id in node_ids]
+        end_token_ids = self.sampling.stop_token_ids | self.limits.end_of_sequence_ids
         return StepItem(
             self.session_id,
             self.kv,
-            [self.nodes[node_id].hint.token_id for node_id in node_ids],
+            token_ids,
             node_ids,
             self.sampling,
+            self.speculation,
             self.seed,
-            [self.num_prefix + len(path) for path in paths],
+            TextBefore(self.token_ids, self.num_prompt_tokens, continuations, end_token_ids, self.grammar),
+            first_draw,
             self.num_prefix,
             paths,
         )
 
-    def _path_entries(self, node_id: int) -> list[int]:
-        """KV entries from the cursor's child down to the node."""
-        entries: list[int] = []
+    def _branch(self, node_id: int) -> list[DraftNode]:
+        """The nodes from the cursor's child down to this one."""
+        branch: list[DraftNode] = []
         while node_id != self.cursor:
-            node = self.nodes[node_id]
-            assert node.entry is not None
-            entries.append(node.entry)
-            node_id = node.hint.parent_id
-        return entries[::-1]
+            branch.append(self.nodes[node_id])
+            node_id = branch[-1].hint.parent_id
+        return branch[::-1]
 
     def finish_prefill(self, num_fed: int) -> None:
         self.num_prefix += num_fed

@@ -16,20 +16,24 @@ ROOT_ID = 0
 MAX_PATH_KEPT = 256
 """Committed nodes kept behind the cursor, so that late children of them can still be told from nonsense."""
 
-WEIGHT_TOTAL = 65536
+WEIGHT_TOTAL_MAX = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
-    """What a hint was sampled from, exactly: `weights[i] / 65536` is the probability of `token_ids[i]` (I5)."""
+    """What a hint was sampled from, exactly: `weights[i] / total` is the probability of `token_ids[i]` (I5)."""
 
     token_ids: tuple[int, ...]
-    weights: tuple[int, ...]  # positive, adding up to WEIGHT_TOTAL
+    weights: tuple[int, ...]  # positive, adding up to WEIGHT_TOTAL_MAX at the most
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights)
 
     def is_valid(self, vocab_size: int) -> bool:
         return (
             0 < len(self.token_ids) == len(self.weights)
-            and sum(self.weights) == WEIGHT_TOTAL
+            and self.total <= WEIGHT_TOTAL_MAX
             and min(self.weights) > 0
             and len(set(self.token_ids)) == len(self.token_ids)
             and max(self.token_ids) < vocab_size
@@ -65,11 +69,6 @@ class HintTree:
         self._path: dict[int, int] = {}  # node id -> depth, root included, in order of depth
         self._cursor: int | None = None
         self._cursor_children: list[int] = []  # of the cursor
-
-    @property
-    def has_cursor(self) -> bool:
-        """Whether the committed tokens lead to a node, so that new hints below it can become useful."""
-        return self._cursor is not None
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -160,11 +159,25 @@ class HintTree:
     def primary_path(self, max_len: int) -> list[Hint]:
         """What the draft says next: the chain of primary children below the cursor, at most `max_len` hints."""
         path: list[Hint] = []
-        if self._cursor is None:
-            return path
-        children = self._cursor_children
-        while children and len(path) < max_len:
-            node = self._nodes[children[0]]
-            path.append(node.hint)
-            children = node.children
+        following = self.primary_child(self._cursor)
+        while following is not None and len(path) < max_len:
+            path.append(following)
+            following = self.primary_child(following.node_id)
         return path
+
+    @property
+    def cursor(self) -> int | None:
+        """The node that the committed tokens lead to; None once they have left the tree."""
+        return self._cursor
+
+    def primary_child(self, node_id: int | None) -> Hint | None:
+        """What the draft says after the cursor or a live node; None for None."""
+        children = self._children_of(node_id) if node_id is not None else []
+        return self._nodes[children[0]].hint if children else None
+
+    def child_saying(self, node_id: int | None, token_id: int) -> Hint | None:
+        """The child of the cursor or a live node that guesses `token_id`; None for None."""
+        for child in self._children_of(node_id) if node_id is not None else []:
+            if self._nodes[child].hint.token_id == token_id:
+                return self._nodes[child].hint
+        return None

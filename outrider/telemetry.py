@@ -56,6 +56,13 @@ class TargetMetrics(_Metrics):
             "step_gap_milliseconds", "From a step's end to the next one's start"
         )
         self.num_bad_hints = self._counter("bad_hint_messages", "Hint messages that made no sense")
+        self.num_hint_bytes = self._counter("hint_bytes", "Bytes of the messages that brought hints")
+        self.num_forced_tokens = self._counter(
+            "grammar_forced_tokens", "Tokens that a grammar forced and that cost no step of their own"
+        )
+        self.num_cached_tokens = self._counter(
+            "prefix_cache_hits", "Prompt tokens whose KV an earlier prompt had left"
+        )
 
     def observe_accepted(self, num_accepted: int) -> None:
         for position in range(num_accepted):

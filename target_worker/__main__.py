@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 
 from outrider.worker_process import (
     WorkerProcess,
@@ -53,6 +54,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=None,
         help="hints that a step waits for, within --hint-wait-ms; default: as many as measured times say",
     )
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompts that begin alike share what was computed for them (default on)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -60,6 +67,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     # Imported late, so that --help and bad arguments do not wait for torch.
     from outrider.engine.model import batch_invariance_failures, load_model
+    from outrider.grammar import GrammarCompiler
     from outrider.telemetry import TargetMetrics, serve_metrics
     from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
     from target_worker.messages import SchedulerLimits
@@ -85,11 +93,17 @@ async def serve(arguments: argparse.Namespace) -> None:
             hint_wait_ms_max=arguments.hint_wait_ms,
             wait_for_num_hints=arguments.wait_for_num_hints,
             end_of_sequence_ids=engine.eos_token_ids,
+            enable_prefix_caching=arguments.enable_prefix_caching,
         )
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
         metrics = TargetMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
-        servicer = TargetServicer(info, metrics)
+        grammars = GrammarCompiler(
+            Path(arguments.model) / "tokenizer.json",
+            vocab_size=engine.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+        )
+        servicer = TargetServicer(info, metrics, grammars)
         thread = process.make_thread(TargetCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)

@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache import KVSequence
+from outrider.engine.logit_processing import TextBefore
 from outrider.engine.verification import Verdict
 from outrider.errors import ConfigurationError, OutriderError
+from outrider.grammar import GrammarState
 from outrider.hint_tree import Hint
-from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, DecodingMode, SamplingParams
+from outrider.sampling_params import (
+    MAX_SPECULATIVE_TOKENS,
+    AcceptanceRule,
+    DecodingMode,
+    SamplingParams,
+    SpeculationSettings,
+)
+from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2
 
 StreamId = int
 MAX_BATCHED_TOKENS = 512  # rows for which `engine.linear` tries its forms
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationSettings:
-    """Whether hints are listened to, and how many are verified per step at the most (0: the worker's own limit)."""
-
-    enabled: bool = True
-    num_speculative_tokens: int = 0
 
 
 # Events.
@@ -35,6 +36,7 @@ class StartSession:
     sampling: SamplingParams
     speculation: SpeculationSettings
     seed: int  # of every random number of the session
+    grammar: GrammarState | None = None  # at its beginning; the session's own from here on
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class HintsArrived:
     base_len: int
     hints: list[Hint]
     arrived_at: float  # shell's clock, seconds; the event may be handled a whole step later
+    num_bytes: int = 0  # of the message that brought them
 
 
 Event = (
@@ -103,6 +106,15 @@ class SessionRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Of the prompt tokens at `first_position` and after."""
+
+    session_id: str
+    first_position: int
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class TokensCommitted:
     session_id: str
     token_ids: list[int]
@@ -110,6 +122,7 @@ class TokensCommitted:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     step_ms: float
+    logprobs: list[TokenLogprobs] | None = None  # one per token, where asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +132,7 @@ class SessionEnded:
     stop_token_id: int | None
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int  # of the prompt, whose KV was there already
     stats: common_pb2.SpeculationStats
     queue_ms: float
     prefill_ms: float
@@ -136,7 +150,7 @@ class CommitPublished:
     is_finished: bool
 
 
-Action = SessionAdmitted | SessionRefused | TokensCommitted | SessionEnded | CommitPublished
+Action = SessionAdmitted | SessionRefused | PromptScored | TokensCommitted | SessionEnded | CommitPublished
 
 
 # One step.
@@ -146,18 +160,26 @@ Action = SessionAdmitted | SessionRefused | TokensCommitted | SessionEnded | Com
 class StepItem:
     """One session's part in a step: `token_ids` are fed, the last `num_logits` of them are asked for logits.
 
-    `hints` are verified: `num_logits - 1` of them were fed, one more may follow for the last position. A prefill
-    chunk that is not the last has `num_logits == 0`.
+    The last `num_decided` rows of logits decide tokens, and `hints` are verified by them: `num_decided - 1` were fed,
+    one more may follow for the last position. A prefill chunk that is not the last decides nothing. The first rows,
+    where the prompt's own log probabilities are wanted, are those of `prompt_targets`.
     """
 
     session_id: str
     kv: KVSequence
     token_ids: Sequence[int]
     num_logits: int
+    num_decided: int
     hints: list[Hint]
+    text: TextBefore
     sampling: SamplingParams
     seed: int
-    position: int  # of the first token to be decided
+    acceptance_rule: AcceptanceRule = AcceptanceRule.BLOCK
+    prompt_targets: Sequence[int] = ()
+
+    @property
+    def num_fed_hints(self) -> int:
+        return max(self.num_decided - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +193,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    verdicts: list[Verdict | None]  # one per item; None where no logits were asked for
+    verdicts: list[Verdict | None]  # one per item; None where nothing was to be decided
     step_ms: float
+    prompt_logprobs: list[list[TokenLogprobs]] | None = None  # one list per item, for its prompt_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +221,7 @@ class SchedulerLimits:
     max_early_hints: int = 512  # in these events
     early_s: float = 5.0  # seconds that they are kept
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
+    enable_prefix_caching: bool = True  # prompts that begin alike share KV blocks
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError, naming the flag."""

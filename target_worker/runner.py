@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
 
 import torch
 
+from outrider.engine.logprobs import token_logprobs
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.verification import Verdict, verify
+from outrider.grammar import GrammarViolation
 from outrider.telemetry import TargetMetrics
+from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import Action, Event, HintsArrived, Step, StepItem, StepResult, WaitForHints
 from target_worker.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
 
+
+@torch.inference_mode()
 def run_step(engine: Engine, step: Step) -> StepResult:
     """One forward pass over the batch, then verification session by session."""
     started = time.perf_counter()
     chunks = [SequenceChunk(item.kv, item.token_ids, item.num_logits) for item in step.items]
     logits = engine.forward(chunks)
     verdicts: list[Verdict | None] = []
+    prompt_logprobs: list[list[TokenLogprobs]] = []
     row = 0
     for item in step.items:
-        verdicts.append(_verify_item(item, logits[row : row + item.num_logits]) if item.num_logits else None)
+        rows = logits[row : row + item.num_logits]
         row += item.num_logits
-    return StepResult(verdicts, step_ms=(time.perf_counter() - started) * 1e3)
+        prompt_logprobs.append(_score_prompt(item, rows))
+        verdicts.append(_decide(item, rows[item.num_logits - item.num_decided :]))
+    return StepResult(verdicts, (time.perf_counter() - started) * 1e3, prompt_logprobs)
 
 
-@torch.inference_mode()
-def _verify_item(item: StepItem, logits: torch.Tensor) -> Verdict:
-    return verify(logits, item.hints, item.sampling, item.seed, item.position)
+def _decide(item: StepItem, logits: torch.Tensor) -> Verdict | None:
+    """What becomes of the item's hints.  # logits: [num_decided, vocab_size]"""
+    if not item.num_decided:
+        return None
+    try:
+        return verify(logits, item.hints, item.sampling, item.seed, item.text, item.acceptance_rule)
+    except GrammarViolation:
+        logger.info("session %s: a limit of the grammar's parser; its hints are dropped", item.session_id)
+    try:
+        before = replace(item.text, continuations=[[]])
+        return verify(logits[:1], [], item.sampling, item.seed, before)
+    except GrammarViolation:
+        return Verdict([], 0, 0)
+
+
+def _score_prompt(item: StepItem, logits: torch.Tensor) -> list[TokenLogprobs]:
+    """Log probabilities of the prompt tokens that the item's first rows speak of; always the model's own."""
+    num_rows = len(item.prompt_targets)
+    return token_logprobs(logits[:num_rows], item.prompt_targets, item.sampling.num_prompt_logprobs or 0)
 
 
 class TargetCore:

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections import deque
 
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.verification import Verdict
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
-from outrider.hint_tree import Hint
+from outrider.grammar import GrammarViolation
 from target_worker.early_events import EarlyEvents
+from target_worker.hint_path import HintPath
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -25,6 +27,7 @@ from target_worker.messages import (
     CommitPublished,
     Event,
     HintsArrived,
+    PromptScored,
     SchedulerLimits,
     SessionAdmitted,
     SessionEnded,
@@ -98,14 +101,18 @@ class Scheduler:
         error = self._objection(event)
         if error is not None:
             return [SessionRefused(event.session_id, error)]
-        session = Session.from_event(
-            event,
-            max_model_len=self.limits.max_model_len,
-            end_of_sequence_ids=self.limits.end_of_sequence_ids,
-            kv=KVSequence(self.allocator),
-            num_reserved_blocks=self._num_blocks_for(event),
-            now=now,
-        )
+        try:
+            session = Session.from_event(
+                event,
+                max_model_len=self.limits.max_model_len,
+                end_of_sequence_ids=self.limits.end_of_sequence_ids,
+                kv=KVSequence(self.allocator),
+                num_reserved_blocks=self._num_blocks_for(event),
+                now=now,
+            )
+        except GrammarViolation as violation:
+            error = InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}")
+            return [SessionRefused(event.session_id, error)]
         self._sessions[session.session_id] = session
         self._waiting.append(session)
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
@@ -131,6 +138,10 @@ class Scheduler:
             return InvalidRequest("max_tokens", "as many tokens as max_tokens permits are already committed")
         if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
             return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
+        try:
+            event.sampling.check_vocabulary(self.vocab_size)
+        except InvalidRequest as error:
+            return error
         if self._num_blocks_for(event) > self.allocator.num_blocks - 1:
             capacity = (self.allocator.num_blocks - 1) * self.allocator.block_size
             return InvalidRequest(
@@ -146,15 +157,40 @@ class Scheduler:
         return self.allocator.blocks_for(longest + self.limits.num_speculative_tokens + 1)
 
     def _promote_waiting(self, now: float) -> None:
-        """Gives waiting sessions a place, first come first served, as long as their whole length fits."""
-        while self._waiting and len(self._running) < self.limits.max_num_seqs:
-            session = self._waiting[0]
+        """Gives waiting sessions a place, first come first served, as long as their whole length fits.
+
+        One whose prompt is just being computed for another session lets others pass, and then shares the result.
+        """
+        for session in list(self._waiting):
+            if len(self._running) >= self.limits.max_num_seqs:
+                return
             if self._num_reserved_blocks + session.num_reserved_blocks > self.allocator.num_blocks - 1:
                 return
-            self._waiting.popleft()
+            if self._shares_prefix(session):
+                if self._is_prefix_under_way(session):
+                    continue
+                session.adopt_prefix()
+            self._waiting.remove(session)
             self._num_reserved_blocks += session.num_reserved_blocks
             session.first_step_at = now
             self._running[session.session_id] = session
+
+    def _shares_prefix(self, session: Session) -> bool:
+        # Log probabilities of the prompt need its forward pass.
+        return self.limits.enable_prefix_caching and session.sampling.num_prompt_logprobs is None
+
+    def _is_prefix_under_way(self, session: Session) -> bool:
+        """Whether a running session's prefill is about to compute the first block that this one lacks."""
+        computing = [
+            other for other in self._running.values() if other.num_pending > 1 and self._shares_prefix(other)
+        ]
+        if not computing:
+            return False
+        digests = session.known_digests(session.committed_len - 1)
+        missing = self.allocator.num_published(digests)
+        if missing == len(digests):
+            return False
+        return any(digests[missing] in other.known_digests(other.committed_len) for other in computing)
 
     def _remove(self, session: Session) -> None:
         del self._sessions[session.session_id]
@@ -216,6 +252,7 @@ class Scheduler:
         elif not session.is_listening:
             session.tree.num_stale += len(event.hints)
         else:
+            session.stats.num_hint_bytes += event.num_bytes
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
             session.timing.on_hints(event.arrived_at, len(session.tree.primary_path(limit)))
@@ -237,7 +274,11 @@ class Scheduler:
         """The moment to wait for, or None to go on. One step waits `hint_wait_ms_max` at the most, in all."""
         if any(session.num_pending > 1 for session in self._running.values()):
             return None  # prefill is work enough
-        hoping = [session for session in self._running.values() if session.can_expect_hints()]
+        hoping = [
+            session
+            for session in self._running.values()
+            if session.can_expect_hints() and not session.has_forced_hints()
+        ]
         if not hoping:
             return None
         if self._wait_deadline is not None and now >= self._wait_deadline:
@@ -282,19 +323,16 @@ class Scheduler:
         # Hints never take more than half of what is left while prompts wait, nor all of it.
         hint_budget = budget // 2 if prefilling else budget
         limit = self.limits.num_speculative_tokens
-        paths = [self._hints(session) for session in decoding]
+        paths = [session.hint_path(limit) for session in decoding]
         num_fed = allot(
             [session.acceptance.rate for session in decoding],
-            [
-                min(len(path), session.hint_limit(limit))
-                for session, path in zip(decoding, paths, strict=True)
-            ],
+            [path.num_feedable for path in paths],
             self.cost,
             max(hint_budget, 0),
         )
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
-            items.append(self._item(session, path[: fed + 1], fed))
+            items.append(_item(session, path, fed))
             budget -= fed
         for session in prefilling:
             if budget <= 0:
@@ -303,73 +341,72 @@ class Scheduler:
             budget -= len(items[-1].token_ids)
         return Step(items)
 
-    def _hints(self, session: Session) -> list[Hint]:
-        """The primary path, one hint longer than may be fed: the last position is verified without being fed."""
-        if not session.is_listening:
-            return []
-        return session.tree.primary_path(session.hint_limit(self.limits.num_speculative_tokens) + 1)
-
-    def _item(self, session: Session, hints: list[Hint], num_fed: int) -> StepItem:
-        token_ids = session.token_ids[session.kv.length :] + [hint.token_id for hint in hints[:num_fed]]
-        session.kv.extend(len(token_ids))
-        return StepItem(
-            session.session_id,
-            session.kv,
-            token_ids,
-            num_fed + 1,
-            hints,
-            session.sampling,
-            session.seed,
-            session.committed_len,
-        )
-
     def _prefill_item(self, session: Session, budget: int) -> StepItem:
         if session.num_pending <= budget:
-            return self._item(session, self._hints(session)[:1], 0)
-        token_ids = session.token_ids[session.kv.length : session.kv.length + budget]
+            return _item(session, session.hint_path(self.limits.num_speculative_tokens), num_fed=0)
+        start = session.kv.length
+        token_ids = session.token_ids[start : start + budget]
         session.kv.extend(budget)
+        prompt_targets = session.prompt_targets(start, budget)
         return StepItem(
             session.session_id,
             session.kv,
             token_ids,
-            0,
-            [],
-            session.sampling,
-            session.seed,
-            session.committed_len,
+            num_logits=budget if prompt_targets else 0,
+            num_decided=0,
+            hints=[],
+            text=session.text_before([], 0),
+            sampling=session.sampling,
+            seed=session.seed,
+            prompt_targets=prompt_targets,
         )
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided and says who must hear of it."""
-        if all(item.num_logits for item in step.items):
+        if all(item.num_decided for item in step.items):
             self.cost.observe(step.num_tokens, result.step_ms)
         actions: list[Action] = []
-        for item, verdict in zip(step.items, result.verdicts, strict=True):
+        scored = result.prompt_logprobs or [[]] * len(step.items)
+        for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
             session = self._sessions.get(item.session_id)
-            if session is None or verdict is None:
+            if session is None:
                 continue
-            from_len, num_fed = session.committed_len, item.num_logits - 1
-            outcome = session.commit(verdict, num_fed, len(item.hints))
-            if session.first_token_at is None:
-                session.first_token_at = now
-            if outcome.token_ids:
-                actions.append(
-                    TokensCommitted(
-                        session.session_id,
-                        outcome.token_ids,
-                        outcome.origins,
-                        num_fed,
-                        outcome.num_accepted,
-                        result.step_ms,
-                    )
+            if logprobs:
+                first = session.kv.length - len(item.token_ids) + 1
+                actions.append(PromptScored(session.session_id, first, logprobs))
+            if verdict is not None:
+                actions += self._commit(session, item, verdict, result.step_ms, now)
+            if self._shares_prefix(session):
+                session.publish_blocks()
+        return actions
+
+    def _commit(
+        self, session: Session, item: StepItem, verdict: Verdict, step_ms: float, now: float
+    ) -> list[Action]:
+        actions: list[Action] = []
+        from_len = session.committed_len
+        outcome = session.commit(verdict, item.hints, item.num_fed_hints)
+        if session.first_token_at is None:
+            session.first_token_at = now
+        if outcome.token_ids:
+            actions.append(
+                TokensCommitted(
+                    session.session_id,
+                    outcome.token_ids,
+                    outcome.origins,
+                    outcome.num_draft_tokens,
+                    outcome.num_accepted,
+                    step_ms,
+                    outcome.logprobs,
                 )
-            is_finished = outcome.reason is not None
-            actions += self._publish(session, from_len, outcome.token_ids, is_finished=is_finished)
-            if is_finished:
-                actions.append(self._end(session, outcome))
-            else:
-                path = session.tree.primary_path(self.limits.num_speculative_tokens)
-                session.timing.on_commit(now, len(path))
+            )
+        is_finished = outcome.reason is not None
+        actions += self._publish(session, from_len, outcome.token_ids, is_finished=is_finished)
+        if is_finished:
+            actions.append(self._end(session, outcome))
+        else:
+            path = session.tree.primary_path(self.limits.num_speculative_tokens)
+            session.timing.on_commit(now, len(path))
         return actions
 
     def _end(self, session: Session, outcome: CommitOutcome) -> SessionEnded:
@@ -382,6 +419,7 @@ class Scheduler:
             outcome.stop_token_id,
             session.num_prompt_tokens,
             session.num_output_tokens,
+            session.num_cached_tokens,
             session.final_stats(),
             queue_ms=(first_step_at - session.arrived_at) * 1e3,
             prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
@@ -401,3 +439,24 @@ class Scheduler:
             )
             for stream_id in session.subscribers
         ]
+
+
+def _item(session: Session, path: HintPath, num_fed: int) -> StepItem:
+    """A step that decides tokens: everything pending, then `num_fed` hints."""
+    start, hints = session.kv.length, path.for_step(num_fed)
+    token_ids = session.token_ids[start:] + [hint.token_id for hint in hints[:num_fed]]
+    session.kv.extend(len(token_ids))
+    prompt_targets = session.prompt_targets(start, len(token_ids))
+    return StepItem(
+        session.session_id,
+        session.kv,
+        token_ids,
+        num_logits=len(token_ids) if prompt_targets else num_fed + 1,
+        num_decided=num_fed + 1,
+        hints=hints,
+        text=session.text_before(hints, num_fed + 1),
+        sampling=session.sampling,
+        seed=session.seed,
+        acceptance_rule=session.speculation.acceptance_rule,
+        prompt_targets=prompt_targets,
+    )

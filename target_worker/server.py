@@ -10,15 +10,17 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.model_thread import ModelThread
-from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, SamplingParams
+from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
@@ -30,10 +32,10 @@ from target_worker.messages import (
     CommitPublished,
     Event,
     HintsArrived,
+    PromptScored,
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
-    SpeculationSettings,
     StartSession,
     StreamId,
     SubscribeDraft,
@@ -42,6 +44,7 @@ from target_worker.messages import (
 )
 
 MAX_SESSION_ID = 64  # characters
+MAX_CHANNEL = 65535
 MAX_NODES_PER_MESSAGE = 512  # as many as a hint tree keeps
 MAX_COMMITS_PER_FRAME = 256
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
@@ -81,9 +84,12 @@ class DraftStream:
 class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsServicer):
     """Serves outrider.v1.Target and outrider.v1.Hints."""
 
-    def __init__(self, info: common_pb2.WorkerInfo, metrics: TargetMetrics) -> None:
+    def __init__(
+        self, info: common_pb2.WorkerInfo, metrics: TargetMetrics, grammars: GrammarCompiler
+    ) -> None:
         self._info = info
         self._metrics = metrics
+        self._grammars = grammars
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
@@ -127,6 +133,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             if self._is_draining:
                 raise Unavailable("this worker is draining")
             event = parse_generate(request)
+            if event.sampling.grammar is not None:
+                event = replace(event, grammar=await self._compile(event.sampling.grammar))
+            # After the last wait, so that of two calls with one id the second finds the first.
             if event.session_id in self._callers:
                 raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
         except OutriderError as error:
@@ -151,13 +160,19 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             if not has_ended:
                 self._submit(CancelSession(event.session_id), is_release=True)
 
+    async def _compile(self, grammar: GrammarSpec) -> GrammarState:
+        # Large ones take a tenth of a second: not on the event loop.
+        return await asyncio.to_thread(self._grammars.compile, grammar)
+
     async def SetSpeculation(
         self, request: target_pb2.SetSpeculationRequest, context: Context
     ) -> target_pb2.SetSpeculationResponse:
         try:
             if request.session_id not in self._callers:
                 raise NotFound(f"no session {request.session_id} here")
-            self._submit(ChangeSpeculation(request.session_id, parse_speculation(request.speculation)))
+            self._submit(
+                ChangeSpeculation(request.session_id, SpeculationSettings.from_proto(request.speculation))
+            )
         except OutriderError as error:
             await abort(context, error)
         return target_pb2.SetSpeculationResponse()
@@ -187,18 +202,24 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._submit(CloseStream(stream_id), is_release=True)
 
     async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId) -> None:
+        channels: dict[int, hints_pb2.Subscribe] = {}
         async for frame in frames:
             for session_id in frame.unsubscribe:
                 self._submit(UnsubscribeDraft(stream_id, session_id))
             for subscribe in frame.subscribe:
-                if 0 < len(subscribe.session_id) <= MAX_SESSION_ID:
+                if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
+                    channels[subscribe.channel] = subscribe
                     self._submit(
                         SubscribeDraft(
                             stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
                         )
                     )
             for nodes in frame.nodes:
-                event = parse_hints(nodes, self._info.vocab_size, time.monotonic())
+                subscribed = channels.get(nodes.channel)
+                event = None
+                if subscribed is not None:
+                    event = parse_hints(nodes, subscribed, self._info.vocab_size, time.monotonic())
+                self._metrics.num_hint_bytes.inc(nodes.ByteSize())
                 if event is None:
                     self._metrics.num_bad_hints.inc()
                 else:
@@ -214,6 +235,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 self._metrics.observe_accepted(action.num_accepted_draft_tokens)
         elif isinstance(action, SessionEnded):
             self._metrics.prompt_tokens.inc(action.num_prompt_tokens)
+            self._metrics.num_cached_tokens.inc(action.num_cached_tokens)
+            self._metrics.num_forced_tokens.inc(action.stats.num_forced_tokens)
 
 
 def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
@@ -228,26 +251,24 @@ def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
         list(request.token_ids),
         request.num_prompt_tokens or len(request.token_ids),
         sampling,
-        parse_speculation(request.speculation) if request.HasField("speculation") else SpeculationSettings(),
+        (
+            SpeculationSettings.from_proto(request.speculation)
+            if request.HasField("speculation")
+            else SpeculationSettings()
+        ),
         sampling.seed if sampling.seed is not None else secrets.randbits(64),
     )
 
 
-def parse_speculation(message: common_pb2.SpeculationParams) -> SpeculationSettings:
-    if message.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
-        raise InvalidRequest(
-            "num_speculative_tokens",
-            f"num_speculative_tokens is {message.num_speculative_tokens}; permitted: 0 to {MAX_SPECULATIVE_TOKENS}",
-        )
-    return SpeculationSettings(message.enabled, message.num_speculative_tokens)
-
-
-def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float) -> HintsArrived | None:
+def parse_hints(
+    message: hints_pb2.HintNodes, subscribed: hints_pb2.Subscribe, vocab_size: int, arrived_at: float
+) -> HintsArrived | None:
     """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
-    num_nodes = len(message.node_ids)
-    if not 0 < len(message.session_id) <= MAX_SESSION_ID or num_nodes > MAX_NODES_PER_MESSAGE:
+    num_nodes = len(message.token_ids)
+    if num_nodes > MAX_NODES_PER_MESSAGE or len(message.parent_ids) != num_nodes:
         return None
-    if len(message.parent_ids) != num_nodes or len(message.token_ids) != num_nodes:
+    node_ids = message.node_ids or range(message.first_node_id, message.first_node_id + num_nodes)
+    if len(node_ids) != num_nodes:
         return None
     sizes = message.support_sizes or [0] * num_nodes
     num_entries = len(message.support_token_ids)
@@ -255,7 +276,7 @@ def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float
         return None
     hints, offset = [], 0
     for node_id, parent_id, token_id, size in zip(
-        message.node_ids, message.parent_ids, message.token_ids, sizes, strict=True
+        node_ids, message.parent_ids, message.token_ids, sizes, strict=True
     ):
         distribution = None
         if size:
@@ -270,7 +291,14 @@ def parse_hints(message: hints_pb2.HintNodes, vocab_size: int, arrived_at: float
         # A draft model's padded rows have no token here; what hangs below such a node is stale of itself.
         if token_id < vocab_size:
             hints.append(Hint(node_id, parent_id, token_id, distribution))
-    return HintsArrived(message.session_id, message.attachment, message.base_len, hints, arrived_at)
+    return HintsArrived(
+        subscribed.session_id,
+        subscribed.attachment,
+        message.base_len,
+        hints,
+        arrived_at,
+        message.ByteSize(),
+    )
 
 
 def _commit_message(action: CommitPublished) -> hints_pb2.SessionCommit:
@@ -288,6 +316,12 @@ def _event_message(action: Action) -> target_pb2.GenerateEvent:
         case SessionAdmitted():
             started = target_pb2.SessionStarted(decoding_mode=action.decoding_mode.value)
             return target_pb2.GenerateEvent(started=started)
+        case PromptScored():
+            prompt = target_pb2.PromptLogprobs(
+                first_position=action.first_position,
+                logprobs=[logprobs.to_proto() for logprobs in action.logprobs],
+            )
+            return target_pb2.GenerateEvent(prompt=prompt)
         case TokensCommitted():
             step = target_pb2.StepOutput(
                 token_ids=action.token_ids,
@@ -295,6 +329,7 @@ def _event_message(action: Action) -> target_pb2.GenerateEvent:
                 num_draft_tokens=action.num_draft_tokens,
                 num_accepted_draft_tokens=action.num_accepted_draft_tokens,
                 step_ms=action.step_ms,
+                logprobs=[logprobs.to_proto() for logprobs in action.logprobs or ()],
             )
             return target_pb2.GenerateEvent(step=step)
         case SessionEnded():
@@ -303,6 +338,7 @@ def _event_message(action: Action) -> target_pb2.GenerateEvent:
                 stop_token_id=action.stop_token_id,
                 num_prompt_tokens=action.num_prompt_tokens,
                 num_output_tokens=action.num_output_tokens,
+                num_cached_tokens=action.num_cached_tokens,
                 stats=action.stats,
                 queue_ms=action.queue_ms,
                 prefill_ms=action.prefill_ms,

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
-from outrider.engine.kv_cache import KVSequence
+from outrider.engine.kv_cache import Digest, KVSequence, block_digests
+from outrider.engine.logit_processing import TextBefore
 from outrider.engine.verification import Verdict
-from outrider.hint_tree import HintTree
-from outrider.sampling_params import DecodingMode, SamplingParams
+from outrider.grammar import GrammarState, GrammarViolation
+from outrider.hint_tree import Hint, HintTree
+from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
+from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2
-from target_worker.messages import SpeculationSettings, StartSession, StreamId
+from target_worker.hint_path import HintPath, choose_path, is_forced
+from target_worker.messages import StartSession, StreamId
 from target_worker.speculation import AcceptanceHistory, HintTiming
 
 
@@ -20,7 +24,9 @@ class CommitOutcome:
 
     token_ids: list[int]
     origins: list[common_pb2.TokenOrigin]
-    num_accepted: int  # hints among the tokens
+    num_draft_tokens: int  # hints of a draft worker that were fed
+    num_accepted: int  # of these, among the tokens
+    logprobs: list[TokenLogprobs] | None
     reason: target_pb2.FinishReason | None  # set when the session has ended
     stop_token_id: int | None
 
@@ -41,6 +47,8 @@ class Session:
     speculation: SpeculationSettings
     seed: int
     stop_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]  # what min_tokens rules out
+    grammar: GrammarState | None  # having read all output
     arrived_at: float  # shell's clock, seconds
     kv: KVSequence
     num_reserved_blocks: int
@@ -51,6 +59,9 @@ class Session:
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
     first_step_at: float | None = None
     first_token_at: float | None = None
+    num_cached_tokens: int = 0  # of the prompt, whose KV was there already
+    digests: list[Digest] = field(default_factory=list)  # of the full blocks of `token_ids`, as far as known
+    num_offered_blocks: int = 0  # of `kv`, which later prompts may begin with
 
     @classmethod
     def from_event(
@@ -64,6 +75,8 @@ class Session:
         now: float,
     ) -> Session:
         sampling = event.sampling
+        if event.grammar is not None:
+            event.grammar.advance(event.token_ids[event.num_prompt_tokens :])
         return cls(
             session_id=event.session_id,
             token_ids=list(event.token_ids),
@@ -75,6 +88,8 @@ class Session:
             seed=event.seed,
             stop_token_ids=sampling.stop_token_ids
             | (frozenset() if sampling.ignore_eos else end_of_sequence_ids),
+            end_token_ids=sampling.stop_token_ids | end_of_sequence_ids,
+            grammar=event.grammar,
             arrived_at=now,
             kv=kv,
             num_reserved_blocks=num_reserved_blocks,
@@ -101,13 +116,71 @@ class Session:
     def is_listening(self) -> bool:
         return self.speculation.enabled
 
+    def hint_path(self, num_speculative_tokens: int) -> HintPath:
+        """What to verify next, one hint longer than may be fed: the last position is verified without being fed."""
+        if self.speculation.is_plain:
+            return HintPath([], 0)
+        tree = self.tree if self.is_listening else None
+        limit = self.hint_limit(num_speculative_tokens)
+        try:
+            return choose_path(tree, self.grammar, self.stop_token_ids, limit)
+        except GrammarViolation:  # a limit of the parser, met on the way along the hints
+            return HintPath([], 0)
+
+    def text_before(self, hints: list[Hint], num_rows: int) -> TextBefore:
+        """What stands before each of `num_rows` positions, `hints[i]` being said at the i-th."""
+        said = [hint.token_id for hint in hints]
+        return TextBefore(
+            self.token_ids,
+            self.num_prompt_tokens,
+            [said[:row] for row in range(num_rows)],
+            self.end_token_ids,
+            self.grammar,
+        )
+
+    def has_forced_hints(self) -> bool:
+        """Whether the grammar alone says what comes next, so that no draft worker has to be waited for."""
+        if self.grammar is None or self.speculation.is_plain:
+            return False
+        try:
+            return bool(self.grammar.forced_after([], 1))
+        except GrammarViolation:
+            return False
+
+    def prompt_targets(self, start: int, num_tokens: int) -> list[int]:
+        """Prompt tokens whose log probabilities the rows of tokens [start, start + num_tokens) give."""
+        if self.sampling.num_prompt_logprobs is None:
+            return []
+        return self.token_ids[start + 1 : min(start + num_tokens + 1, self.num_prompt_tokens)]
+
+    def adopt_prefix(self) -> None:
+        """Begins with KV blocks that an earlier prompt left, as far as they go; the last token is always fed."""
+        digests = self.known_digests(len(self.token_ids) - 1)
+        num_published = self.kv.allocator.num_published(digests)
+        self.kv.adopt(digests[:num_published])
+        self.num_cached_tokens = min(self.kv.length, self.num_prompt_tokens)
+
+    def publish_blocks(self) -> None:
+        """Offers the blocks that the last step filled with committed tokens."""
+        num_full = self.kv.length // self.kv.allocator.block_size
+        if num_full > self.num_offered_blocks:
+            self.kv.publish(self.known_digests(self.kv.length)[:num_full], self.num_offered_blocks)
+            self.num_offered_blocks = num_full
+
+    def known_digests(self, length: int) -> list[Digest]:
+        """Digests of the full blocks of the first `length` tokens."""
+        size = self.kv.allocator.block_size
+        if len(self.digests) < length // size:
+            self.digests = block_digests(self.token_ids[:length], size, self.digests)
+        return self.digests
+
     def can_expect_hints(self) -> bool:
         """Whether a draft worker follows the session and is heard."""
         return self.is_listening and bool(self.subscribers)
 
     def hint_limit(self, num_speculative_tokens: int) -> int:
         """Most hints worth feeding now: the request's and the worker's limit, and the room that is left."""
-        if not self.is_listening:
+        if self.speculation.is_plain or (not self.is_listening and self.grammar is None):
             return 0
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens
         return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)
@@ -117,13 +190,14 @@ class Session:
         self.acceptance = AcceptanceHistory()
         self.timing = HintTiming(lost_at=now, grown_at=now)
 
-    def commit(self, verdict: Verdict, num_fed_hints: int, num_hints: int) -> CommitOutcome:
-        """Appends what a step decided, up to a stop token or the length limit, and rolls KV back to it.
+    def commit(self, verdict: Verdict, hints: list[Hint], num_fed_hints: int) -> CommitOutcome:
+        """Appends what a step decided, up to a stop token, the grammar's end or the length limit, and rolls KV back.
 
-        Of `num_hints` that were verified, `num_fed_hints` had been fed to the model.
+        Of `hints`, which were verified, the first `num_fed_hints` had been fed to the model.
         """
-        if num_hints:
-            self.acceptance.observe(verdict.num_matched, num_hints)
+        if not verdict.token_ids:
+            return self._end_without_token()
+        self._learn(verdict, hints)
         token_ids: list[int] = []
         reason, stop_token_id = None, None
         for token_id in verdict.token_ids:
@@ -134,28 +208,56 @@ class Session:
             if self.committed_len + len(token_ids) == self.max_len:
                 reason = target_pb2.FINISH_REASON_LENGTH
                 break
-        num_accepted = min(verdict.num_accepted, len(token_ids))
-        self._count(num_accepted, num_fed_hints)
+        held = hints[: min(verdict.num_accepted, len(token_ids))]
+        num_draft_tokens = sum(not is_forced(hint) for hint in hints[:num_fed_hints])
+        num_accepted = sum(not is_forced(hint) for hint in held)
+        self.stats.num_forced_tokens += len(held) - num_accepted
+        self._count(num_accepted, num_draft_tokens)
+        if self.grammar is not None and stop_token_id is None:
+            reason = _advance(self.grammar, token_ids) or reason
         self.token_ids.extend(token_ids)
         self.tree.commit(token_ids)
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
         origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
-        return CommitOutcome(token_ids, origins, num_accepted, reason, stop_token_id)
+        logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
+        return CommitOutcome(
+            token_ids, origins, num_draft_tokens, num_accepted, logprobs, reason, stop_token_id
+        )
 
-    def _count(self, num_accepted: int, num_fed_hints: int) -> None:
+    def _end_without_token(self) -> CommitOutcome:
+        self.kv.truncate(min(self.kv.length, self.committed_len - 1))
+        return CommitOutcome([], [], 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
+
+    def _learn(self, verdict: Verdict, hints: list[Hint]) -> None:
+        """What the draft worker's hints are worth; those of the grammar say nothing about it."""
+        is_own = [not is_forced(hint) for hint in hints]
+        num_tried = sum(is_own)
+        if num_tried:
+            self.acceptance.observe(sum(is_own[: verdict.num_matched]), num_tried)
+
+    def _count(self, num_accepted: int, num_draft_tokens: int) -> None:
         stats = self.stats
         stats.num_steps += 1
-        if num_fed_hints == 0:
+        if num_draft_tokens == 0:
             return
         stats.num_spec_steps += 1
-        stats.num_draft_tokens += num_fed_hints
+        stats.num_draft_tokens += num_draft_tokens
         stats.num_accepted_draft_tokens += num_accepted
         _increment(stats.acceptance_histogram, num_accepted)
-        _increment(stats.draft_length_histogram, num_fed_hints)
+        _increment(stats.draft_length_histogram, num_draft_tokens)
 
     def final_stats(self) -> common_pb2.SpeculationStats:
         self.stats.num_stale_hints = self.tree.num_stale
         return self.stats
+
+
+def _advance(grammar: GrammarState, token_ids: list[int]) -> target_pb2.FinishReason | None:
+    """Reads committed tokens; returns why they are the last, when the grammar makes them so."""
+    try:
+        grammar.advance(token_ids)
+    except GrammarViolation:  # a limit of the parser: the target's own tokens were permitted
+        return target_pb2.FINISH_REASON_NO_TOKEN
+    return target_pb2.FINISH_REASON_STOP if grammar.is_complete else None
 
 
 def _origins(verdict: Verdict, num_fed_hints: int) -> list[common_pb2.TokenOrigin]:

@@ -2,13 +2,18 @@
 
 A sequence's KV lives in fixed-size blocks; entry `i` of a sequence is slot `block_ids[i // block_size] *
 block_size + i % block_size` of every layer's cache. Blocks are reference-counted, so that forked sequences share
-what they have in common (paged attention, Kwon et al. 2309.06180).
+what they have in common (paged attention, Kwon et al. 2309.06180). A full block of final text can be published under
+a digest of all text up to its end; a later sequence that begins with the same text takes it over instead of computing
+it again. A published block that nobody references is kept until its place is needed, the longest unused one first.
 
-Invariant: a block that more than one sequence references is never written.
+Invariants: a block that more than one sequence references, or that is published, is never written.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +21,20 @@ import numpy.typing as npt
 
 NULL_BLOCK = 0
 """Never owned by a sequence: padding reads it, so it must hold finite numbers."""
+
+
+Digest = bytes
+"""Names a block by the tokens of its sequence from the first one to the block's last; 16 bytes."""
+
+
+def block_digests(token_ids: Sequence[int], block_size: int, known: Sequence[Digest] = ()) -> list[Digest]:
+    """Digests of all full blocks of a text, of which the first `len(known)` are known already."""
+    digests = list(known)
+    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+        content = np.asarray(token_ids[start : start + block_size], dtype=np.int64).tobytes()
+        previous = digests[-1] if digests else b""
+        digests.append(hashlib.blake2b(previous + content, digest_size=16).digest())
+    return digests
 
 
 class OutOfBlocksError(Exception):
@@ -32,19 +51,29 @@ class BlockAllocator:
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._num_references = [0] * num_blocks
+        self._published: dict[Digest, int] = {}
+        self._digests: dict[int, Digest] = {}  # of published blocks
+        self._unused: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # published, not referenced; longest unused first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be had, published ones that nobody references included."""
+        return len(self._free) + len(self._unused)
 
     def blocks_for(self, num_entries: int) -> int:
         """Blocks that hold `num_entries` KV entries."""
         return -(-num_entries // self.block_size)
 
     def allocate(self) -> int:
-        if not self._free:
+        if not self._free and not self._unused:
             raise OutOfBlocksError(f"all {self.num_blocks - 1} KV blocks are in use")
-        block_id = self._free.pop()
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._unused.popitem(last=False)
+            del self._published[self._digests.pop(block_id)]
         self._num_references[block_id] = 1
         return block_id
 
@@ -56,10 +85,35 @@ class BlockAllocator:
         assert self._num_references[block_id] > 0, f"block {block_id} is free"
         self._num_references[block_id] -= 1
         if self._num_references[block_id] == 0:
-            self._free.append(block_id)
+            if block_id in self._digests:
+                self._unused[block_id] = None
+            else:
+                self._free.append(block_id)
 
-    def is_shared(self, block_id: int) -> bool:
-        return self._num_references[block_id] > 1
+    def publish(self, block_id: int, digest: Digest) -> None:
+        """Offers a block that will not be written any more; does nothing when there is one of this text already."""
+        assert self._num_references[block_id] > 0, f"block {block_id} is free"
+        if digest not in self._published and block_id not in self._digests:
+            self._published[digest] = block_id
+            self._digests[block_id] = digest
+
+    def num_published(self, digests: Sequence[Digest]) -> int:
+        """How many of a text's leading blocks are to be had."""
+        count = 0
+        while count < len(digests) and digests[count] in self._published:
+            count += 1
+        return count
+
+    def take_published(self, digest: Digest) -> int:
+        """References the block of this text, which must be published."""
+        block_id = self._published[digest]
+        self._unused.pop(block_id, None)
+        self._num_references[block_id] += 1
+        return block_id
+
+    def may_write(self, block_id: int) -> bool:
+        """Whether a block belongs to one sequence alone and is not offered to others."""
+        return self._num_references[block_id] == 1 and block_id not in self._digests
 
     def check_integrity(self, sequences: list[KVSequence]) -> None:
         """Raises AssertionError unless `sequences` together explain every reference and all other blocks are free."""
@@ -68,7 +122,11 @@ class BlockAllocator:
             for block_id in sequence.block_ids:
                 references[block_id] += 1
         assert references == self._num_references, "block references differ from what the sequences hold"
-        assert sorted(self._free) == [b for b in range(1, self.num_blocks) if references[b] == 0]
+        assert sorted([*self._free, *self._unused]) == [
+            block_id for block_id in range(1, self.num_blocks) if references[block_id] == 0
+        ]
+        assert self._digests == {block_id: digest for digest, block_id in self._published.items()}
+        assert all(block_id in self._digests for block_id in self._unused)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +149,7 @@ class KVSequence:
         writes_shared = (
             num_entries > 0
             and self.length % size != 0
-            and self.allocator.is_shared(self.block_ids[self.length // size])
+            and not self.allocator.may_write(self.block_ids[self.length // size])
         )
         if num_new + writes_shared > self.allocator.num_free:
             raise OutOfBlocksError(
@@ -117,6 +175,17 @@ class KVSequence:
             self.allocator.release(block_id)
         del self.block_ids[num_kept:]
         self.length = length
+
+    def adopt(self, digests: Sequence[Digest]) -> None:
+        """Begins with the published blocks of these digests, all of which must be to be had."""
+        assert self.length == 0, "only an empty sequence can begin with published blocks"
+        self.block_ids = [self.allocator.take_published(digest) for digest in digests]
+        self.length = len(digests) * self.allocator.block_size
+
+    def publish(self, digests: Sequence[Digest], start: int) -> None:
+        """Offers the full blocks from the `start`-th on; `digests` are those of the sequence's text."""
+        for index in range(start, len(digests)):
+            self.allocator.publish(self.block_ids[index], digests[index])
 
     def fork(self) -> KVSequence:
         """A second sequence with the same entries; they share blocks until one of them writes."""

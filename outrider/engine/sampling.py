@@ -1,6 +1,7 @@
 """From logits to distributions and tokens: one module for both workers.
 
-The order of the filters is that of transformers' logits processors: temperature, top_k, top_p, min_p.
+The order of the filters is that of transformers' logits warpers: temperature, top_k, top_p, min_p, typical_p. What
+greedy decoding heeds as well was applied before (`logit_processing`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution
+from outrider.engine.logit_processing import NEVER
+from outrider.hint_tree import DraftDistribution
 from outrider.randomness import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Purpose, key, uniform
 from outrider.sampling_params import SamplingParams
 
@@ -18,28 +20,47 @@ TEMPERATURE_MIN = 1e-6
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution after all processing, for temperature above 0.
+    """The distribution that a token is drawn from, for temperature above 0.
 
-    logits: float32 [num_rows, vocab_size]; returns float32 of the same shape, rows adding up to 1.
+    logits: processed, float32 [num_rows, vocab_size], each row with one finite value at least; returns float32 of the
+    same shape, rows adding up to 1. Row by row: nothing here depends on how many rows there are. (`softmax`, `cumsum`
+    and `sort` keep to their rows; `sum` over a large vocabulary does not, once torch has more than one thread.)
     """
     # The greatest logit is brought to 0 first, so that a tiny temperature cannot make infinities of them.
-    logits = logits - logits.max(dim=-1, keepdim=True).values
+    logits = logits - logits.amax(dim=-1, keepdim=True)
     logits = logits / max(params.temperature, TEMPERATURE_MIN)
     if 0 < params.top_k < logits.shape[-1]:
         floor = torch.topk(logits, params.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
-    probs = torch.softmax(logits, dim=-1)
+        logits = logits.masked_fill(logits < floor, NEVER)
     if params.top_p < 1.0:
-        ascending, order = torch.sort(probs, dim=-1, stable=True)
-        # The smallest set of most likely tokens that reaches top_p: what lies below is dropped, never the last one.
-        dropped = ascending.cumsum(dim=-1) <= 1.0 - params.top_p
-        dropped[:, -1] = False
-        probs = probs.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
+        logits = _keep_nucleus(logits, params.top_p)
     if params.min_p > 0.0:
-        probs = probs.masked_fill(probs < params.min_p * probs.max(dim=-1, keepdim=True).values, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    return probs
+        probs = torch.softmax(logits, dim=-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), NEVER)
+    if params.typical_p < 1.0:
+        logits = _keep_typical(logits, params.typical_p)
+    return torch.softmax(logits, dim=-1)
+
+
+def _keep_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest set of most likely tokens that reaches top_p (Holtzman et al. 1904.09751)."""
+    ascending, order = torch.sort(logits, dim=-1, stable=True)
+    dropped = torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1.0 - top_p
+    dropped[:, -1] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), NEVER)
+
+
+def _keep_typical(logits: torch.Tensor, typical_p: float) -> torch.Tensor:
+    """The tokens whose surprise is closest to the expected one, up to typical_p (Meister et al. 2202.00666)."""
+    surprise = -torch.log_softmax(logits, dim=-1)
+    probs = torch.softmax(logits, dim=-1)
+    entropy = torch.where(probs > 0, surprise * probs, 0.0).cumsum(dim=-1)[:, -1:]
+    distance, order = torch.sort((surprise - entropy).abs(), dim=-1, stable=True)
+    reached = torch.softmax(logits.gather(-1, order), dim=-1).cumsum(dim=-1)
+    last = (reached < typical_p).sum(dim=-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+    dropped = distance > distance.gather(-1, last)
+    dropped[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), NEVER)
 
 
 def sample_from(weights: torch.Tensor, number: float) -> int:
@@ -87,16 +108,17 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def draft_distributions(probs: torch.Tensor, max_entries: int) -> list[DraftDistribution]:
-    """Per row, what the draft will send *and* sample from (I5): the likeliest tokens, in 1/65536ths.
+def draft_distributions(probs: torch.Tensor, max_entries: int, bits: int = 16) -> list[DraftDistribution]:
+    """Per row, what the draft will send *and* sample from (I5): the likeliest tokens, in 1/2**bits.
 
     probs: [num_rows, vocab_size]. Rounding is made up for at the likeliest token; entries that round to nothing
     are left out.
     """
+    total = 1 << bits
     values, indices = torch.topk(probs, min(max_entries, probs.shape[-1]), dim=-1)
     values = values.double()
-    scaled = (values * (WEIGHT_TOTAL / values.sum(dim=-1, keepdim=True))).long()
-    scaled[:, 0] += WEIGHT_TOTAL - scaled.sum(dim=-1)
+    scaled = (values * (total / values.sum(dim=-1, keepdim=True))).long()
+    scaled[:, 0] += total - scaled.sum(dim=-1)
     distributions = []
     for token_ids, weights in zip(indices.tolist(), scaled.tolist(), strict=True):
         num_kept = sum(weight > 0 for weight in weights)  # they come in descending order
@@ -104,9 +126,13 @@ def draft_distributions(probs: torch.Tensor, max_entries: int) -> list[DraftDist
     return distributions
 
 
-def sample_draft(distribution: DraftDistribution, seed: int, position: int) -> int:
-    """A hint, drawn from exactly `distribution`."""
-    remaining = int(uniform(seed, position, Purpose.DRAFT) * WEIGHT_TOTAL)
+def sample_draft(distribution: DraftDistribution, seed: int, number: int) -> int:
+    """A hint, drawn from exactly `distribution`: the draft's `number`-th draw of this session.
+
+    Draws are counted and not named after their position, because the same position is guessed again on other branches
+    and after a rejection; a number that a verdict may already have depended on must not come back.
+    """
+    remaining = int(uniform(seed, number, Purpose.DRAFT) * distribution.total)
     for token_id, weight in zip(distribution.token_ids, distribution.weights, strict=True):
         remaining -= weight
         if remaining < 0:

@@ -8,94 +8,184 @@ beyond it stays live.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outrider.engine.logit_processing import TextBefore, num_rows_alive, process
+from outrider.engine.logprobs import token_logprobs
 from outrider.engine.sampling import coupled_choice, probabilities, sample_from
-from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution, Hint
+from outrider.hint_tree import DraftDistribution, Hint
 from outrider.randomness import Purpose, uniform
-from outrider.sampling_params import DecodingMode, SamplingParams
+from outrider.sampling_params import AcceptanceRule, DecodingMode, SamplingParams
+from outrider.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one step says for one session: accepted hints, then exactly one token more."""
+    """What one step says for one session: accepted hints, then one token more unless the last hint held, too.
 
-    token_ids: list[int]  # [num_accepted + 1]
+    Empty where the parameters leave no token at the first position.
+    """
+
+    token_ids: list[int]
     num_accepted: int  # of the hints that were fed to the model
     num_matched: int  # of all hints, one that was not fed included
+    logprobs: list[TokenLogprobs] | None = None  # one per token, where the request asks for them
 
 
 def verify(
-    logits: torch.Tensor,  # float32 [num_rows, vocab_size]
-    hints: Sequence[Hint],  # num_rows - 1 that were fed, perhaps one more
+    logits: torch.Tensor,
+    hints: Sequence[Hint],
     params: SamplingParams,
     seed: int,
-    position: int,
+    text: TextBefore,
+    acceptance_rule: AcceptanceRule = AcceptanceRule.BLOCK,
 ) -> Verdict:
-    """Decides the tokens of positions `position` to `position + num_rows - 1`, as far as the hints hold."""
+    """Decides the tokens of positions `len(text.token_ids)` and after, as far as the hints hold.
+
+    logits: the model's own, float32 [num_rows, vocab_size]. hints: num_rows - 1 that were fed, perhaps one more.
+    text: `continuations[i]` are the first i hints.
+    """
     assert len(logits) - 1 <= len(hints) <= len(logits)
+    position = len(text.token_ids)
+    processed = process(logits, params, text)
+    # Beyond a position that leaves no token nothing can be decided; at the first one the session has to end. Where
+    # that is depends on the hints before it only, so that it biases nothing.
+    num_alive = len(logits) if processed is logits else num_rows_alive(processed)
+    if num_alive == 0:
+        return Verdict([], 0, 0)
+    processed, hints = processed[:num_alive], hints[:num_alive]
+    probs = None
     if params.decoding_mode is DecodingMode.GREEDY:
-        return _verify_choices(logits.argmax(dim=-1).tolist(), hints)
-    probs = probabilities(logits, params)
-    if params.decoding_mode is DecodingMode.COUPLED:
-        return _verify_choices(coupled_choice(probs, seed, position), hints)
-    return _verify_rejection(probs, hints, seed, position)
+        verdict = _verify_choices(processed.argmax(dim=-1).tolist(), hints)
+    else:
+        probs = probabilities(processed, params)
+        if params.decoding_mode is DecodingMode.COUPLED:
+            verdict = _verify_choices(coupled_choice(probs, seed, position), hints)
+        elif acceptance_rule is AcceptanceRule.BLOCK:
+            verdict = verify_block(probs, hints, seed, position)
+        else:
+            verdict = verify_tokens(probs, hints, seed, position)
+    if params.num_logprobs is None:
+        return verdict
+    source = logits
+    if params.are_logprobs_processed:
+        source = processed if probs is None else probs.log()
+    num_said = len(verdict.token_ids)
+    logprobs = token_logprobs(source[:num_said], verdict.token_ids, params.num_logprobs)
+    return Verdict(verdict.token_ids, verdict.num_accepted, verdict.num_matched, logprobs)
 
 
 def _verify_choices(choices: list[int], hints: Sequence[Hint]) -> Verdict:
     """Greedy and coupled: the target's choice is known, a hint holds when it is the same token."""
-    num_accepted = 0
-    while num_accepted < len(choices) - 1 and hints[num_accepted].token_id == choices[num_accepted]:
-        num_accepted += 1
-    num_matched = num_accepted
-    if num_accepted < len(hints) and hints[num_accepted].token_id == choices[num_accepted]:
-        num_matched += 1  # the guess for the last position, which cost nothing
+    num_matched = 0
+    while num_matched < len(hints) and hints[num_matched].token_id == choices[num_matched]:
+        num_matched += 1
+    num_accepted = min(num_matched, len(choices) - 1)
     return Verdict(choices[: num_accepted + 1], num_accepted, num_matched)
 
 
-def _verify_rejection(probs: torch.Tensor, hints: Sequence[Hint], seed: int, position: int) -> Verdict:
-    """Speculative sampling (Leviathan et al. 2211.17192): every token is distributed as `probs` of its row."""
-    token_ids: list[int] = []
-    last = len(probs) - 1
-    for row, target_probs in enumerate(probs):
-        if row == len(hints):
-            token_ids.append(sample_from(target_probs, uniform(seed, position + row, Purpose.BONUS)))
-            break
-        hint = hints[row]
-        draft_probs = hint.distribution or certain(hint.token_id)
-        if not is_accepted(
-            target_probs, draft_probs, hint.token_id, uniform(seed, position + row, Purpose.ACCEPT)
-        ):
-            weights = residual(target_probs, draft_probs)
-            token_ids.append(sample_from(weights, uniform(seed, position + row, Purpose.RECOVER)))
-            return Verdict(token_ids, row, row)
-        token_ids.append(hint.token_id)
-    return Verdict(token_ids, last, min(len(hints), last + 1))
+def verify_tokens(target_probs: torch.Tensor, hints: Sequence[Hint], seed: int, position: int) -> Verdict:
+    """Token by token (Leviathan et al. 2211.17192); every token is distributed as `target_probs` of its row.
+
+    target_probs: [num_rows, vocab_size]; hints as in `verify`.
+    """
+    last = len(target_probs) - 1
+    for row, hint in enumerate(hints):
+        draft_probs = draft_distribution(hint)
+        ratio = likelihood_ratio(target_probs[row], draft_probs, hint.token_id)
+        if uniform(seed, position, Purpose.ACCEPT, row) >= ratio:
+            return _recover(target_probs, hints, row, 1.0, seed, position)
+    return _accept_all(target_probs, hints, seed, position) if len(hints) == last else _hold(hints, last)
 
 
-def certain(token_id: int) -> DraftDistribution:
-    """The distribution of a hint that was not sampled: verification is exact for any deterministic guess."""
-    return DraftDistribution((token_id,), (WEIGHT_TOTAL,))
+def verify_block(target_probs: torch.Tensor, hints: Sequence[Hint], seed: int, position: int) -> Verdict:
+    """The block as a whole (block verification, Sun et al. 2403.10444, algorithm 2).
+
+    Never fewer expected tokens than token by token: a hint that would be rejected may be carried by likelier ones
+    around it. `scales[i]` is the probability that at least i hints are accepted, given what they are; `chances[i]`
+    that acceptance goes to hint i at least when it does not go further. Each number is drawn for this block alone.
+    """
+    last = len(target_probs) - 1
+    scales, chances = block_chances(target_probs, hints)
+    num_held = 0
+    for row, chance in enumerate(chances, start=1):
+        if uniform(seed, position, Purpose.ACCEPT, row) < chance:
+            num_held = row
+    if num_held < len(hints):
+        return _recover(target_probs, hints, num_held, scales[num_held], seed, position)
+    return _accept_all(target_probs, hints, seed, position) if len(hints) == last else _hold(hints, last)
 
 
-def is_accepted(
-    target_probs: torch.Tensor, draft_probs: DraftDistribution, token_id: int, number: float
-) -> bool:
-    """True with probability min(1, p / q), where `number` is uniform in (0, 1).  # target_probs: [vocab_size]"""
-    draft_weight = draft_probs.weights[draft_probs.token_ids.index(token_id)]
-    return number * draft_weight < float(target_probs[token_id]) * WEIGHT_TOTAL
+def block_chances(target_probs: torch.Tensor, hints: Sequence[Hint]) -> tuple[list[float], list[float]]:
+    """(scales [num_hints + 1], chances [num_hints]) of `verify_block`: p_0 .. p_n and h_1 .. h_n of the paper.
+
+    target_probs: [at least num_hints, vocab_size].
+    """
+    scales, chances = [1.0], []
+    for row, hint in enumerate(hints):
+        ratio = likelihood_ratio(target_probs[row], draft_distribution(hint), hint.token_id)
+        scales.append(min(scales[-1] * ratio, 1.0))
+    for row in range(1, len(hints)):
+        scale = scales[row]
+        # The mass of max(0, scale * p - q), by way of its complement: q has few entries, p has many.
+        gain = max(scale - _overlap(target_probs[row], draft_distribution(hints[row]), scale), 0.0)
+        chances.append(gain / (gain + 1.0 - scale) if gain + 1.0 - scale > 0.0 else 1.0)
+    return scales, [*chances, scales[-1]] if hints else []
 
 
-def residual(target_probs: torch.Tensor, draft_probs: DraftDistribution) -> torch.Tensor:
-    """max(0, p - q), not normalized.  # [vocab_size]
+def _recover(
+    target_probs: torch.Tensor, hints: Sequence[Hint], row: int, scale: float, seed: int, position: int
+) -> Verdict:
+    """The first `row` hints hold; what follows is drawn from what the next hint left over."""
+    weights = residual(target_probs[row], draft_distribution(hints[row]), scale)
+    token_id = sample_from(weights, uniform(seed, position + row, Purpose.RECOVER))
+    return Verdict([*(hint.token_id for hint in hints[:row]), token_id], row, row)
+
+
+def _accept_all(target_probs: torch.Tensor, hints: Sequence[Hint], seed: int, position: int) -> Verdict:
+    """All hints were fed and hold: a distribution is left over for one token more."""
+    last = len(hints)
+    token_id = sample_from(target_probs[last], uniform(seed, position + last, Purpose.BONUS))
+    return Verdict([*(hint.token_id for hint in hints), token_id], last, last)
+
+
+def _hold(hints: Sequence[Hint], num_fed: int) -> Verdict:
+    """All hints hold, the last of which was not fed."""
+    return Verdict([hint.token_id for hint in hints], num_fed, len(hints))
+
+
+def draft_distribution(hint: Hint) -> DraftDistribution:
+    """What a hint was drawn from. Without one it counts as certain: verification is exact for any fixed guess."""
+    return hint.distribution or DraftDistribution((hint.token_id,), (1,))
+
+
+def likelihood_ratio(target_probs: torch.Tensor, draft_probs: DraftDistribution, token_id: int) -> float:
+    """p / q at a token that q can draw.  # target_probs: [vocab_size]"""
+    weight = draft_probs.weights[draft_probs.token_ids.index(token_id)]
+    return float(target_probs[token_id]) * draft_probs.total / weight
+
+
+def _overlap(target_probs: torch.Tensor, draft_probs: DraftDistribution, scale: float) -> float:
+    """The sum of min(scale * p, q).  # target_probs: [vocab_size]"""
+    at_support: list[float] = target_probs[list(draft_probs.token_ids)].tolist()
+    total = draft_probs.total
+    return math.fsum(
+        min(scale * prob, weight / total)
+        for prob, weight in zip(at_support, draft_probs.weights, strict=True)
+    )
+
+
+def residual(target_probs: torch.Tensor, draft_probs: DraftDistribution, scale: float = 1.0) -> torch.Tensor:
+    """max(0, scale * p - q), not normalized.  # [vocab_size]
 
     All zeros only where rounding made p and q equal; p itself is returned then.
     """
-    weights = target_probs.clone()
-    indices = torch.tensor(draft_probs.token_ids)
-    weights[indices] -= torch.tensor(draft_probs.weights, dtype=weights.dtype) / WEIGHT_TOTAL
+    weights = target_probs.double() * scale
+    taken = torch.tensor(draft_probs.weights, dtype=torch.float64) / draft_probs.total
+    weights[list(draft_probs.token_ids)] -= taken
     weights.clamp_min_(0.0)
     return weights if bool(weights.any()) else target_probs

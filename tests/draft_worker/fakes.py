@@ -68,6 +68,6 @@ class FakeDraftModel:
                 self.cache[slots[first + row]] = path
                 paths.append(path)
             logits_of = paths[len(paths) - len(item.node_ids) :] if item.node_ids else []
-            assert item.decided_positions == [len(path) for path in logits_of]
+            assert [(*item.text.token_ids, *said) for said in item.text.continuations] == logits_of
             expansions.append([self.expand(path) for path in logits_of])
         return expansions

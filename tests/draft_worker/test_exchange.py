@@ -23,13 +23,13 @@ from draft_worker.messages import (
     Unsubscribe,
 )
 from outrider.hint_tree import Hint
+from outrider.sampling_params import SpeculationSettings
 from target_worker.messages import (
     ChangeSpeculation,
     CloseStream,
     CommitPublished,
     HintsArrived,
     SchedulerLimits,
-    SpeculationSettings,
     SubscribeDraft,
     UnsubscribeDraft,
     WaitForHints,

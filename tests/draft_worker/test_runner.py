@@ -17,16 +17,15 @@ from draft_worker.messages import Subscribe as DraftSubscribe
 from draft_worker.runner import NUM_CHILDREN, expand
 from draft_worker.runner import run_step as run_draft_step
 from draft_worker.scheduler import DraftScheduler
+from outrider.engine.logit_processing import TextBefore
 from outrider.engine.model import Engine, load_model
 from outrider.engine.sampling import coupled_choice, probabilities
-from outrider.hint_tree import WEIGHT_TOTAL
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 from target_worker.messages import (
     CommitPublished,
     HintsArrived,
     SchedulerLimits,
     SessionEnded,
-    SpeculationSettings,
     StartSession,
     SubscribeDraft,
     TokensCommitted,
@@ -140,9 +139,20 @@ class TestTextDoesNotDependOnTheDraft:
         assert share < 0.9
 
 
-def item(params: SamplingParams, num_rows: int) -> DraftItem:
+def item(params: SamplingParams, num_rows: int, speculation: SpeculationSettings | None = None) -> DraftItem:
     kv = models.engine("llama").new_sequence()
-    return DraftItem("a", kv, [0] * num_rows, [1] * num_rows, params, 5, [40 + i for i in range(num_rows)])
+    before = TextBefore([0] * 40, 40, [[0] * i for i in range(num_rows)])
+    return DraftItem(
+        "a",
+        kv,
+        [0] * num_rows,
+        [1] * num_rows,
+        params,
+        speculation or SpeculationSettings(),
+        5,
+        before,
+        first_draw=7,
+    )
 
 
 class TestExpansions:
@@ -171,13 +181,16 @@ class TestExpansions:
         assert [e.token_ids[0] for e in expansions] == coupled_choice(probabilities(rows, params), 5, 40)
 
     def test_rejection_sends_what_it_sampled_from(self) -> None:
-        """I5."""
-        expansions = expand(item(SamplingParams(temperature=0.8), 6), self.rows())
+        """I5; entries and precision as the request says."""
+        wanted = SpeculationSettings(num_draft_probs=4, draft_probs_bits=6)
+        expansions = expand(item(SamplingParams(temperature=0.8), 6, wanted), self.rows())
         self.check(expansions)
         for expansion in expansions:
             assert expansion.distribution is not None
             assert expansion.token_ids[0] in expansion.distribution.token_ids
-            assert sum(expansion.distribution.weights) == WEIGHT_TOTAL
+            assert expansion.distribution.is_valid(60)
+            assert len(expansion.distribution.token_ids) <= 4
+            assert expansion.distribution.total == 1 << 6
 
     @pytest.mark.parametrize(
         "params",

@@ -40,7 +40,7 @@ LIMITS = DraftLimits(
     max_nodes_per_step=4,
     min_chance=0.02,
 )
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=390)
 TARGET = "target:1"
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.engine.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError
+from outrider.engine.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError, block_digests
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -19,6 +19,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.cache = [-1] * (9 * 3)
         self.sequences: list[KVSequence] = []
         self.contents: list[list[int]] = []
+        self.published: list[list[int]] = []
         self.next_value = 0
 
     def pick(self, index: int) -> int:
@@ -50,7 +51,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         values = list(range(self.next_value, self.next_value + num_entries))
         self.next_value += num_entries
         written = sequence.slots(before[1], sequence.length).tolist()
-        assert not any(self.allocator.is_shared(slot // self.allocator.block_size) for slot in written)
+        assert all(self.allocator.may_write(slot // self.allocator.block_size) for slot in written)
         for slot, value in zip(written, values, strict=True):
             self.cache[slot] = value
         self.contents[i] += values
@@ -71,6 +72,27 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.sequences.append(self.sequences[i].fork())
         self.contents.append(list(self.contents[i]))
         assert self.allocator.num_free == num_free
+
+    @precondition(lambda self: self.sequences)
+    @rule(index=st.integers(0, 9))
+    def publish(self, index: int) -> None:
+        i = self.pick(index)
+        digests = block_digests(self.contents[i], self.allocator.block_size)
+        self.sequences[i].publish(digests, 0)
+        assert self.allocator.num_published(digests) == len(digests)
+        self.published.append(list(self.contents[i]))
+
+    @precondition(lambda self: self.published and len(self.sequences) < 5)
+    @rule(index=st.integers(0, 9))
+    def adopt(self, index: int) -> None:
+        """What is still there of a text that was published some time ago; the cache must hold its values."""
+        content = self.published[index % len(self.published)]
+        digests = block_digests(content, self.allocator.block_size)
+        num_blocks = self.allocator.num_published(digests)
+        sequence = KVSequence(self.allocator)
+        sequence.adopt(digests[:num_blocks])
+        self.sequences.append(sequence)
+        self.contents.append(content[: num_blocks * self.allocator.block_size])
 
     @precondition(lambda self: self.sequences)
     @rule(index=st.integers(0, 9))
@@ -146,3 +168,41 @@ def test_truncation_beyond_what_is_there_is_an_error() -> None:
 def test_allocator_without_room_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="need at least 2 blocks"):
         BlockAllocator(num_blocks, block_size)
+
+
+class TestPublishedBlocks:
+    def test_a_digest_names_the_whole_text_up_to_the_block(self) -> None:
+        first = block_digests([1, 2, 3, 4, 5], 2)
+        assert len(first) == 2
+        assert block_digests([1, 2, 3, 4], 2) == first
+        assert block_digests([9, 2, 3, 4], 2)[1] != first[1]
+        assert block_digests([1, 2, 3, 4, 5, 6], 2, known=first)[:2] == first
+
+    def test_unused_ones_are_given_up_oldest_first_and_only_when_there_is_no_other(self) -> None:
+        allocator = BlockAllocator(num_blocks=5, block_size=1)
+        for token_id in (1, 2):
+            sequence = KVSequence(allocator)
+            sequence.extend(1)
+            sequence.publish(block_digests([token_id], 1), 0)
+            sequence.free()
+        assert allocator.num_free == 4
+        other = KVSequence(allocator)
+        other.extend(2)
+        assert [allocator.num_published(block_digests([token_id], 1)) for token_id in (1, 2)] == [1, 1]
+        other.extend(1)
+        assert [allocator.num_published(block_digests([token_id], 1)) for token_id in (1, 2)] == [0, 1]
+        other.extend(1)
+        with pytest.raises(OutOfBlocksError):
+            other.extend(1)
+        allocator.check_integrity([other])
+
+    def test_a_published_block_is_not_written_by_its_owner_either(self) -> None:
+        """Should it ever be rolled back into one, it goes on in a copy."""
+        allocator = BlockAllocator(num_blocks=4, block_size=2)
+        sequence = KVSequence(allocator)
+        sequence.extend(2)
+        sequence.publish(block_digests([1, 2], 2), 0)
+        block_id = sequence.block_ids[0]
+        sequence.truncate(1)
+        assert sequence.extend(1) == [(block_id, sequence.block_ids[0])]
+        assert sequence.block_ids[0] != block_id

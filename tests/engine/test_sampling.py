@@ -21,7 +21,7 @@ from outrider.engine.sampling import (
     sample_draft,
     sample_from,
 )
-from outrider.hint_tree import WEIGHT_TOTAL, DraftDistribution
+from outrider.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution
 from outrider.randomness import GOLDEN, MASK_64, Purpose, key, mix, uniform
 from outrider.sampling_params import SamplingParams
 
@@ -194,12 +194,12 @@ class TestDraftDistribution:
         probs = torch.softmax(torch.randn(vocab_size, generator=generator) * spread, dim=-1)
         distribution = draft_distributions(probs[None], max_entries)[0]
         assert distribution.is_valid(vocab_size)
-        assert sum(distribution.weights) == WEIGHT_TOTAL
+        assert distribution.total == WEIGHT_TOTAL_MAX
         assert len(distribution.token_ids) <= max_entries
         kept = probs[list(distribution.token_ids)].double()
         exact = kept / torch.topk(probs, min(max_entries, vocab_size)).values.double().sum()
-        off = (torch.tensor(distribution.weights).double() / WEIGHT_TOTAL - exact).abs()
-        assert float(off.max()) <= min(max_entries, vocab_size) / WEIGHT_TOTAL
+        off = (torch.tensor(distribution.weights).double() / WEIGHT_TOTAL_MAX - exact).abs()
+        assert float(off.max()) <= min(max_entries, vocab_size) / WEIGHT_TOTAL_MAX
 
     def test_a_row_does_not_depend_on_its_company(self) -> None:
         probs = torch.softmax(torch.randn(5, 80, generator=torch.Generator().manual_seed(0)) * 2, dim=-1)
@@ -211,7 +211,7 @@ class TestDraftDistribution:
         sampled = [sample_draft(distribution, 3, position) for position in range(num_samples)]
         counts = [sampled.count(token_id) for token_id in distribution.token_ids]
         merged = [counts[0], counts[1], counts[2] + counts[3]]
-        expected = np.array([40_000, 20_000, 5_536]) / WEIGHT_TOTAL * num_samples
+        expected = np.array([40_000, 20_000, 5_536]) / WEIGHT_TOTAL_MAX * num_samples
         assert sum(counts) == num_samples
         assert stats.chisquare(merged, expected).pvalue > ERROR_RATE
 
@@ -220,7 +220,7 @@ class TestDraftDistribution:
     ) -> None:
         """Exhaustive: not nearly the weights but the weights."""
         distribution = DraftDistribution((5, 1, 8), (65_000, 535, 1))
-        numbers = iter((np.arange(WEIGHT_TOTAL) + 0.5) / WEIGHT_TOTAL)
+        numbers = iter((np.arange(WEIGHT_TOTAL_MAX) + 0.5) / WEIGHT_TOTAL_MAX)
         monkeypatch.setattr(sampling, "uniform", lambda *_: next(numbers))
-        counts = np.bincount([sample_draft(distribution, 0, 0) for _ in range(WEIGHT_TOTAL)], minlength=9)
+        counts = np.bincount([sample_draft(distribution, 0, 0) for _ in range(WEIGHT_TOTAL_MAX)], minlength=9)
         assert [counts[5], counts[1], counts[8]] == [65_000, 535, 1]

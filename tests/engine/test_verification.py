@@ -1,12 +1,15 @@
 """Design section 5: greedy and coupled text do not depend on hints; rejection keeps the target's distribution.
 
-The chi-square tests draw 290,000 samples in all against exact distributions. Their seeds are fixed; drawn anew, all
-of them together would fail by chance once in 10,000 times (Bonferroni over `NUM_TESTS`).
+Block verification is checked twice: exactly, by enumerating every path a small draft can take, and by sampling. The
+chi-square tests' seeds are fixed; drawn anew, all of them together would fail by chance once in 10,000 times
+(Bonferroni over `NUM_TESTS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +20,32 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outrider.engine import verification
+from outrider.engine.logit_processing import TextBefore
 from outrider.engine.sampling import draft_distributions, probabilities, sample_draft
-from outrider.engine.verification import verify
+from outrider.engine.verification import (
+    Verdict,
+    block_chances,
+    draft_distribution,
+    likelihood_ratio,
+    residual,
+    verify,
+    verify_block,
+    verify_tokens,
+)
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.randomness import Purpose, uniform
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import AcceptanceRule, SamplingParams
 
-NUM_TESTS = 12
+NUM_TESTS = 24
 ERROR_RATE = 1e-4 / NUM_TESTS
 VOCAB_SIZE = 10
 PARAMS = SamplingParams(temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
-Rows = Callable[[list[int]], torch.Tensor]
+Rule = Callable[[torch.Tensor, Sequence[Hint], int, int], Verdict]
+Chances = Callable[[torch.Tensor, Sequence[Hint]], tuple[list[float], list[float]]]
+Residual = Callable[[torch.Tensor, DraftDistribution, float], torch.Tensor]
+BOTH_RULES = pytest.mark.parametrize("rule", [verify_tokens, verify_block], ids=["token", "block"])
 
 
 def random_logits(seed: int, num_rows: int, spread: float = 1.2) -> torch.Tensor:
@@ -52,6 +68,14 @@ def hint(token_id: int, distribution: DraftDistribution | None = None, node_id: 
     return Hint(node_id, node_id - 1, token_id, distribution)
 
 
+def decide(
+    logits: torch.Tensor, hints: Sequence[Hint], params: SamplingParams, seed: int, position: int
+) -> Verdict:
+    said = [hint.token_id for hint in hints]
+    before = TextBefore(range(position), position, [said[:row] for row in range(len(logits))])
+    return verify(logits, hints, params, seed, before)
+
+
 class TestChosenTokens:
     """I2: with greedy and coupled decoding hints cannot change the text."""
 
@@ -68,13 +92,13 @@ class TestChosenTokens:
     ) -> None:
         logits = random_logits(seed, num_rows)
         params = SamplingParams(temperature=0.9, seed=seed) if coupled else GREEDY
-        plain = [verify(logits[i : i + 1], [], params, seed, 50 + i).token_ids[0] for i in range(num_rows)]
+        plain = [decide(logits[i : i + 1], [], params, seed, 50 + i).token_ids[0] for i in range(num_rows)]
         num_hints = num_rows - 1 + has_free_hint
         hints = [
             hint(plain[i] if matching[i] else (plain[i] + 1) % VOCAB_SIZE, node_id=i + 1)
             for i in range(num_hints)
         ]
-        verdict = verify(logits, hints, params, seed, 50)
+        verdict = decide(logits, hints, params, seed, 50)
         num_right = next((i for i in range(num_rows - 1) if not matching[i]), num_rows - 1)
         assert verdict.num_accepted == num_right
         assert verdict.token_ids == plain[: num_right + 1]
@@ -83,12 +107,12 @@ class TestChosenTokens:
         """As transformers does; both a row alone and a row in company."""
         logits = torch.zeros(3, VOCAB_SIZE)
         logits[:, 4] = logits[:, 7] = 1.0
-        assert verify(logits, [hint(4), hint(4)], GREEDY, 0, 9).token_ids == [4, 4, 4]
+        assert decide(logits, [hint(4), hint(4)], GREEDY, 0, 9).token_ids == [4, 4, 4]
 
     def test_coupled_text_is_a_function_of_the_seed(self) -> None:
         logits = random_logits(0, 1, 0.3).repeat(1, 1)
         texts = [
-            [verify(logits, [], SamplingParams(seed=s), s, p).token_ids[0] for p in range(30)]
+            [decide(logits, [], SamplingParams(seed=s), s, p).token_ids[0] for p in range(30)]
             for s in (1, 1, 2)
         ]
         assert texts[0] == texts[1] != texts[2]
@@ -101,30 +125,162 @@ class TestFreeLastHint:
     def test_a_right_one_is_said_and_not_counted(self, params: SamplingParams) -> None:
         logits = torch.full((1, VOCAB_SIZE), -200.0)
         logits[0, 3] = 200.0
-        verdict = verify(logits, [hint(3, DraftDistribution((3,), (65536,)))], params, 5, 10)
-        assert (verdict.token_ids, verdict.num_accepted) == ([3], 0)
+        verdict = decide(logits, [hint(3, DraftDistribution((3,), (65536,)))], params, 5, 10)
+        assert (verdict.token_ids, verdict.num_accepted, verdict.num_matched) == ([3], 0, 1)
 
     @pytest.mark.parametrize("params", [GREEDY, PARAMS, SamplingParams(seed=5)])
     def test_a_wrong_one_is_replaced(self, params: SamplingParams) -> None:
         logits = torch.full((1, VOCAB_SIZE), -200.0)
         logits[0, 3] = 200.0
-        verdict = verify(logits, [hint(4, DraftDistribution((4,), (65536,)))], params, 5, 10)
-        assert (verdict.token_ids, verdict.num_accepted) == ([3], 0)
+        verdict = decide(logits, [hint(4, DraftDistribution((4,), (65536,)))], params, 5, 10)
+        assert (verdict.token_ids, verdict.num_accepted, verdict.num_matched) == ([3], 0, 0)
 
     def test_a_right_block_and_a_wrong_free_hint_keep_the_block(self) -> None:
         logits = torch.full((3, VOCAB_SIZE), -200.0)
         logits[0, 1] = logits[1, 2] = logits[2, 3] = 200.0
         hints = [hint(t, DraftDistribution((t,), (65536,)), i + 1) for i, t in enumerate((1, 2, 9))]
         for params in (GREEDY, PARAMS, SamplingParams(seed=5)):
-            verdict = verify(logits, hints, params, 5, 10)
+            verdict = decide(logits, hints, params, 5, 10)
             assert (verdict.token_ids, verdict.num_accepted) == ([1, 2, 3], 2)
 
 
+class TestDeadEnds:
+    """Parameters that leave no token end the session there, not before and with no other token in its place."""
+
+    PARAMS = (
+        SamplingParams(temperature=0.0, allowed_token_ids=frozenset({1, 2}), bad_words=((1, 1), (1, 2))),
+        SamplingParams(seed=3, allowed_token_ids=frozenset({1, 2}), bad_words=((1, 1), (1, 2))),
+        SamplingParams(allowed_token_ids=frozenset({1, 2}), bad_words=((1, 1), (1, 2))),
+    )
+
+    @pytest.mark.parametrize("params", PARAMS)
+    def test_at_the_first_position_nothing_is_said(self, params: SamplingParams) -> None:
+        before = TextBefore([5, 1], 1, [[], [2]])
+        verdict = verify(random_logits(0, 2), [hint(2)], params, 3, before)
+        assert verdict == Verdict([], 0, 0)
+
+    @pytest.mark.parametrize("params", PARAMS)
+    def test_further_on_the_tokens_before_it_are_said(self, params: SamplingParams) -> None:
+        logits = random_logits(0, 2)
+        logits[0, 1] = 50.0
+        before = TextBefore([5, 6], 1, [[], [1]])
+        assert verify(logits, [hint(1)], params, 3, before).token_ids == [1]
+
+
+class Pair:
+    """A target and a draft whose next token depends on the last one; row `vocab_size` follows the prompt."""
+
+    def __init__(self, seed: int, vocab_size: int = 8, num_entries: int = 6, noise: float = 0.7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (vocab_size + 1, vocab_size)
+        self.vocab_size = vocab_size
+        self.target = torch.softmax(torch.randn(shape, generator=generator), dim=-1).double()
+        self.target /= self.target.sum(dim=-1, keepdim=True)
+        drafts = torch.softmax(self.target.log() + noise * torch.randn(shape, generator=generator), dim=-1)
+        self.drafts = draft_distributions(drafts, num_entries)
+
+    def rows(self, last: int, hints: Sequence[Hint]) -> torch.Tensor:
+        return torch.stack([self.target[token_id] for token_id in [last, *(h.token_id for h in hints)]])
+
+    def joint(self, length: int) -> npt.NDArray[np.float64]:
+        """Exact chances of the first tokens.  # [vocab_size] * length"""
+        chances = self.target[self.vocab_size]
+        for _ in range(length - 1):
+            chances = chances[..., None] * self.target[: self.vocab_size]
+        return chances.numpy()
+
+    def all_paths(self, length: int) -> list[tuple[list[Hint], float]]:
+        """Every block of hints that the draft can send, with its chance."""
+        paths = []
+        for token_ids in itertools.product(range(self.vocab_size), repeat=length):
+            chance, hints, last = 1.0, [], self.vocab_size
+            for index, token_id in enumerate(token_ids):
+                distribution = self.drafts[last]
+                weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
+                chance *= weights.get(token_id, 0) / distribution.total
+                hints.append(hint(token_id, distribution, index + 1))
+                last = token_id
+            if chance > 0:
+                paths.append((hints, chance))
+        return paths
+
+
+def outcome_chances(
+    pair: Pair,
+    num_hints: int,
+    is_last_free: bool,
+    chances_of: Chances = block_chances,
+    residual_of: Residual = residual,
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Block verification without its random numbers: exact chances of the first `num_hints + 1` tokens (those that a
+    step leaves open follow from the target), and the expected number of hints that hold."""
+    size = pair.vocab_size
+    chances = np.zeros((size,) * (num_hints + 1))
+    expected = 0.0
+    for hints, path_chance in pair.all_paths(num_hints):
+        rows = pair.rows(size, hints)[: num_hints + (not is_last_free)]
+        scales, acceptance = chances_of(rows, hints)
+        for held in range(num_hints + 1):
+            reached = path_chance * (acceptance[held - 1] if held else 1.0)
+            reached *= float(np.prod([1.0 - chance for chance in acceptance[held:]]))
+            expected += reached * held
+            said = tuple(h.token_id for h in hints[:held])
+            if held < num_hints:
+                weights = residual_of(rows[held], draft_distribution(hints[held]), scales[held])
+                following = (weights / weights.sum()).numpy()
+            else:
+                following = pair.target[said[-1]].numpy()
+            tail = following
+            for _ in range(num_hints - held):
+                tail = tail[..., None] * pair.target[:size].numpy()
+            chances[said] += reached * tail
+    return chances, expected
+
+
+class TestBlockVerificationExactly:
+    """Sun et al. 2403.10444, by enumeration: no random numbers, no error rate."""
+
+    @pytest.mark.parametrize("is_last_free", [False, True])
+    @pytest.mark.parametrize(("seed", "num_entries"), [(1, 3), (2, 2), (3, 1)])
+    @pytest.mark.parametrize("num_hints", [1, 2, 3])
+    def test_the_output_is_distributed_as_the_targets(
+        self, num_hints: int, seed: int, num_entries: int, is_last_free: bool
+    ) -> None:
+        pair = Pair(seed, vocab_size=3, num_entries=num_entries)
+        chances, _ = outcome_chances(pair, num_hints, is_last_free)
+        assert np.abs(chances - pair.joint(num_hints + 1)).max() < 1e-12
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_it_accepts_at_least_as_much_as_token_by_token_and_mostly_more(self, seed: int) -> None:
+        pair = Pair(seed, vocab_size=3, num_entries=3)
+        _, by_block = outcome_chances(pair, 3, False)
+        by_token = 0.0
+        for hints, path_chance in pair.all_paths(3):
+            rows, held = pair.rows(3, hints), 1.0
+            for row, each in enumerate(hints):
+                held *= min(likelihood_ratio(rows[row], draft_distribution(each), each.token_id), 1.0)
+                by_token += path_chance * held
+        assert by_block >= by_token + 1e-4
+
+    def test_a_hint_that_did_not_hold_is_never_said_in_its_place(self) -> None:
+        """Else a draft whose tree follows the committed tokens would have hints judged twice."""
+        pair = Pair(5, vocab_size=4, num_entries=4)
+        for hints, _ in pair.all_paths(3):
+            rows = pair.rows(4, hints)
+            scales, acceptance = block_chances(rows, hints)
+            for held in range(3):
+                is_reached = held == 0 or acceptance[held - 1] > 0.0
+                if is_reached and acceptance[held] < 1.0:
+                    weights = residual(rows[held], draft_distribution(hints[held]), scales[held])
+                    assert float(weights[hints[held].token_id]) < 1e-12
+
+
 Q_FAR = draft_distributions(torch.softmax(random_logits(101, 1), -1), 32)[0]
-Q_CUT = draft_distributions(torch.softmax(random_logits(102, 1), -1), 3)[0]
+Q_CUT = draft_distributions(torch.softmax(random_logits(102, 1), -1), 3, bits=6)[0]
 
 
 def single_position_counts(
+    rule: Rule,
     seed: int,
     num_samples: int,
     draft: DraftDistribution,
@@ -135,153 +291,190 @@ def single_position_counts(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """How often each token is said at one position, over many positions of one seed; and its exact chance."""
     params = SamplingParams(temperature=1.0, top_k=top_k)
-    logits = random_logits(seed, 1)
-    probs = probabilities(logits, params)
+    probs = probabilities(random_logits(seed, 1), params)
     rows = probs.repeat(2, 1) if fed else probs
     counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
     for position in range(num_samples):
         token_id = sample_draft(draft, seed + 1, position)
         hints = [hint(token_id, draft if sends_distribution else None)]
-        counts[verification._verify_rejection(rows, hints, seed, position).token_ids[0]] += 1
+        counts[rule(rows, hints, seed, position).token_ids[0]] += 1
     return counts, probs[0].double().numpy()
 
 
+@BOTH_RULES
 class TestRejectionKeepsTheTargetsDistribution:
     """I2 for sampling."""
 
     @pytest.mark.parametrize("fed", [True, False], ids=["fed hint", "free last hint"])
-    def test_honest_distribution(self, fed: bool) -> None:
-        assert p_value(*single_position_counts(1, 40_000, Q_FAR, fed=fed)) > ERROR_RATE
+    def test_honest_distribution(self, rule: Rule, fed: bool) -> None:
+        assert p_value(*single_position_counts(rule, 1, 20_000, Q_FAR, fed=fed)) > ERROR_RATE
 
-    def test_truncated_distribution(self) -> None:
-        """The draft samples from what it sends (I5), three tokens only."""
-        assert p_value(*single_position_counts(2, 40_000, Q_CUT)) > ERROR_RATE
+    def test_truncated_and_quantized_distribution(self, rule: Rule) -> None:
+        """The draft samples from what it sends (I5), three tokens in sixty-fourths."""
+        assert p_value(*single_position_counts(rule, 2, 20_000, Q_CUT)) > ERROR_RATE
 
-    def test_filtered_target(self) -> None:
+    def test_filtered_target(self, rule: Rule) -> None:
         """The draft proposes tokens that the target's top-k forbids; the helper checks that none is said."""
-        assert p_value(*single_position_counts(3, 30_000, Q_FAR, top_k=4)) > ERROR_RATE
+        assert p_value(*single_position_counts(rule, 3, 20_000, Q_FAR, top_k=4)) > ERROR_RATE
 
-    def test_sampled_hint_without_its_distribution(self) -> None:
+    def test_sampled_hint_without_its_distribution(self, rule: Rule) -> None:
         """Taken as certain: costs acceptance, not exactness."""
-        assert p_value(*single_position_counts(4, 20_000, Q_FAR, sends_distribution=False)) > ERROR_RATE
+        counts = single_position_counts(rule, 4, 20_000, Q_FAR, sends_distribution=False)
+        assert p_value(*counts) > ERROR_RATE
 
     @pytest.mark.parametrize("rank", [0, 5])
-    def test_point_mass(self, rank: int) -> None:
+    def test_point_mass(self, rule: Rule, rank: int) -> None:
         """A lookup's guess, likely or unlikely."""
-        logits = random_logits(5, 1)
-        guess = int(torch.argsort(logits[0], descending=True)[rank])
+        guess = int(torch.argsort(random_logits(5, 1)[0], descending=True)[rank])
         certain = DraftDistribution((guess,), (65536,))
-        assert p_value(*single_position_counts(5, 20_000, certain)) > ERROR_RATE
+        assert p_value(*single_position_counts(rule, 5, 10_000, certain)) > ERROR_RATE
 
-    def test_without_any_hint(self) -> None:
-        logits = random_logits(6, 1)
-        probs = probabilities(logits, PARAMS)
-        counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
-        for position in range(20_000):
-            counts[verify(logits, [], PARAMS, 8, position).token_ids[0]] += 1
-        assert p_value(counts, probs[0].double().numpy()) > ERROR_RATE
-
-
-class Pair:
-    """A target and a draft whose next token depends on the last one; vocabulary of 8."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.target = torch.softmax(torch.randn(9, 8, generator=generator), dim=-1)
-        noise = torch.randn(9, 8, generator=generator)
-        drafts = torch.softmax(self.target.log() + 0.7 * noise, dim=-1)
-        self.drafts = draft_distributions(drafts, 6)
-
-    def joint(self) -> npt.NDArray[np.float64]:
-        """Exact chances of the first two tokens; row 8 follows the prompt.  # [64]"""
-        return (self.target[8, :, None] * self.target[:8]).double().numpy().reshape(-1)
-
-    def draft_path(self, last: int, position: int, length: int, seed: int) -> list[Hint]:
-        path: list[Hint] = []
-        for i in range(length):
-            distribution = self.drafts[last]
-            last = sample_draft(distribution, seed, position + i)
-            path.append(hint(last, distribution, i + 1))
-        return path
-
-
-def joint_counts(pair: Pair, num_samples: int, num_fed: int, num_hints: int) -> npt.NDArray[np.int64]:
-    """Two tokens per sample, decided in as many steps as it takes, with hints drawn again after a rejection.
-
-    A redrawn hint uses the same random number of its position as the one it replaces, as the draft worker does.
-    """
-    counts = np.zeros(64, dtype=np.int64)
-    for sample in range(num_samples):
-        text, position = [8], 10 * sample
-        while len(text) < 3:
-            at = position + len(text)
-            hints = pair.draft_path(text[-1], at, num_hints, seed=77)
-            rows = [pair.target[text[-1]]] + [pair.target[h.token_id] for h in hints[:num_fed]]
-            text += verification._verify_rejection(torch.stack(rows), hints, 3, at).token_ids
-        counts[text[1] * 8 + text[2]] += 1
-    return counts
-
-
-class TestBlocks:
-    @pytest.mark.parametrize(
-        ("num_fed", "num_hints"),
-        [(1, 2), (1, 1), (0, 1)],
-        ids=["block and free hint", "hints end before the rows", "free hints only"],
-    )
-    def test_joint_distribution_of_two_tokens(self, num_fed: int, num_hints: int) -> None:
-        pair = Pair(1)
-        counts = joint_counts(pair, 20_000, num_fed, num_hints)
-        assert p_value(counts, pair.joint()) > ERROR_RATE
-
-    def test_accepted_share_is_the_overlap_of_the_distributions(self) -> None:
-        """Leviathan et al. 2211.17192, theorem 3.5: sum of min(p, q). Guards against a rule that accepts too little."""
-        logits = random_logits(9, 2)
-        probs = probabilities(logits, PARAMS)
+    def test_accepted_share_is_the_overlap_of_the_distributions(self, rule: Rule) -> None:
+        """Leviathan et al. 2211.17192, theorem 3.5: sum of min(p, q); of a single hint a block accepts no more."""
+        probs = probabilities(random_logits(9, 2), PARAMS)
         num_accepted = 0
         for position in range(10_000):
             token_id = sample_draft(Q_FAR, 5, position)
-            verdict = verification._verify_rejection(probs, [hint(token_id, Q_FAR)], 6, position)
-            num_accepted += verdict.num_accepted
+            num_accepted += rule(probs, [hint(token_id, Q_FAR)], 6, position).num_accepted
         draft = torch.zeros(VOCAB_SIZE)
-        draft[list(Q_FAR.token_ids)] = torch.tensor(Q_FAR.weights) / 65536
+        draft[list(Q_FAR.token_ids)] = torch.tensor(Q_FAR.weights) / Q_FAR.total
         expected = float(torch.minimum(probs[0], draft).sum())
         deviation = np.sqrt(10_000 * expected * (1 - expected))
         assert abs(num_accepted - 10_000 * expected) < 4.5 * deviation
 
 
+def test_a_plain_token_follows_the_targets_distribution() -> None:
+    logits = random_logits(6, 1)
+    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
+    for position in range(20_000):
+        counts[decide(logits, [], PARAMS, 8, position).token_ids[0]] += 1
+    assert p_value(counts, probabilities(logits, PARAMS)[0].double().numpy()) > ERROR_RATE
+
+
+def joint_counts(
+    pair: Pair, rule: Rule, num_samples: int, num_fed: int, num_hints: int, *, reuses_draws: bool = False
+) -> npt.NDArray[np.int64]:
+    """Three tokens per sample, decided in as many steps as it takes, with hints drawn again in every step.
+
+    Draws are numbered as the draft worker numbers them, or after their position where `reuses_draws`.
+    """
+    size = pair.vocab_size
+    counts = np.zeros((size,) * 3, dtype=np.int64)
+    draw = 0
+    for sample in range(num_samples):
+        text, start = [size], 10 * sample
+        while len(text) < 4:
+            hints, last = [], text[-1]
+            for index in range(num_hints):
+                number = start + len(text) + index if reuses_draws else draw
+                draw += 1
+                distribution = pair.drafts[last]
+                last = sample_draft(distribution, 77, number)
+                hints.append(hint(last, distribution, index + 1))
+            rows = pair.rows(text[-1], hints[:num_fed])
+            text += rule(rows, hints, 3, start + len(text)).token_ids
+        counts[tuple(text[1:4])] += 1
+    return counts
+
+
+@BOTH_RULES
+@pytest.mark.parametrize(
+    ("num_fed", "num_hints"),
+    [(3, 3), (1, 2), (2, 2), (0, 1)],
+    ids=["longer than the sample", "block and free hint", "all fed", "free hints only"],
+)
+def test_joint_distribution_over_several_steps(rule: Rule, num_fed: int, num_hints: int) -> None:
+    pair = Pair(1, vocab_size=4, num_entries=3)
+    counts = joint_counts(pair, rule, 8_000, num_fed, num_hints)
+    assert p_value(counts.reshape(-1), pair.joint(3).reshape(-1)) > ERROR_RATE
+
+
 class TestTheTestsCanFail:
-    """The same chi-square notices a wrong rule with a tenth of the samples."""
+    """The same checks notice a wrong rule, with fewer samples."""
 
-    def test_accepting_more_than_p_over_q(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = verification.is_accepted
-        monkeypatch.setattr(
-            verification, "is_accepted", lambda p, q, token, number: right(p, q, token, number * 0.7)
-        )
-        assert p_value(*single_position_counts(1, 4000, Q_FAR)) < ERROR_RATE
+    @BOTH_RULES
+    def test_accepting_more_than_p_over_q(self, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = verification.likelihood_ratio
+        monkeypatch.setattr(verification, "likelihood_ratio", lambda p, q, token: right(p, q, token) * 1.4)
+        assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
-    def test_recovering_from_p_instead_of_the_residual(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(verification, "residual", lambda p, q: p)
-        assert p_value(*single_position_counts(1, 4000, Q_FAR)) < ERROR_RATE
+    @BOTH_RULES
+    def test_recovering_from_p_instead_of_the_residual(
+        self, rule: Rule, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(verification, "residual", lambda p, q, scale: p)
+        assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
-    def test_one_random_number_for_both_decisions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_residual_that_forgets_the_blocks_scale(self) -> None:
+        pair = Pair(2, vocab_size=3, num_entries=3)
+        chances, _ = outcome_chances(pair, 2, False, residual_of=lambda p, q, scale: residual(p, q, 1.0))
+        assert np.abs(chances - pair.joint(3)).max() > 1e-4
+
+    @BOTH_RULES
+    def test_one_random_number_for_all_decisions(self, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
         """Purposes must differ (I6)."""
         monkeypatch.setattr(
-            verification, "uniform", lambda seed, position, purpose: uniform(seed, position, Purpose.ACCEPT)
+            verification, "uniform", lambda seed, position, *_: uniform(seed, position, Purpose.ACCEPT)
         )
-        assert p_value(*single_position_counts(1, 4000, Q_FAR)) < ERROR_RATE
+        assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
-    def test_a_draft_that_does_not_sample_from_what_it_sends(self) -> None:
+    def test_hints_drawn_with_numbers_that_a_verdict_has_seen(self) -> None:
+        """A block's verdict depends on all of its hints, so a redrawn one must be new (not so token by token)."""
+        pair = Pair(1, vocab_size=4, num_entries=3, noise=1.5)
+        counts = joint_counts(pair, verify_block, 20_000, 3, 3, reuses_draws=True)
+        assert p_value(counts.reshape(-1), pair.joint(3).reshape(-1)) < ERROR_RATE
+
+    @BOTH_RULES
+    def test_a_draft_that_does_not_sample_from_what_it_sends(self, rule: Rule) -> None:
         """What I5 forbids: the likeliest token proposed, with the whole distribution beside it."""
         probs = probabilities(random_logits(1, 1), PARAMS)
         counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
         for position in range(4000):
-            hints = [hint(Q_FAR.token_ids[0], Q_FAR)]
-            counts[verification._verify_rejection(probs, hints, 2, position).token_ids[0]] += 1
+            counts[rule(probs, [hint(Q_FAR.token_ids[0], Q_FAR)], 2, position).token_ids[0]] += 1
         assert p_value(counts, probs[0].double().numpy()) < ERROR_RATE
+
+    @BOTH_RULES
+    def test_a_draft_that_truncates_after_sampling(self, rule: Rule) -> None:
+        """Sampled from everything, sent as if from the likeliest three, the first of which stands for others."""
+        probs = probabilities(random_logits(1, 1), PARAMS)
+        sent = DraftDistribution(Q_FAR.token_ids[:3], Q_FAR.weights[:3])
+        counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
+        for position in range(20_000):
+            token_id = sample_draft(Q_FAR, 4, position)
+            kept = token_id if token_id in sent.token_ids else sent.token_ids[0]
+            counts[rule(probs, [hint(kept, sent)], 2, position).token_ids[0]] += 1
+        assert p_value(counts, probs[0].double().numpy()) < ERROR_RATE
+
+    def test_a_chance_that_is_a_little_too_great_is_seen_by_enumeration(self) -> None:
+        def too_great(rows: torch.Tensor, hints: Sequence[Hint]) -> tuple[list[float], list[float]]:
+            scales, acceptance = block_chances(rows, hints)
+            return scales, [min(1.02 * chance, 1.0) for chance in acceptance]
+
+        pair = Pair(1, vocab_size=3, num_entries=3)
+        chances, _ = outcome_chances(pair, 2, False, too_great)
+        assert np.abs(chances - pair.joint(3)).max() > 1e-4
+
+
+@pytest.mark.parametrize("rule", list(AcceptanceRule))
+def test_the_request_chooses_the_rule(rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def noted(name: str, right: Rule) -> Rule:
+        def call(*args: Any) -> Verdict:
+            called.append(name)
+            return right(*args)
+
+        return call
+
+    for name in ("verify_block", "verify_tokens"):
+        monkeypatch.setattr(verification, name, noted(name, getattr(verification, name)))
+    before = TextBefore([1], 1, [[]])
+    verify(random_logits(0, 1), [hint(1)], PARAMS, 0, before, rule)
+    assert called == ["verify_block" if rule is AcceptanceRule.BLOCK else "verify_tokens"]
 
 
 def test_residual_of_equal_distributions_still_gives_a_token() -> None:
     probs = torch.tensor([0.5, 0.25, 0.25, 0.0])
-    weights = verification.residual(probs, DraftDistribution((0, 1, 2), (32768, 16384, 16384)))
+    weights = residual(probs, DraftDistribution((0, 1, 2), (32768, 16384, 16384)))
     assert torch.equal(weights, probs)
     assert torch.equal(probs, torch.tensor([0.5, 0.25, 0.25, 0.0])), "the argument was changed"

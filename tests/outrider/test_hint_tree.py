@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.hint_tree import MAX_PATH_KEPT, ROOT_ID, WEIGHT_TOTAL, DraftDistribution, Hint, HintTree
+from outrider.hint_tree import MAX_PATH_KEPT, ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint, HintTree
 
 TOKENS = st.integers(0, 2)
 
@@ -111,7 +111,7 @@ class HonestDelivery(RuleBasedStateMachine):
     def tree_is_what_a_rebuild_from_all_messages_gives(self) -> None:
         expected = self.model.primary_path(self.committed) if self.model.base_len > 0 else None
         assert self.tree.primary_path(100) == (expected or [])
-        assert self.tree.has_cursor == (expected is not None)
+        assert (self.tree.cursor is not None) == (expected is not None)
         assert self.tree.primary_path(2) == (expected or [])[:2]
 
     @invariant()
@@ -190,7 +190,7 @@ class TestCursor:
         tree = HintTree()
         committed = [1, 2, 3, 4, 5]
         assert tree.add(committed, 1, 2, chain([3, 4])) == 0
-        assert not tree.has_cursor
+        assert tree.cursor is None
         assert tree.add(committed, 1, 2, chain([5, 6, 7], first_id=3, parent_id=2)) == 2
         assert offered(tree) == [6, 7]
 
@@ -198,7 +198,7 @@ class TestCursor:
         tree = HintTree()
         tree.add([1], 1, 1, chain([2, 3]))
         tree.commit([2, 9])  # 9 is not in the tree yet
-        assert not tree.has_cursor
+        assert tree.cursor is None
         tree.add([1, 2, 9], 1, 1, [Hint(7, 1, 9), Hint(8, 7, 4)])
         assert offered(tree) == [4]
 
@@ -274,7 +274,7 @@ class TestBounds:
     ("token_ids", "weights", "is_valid"),
     [
         ((1, 2), (65535, 1), True),
-        ((9,), (WEIGHT_TOTAL,), True),
+        ((9,), (WEIGHT_TOTAL_MAX,), True),
         ((), (), False),
         ((1, 2), (65536, 0), False),
         ((1, 2), (65537, -1), False),

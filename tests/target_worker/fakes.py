@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from outrider.engine.verification import Verdict
 from outrider.randomness import mix
-from outrider.sampling_params import SamplingParams
-from target_worker.messages import SpeculationSettings, StartSession, Step, StepResult
+from outrider.sampling_params import SamplingParams, SpeculationSettings
+from target_worker.messages import StartSession, Step, StepResult
 
 VOCAB_SIZE = 5
 END = 4
@@ -48,15 +48,18 @@ class FakeModel:
             for slot, token_id in zip(item.kv.slots(first, item.kv.length), item.token_ids, strict=True):
                 self.cache[slot] = token_id
         for item in step.items:
-            if not item.num_logits:
+            num_rows = item.num_decided
+            if not num_rows:
                 verdicts.append(None)
                 continue
             text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
-            assert item.position == len(text) - item.num_logits + 1
-            choices = [next_token(text[: item.position + i]) for i in range(item.num_logits)]
-            assert item.num_logits - 1 <= len(item.hints) <= item.num_logits
+            position = len(item.text.token_ids)
+            assert position == len(text) - num_rows + 1
+            assert [len(said) for said in item.text.continuations] == list(range(num_rows))
+            choices = [next_token(text[: position + i]) for i in range(num_rows)]
+            assert num_rows - 1 <= len(item.hints) <= num_rows
             num_accepted = 0
-            while num_accepted < item.num_logits - 1 and (
+            while num_accepted < num_rows - 1 and (
                 item.hints[num_accepted].token_id == choices[num_accepted]
             ):
                 num_accepted += 1

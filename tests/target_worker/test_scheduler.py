@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest, NotFound, Overloaded
 from outrider.hint_tree import ROOT_ID, Hint
-from outrider.sampling_params import DecodingMode
+from outrider.sampling_params import DecodingMode, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.messages import (
     Action,
@@ -27,7 +27,6 @@ from target_worker.messages import (
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
-    SpeculationSettings,
     StartSession,
     Step,
     SubscribeDraft,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
 from outrider.hint_tree import HintTree
-from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, DecodingMode
+from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, AcceptanceRule, DecodingMode, SpeculationSettings
 from protos.outrider.v1 import common_pb2, hints_pb2, target_pb2
-from target_worker.messages import HintsArrived, SpeculationSettings
-from target_worker.server import MAX_SESSION_ID, parse_generate, parse_hints, parse_speculation
+from target_worker.messages import HintsArrived
+from target_worker.server import parse_generate, parse_hints
 
 VOCAB_SIZE = 50
 UINT32 = st.integers(0, 2**32 - 1)
@@ -22,7 +22,10 @@ SMALL = st.integers(0, 60)
 
 
 def nodes(**columns: Any) -> hints_pb2.HintNodes:
-    return hints_pb2.HintNodes(session_id="a", attachment=1, base_len=3, **columns)
+    return hints_pb2.HintNodes(channel=4, base_len=3, **columns)
+
+
+SUBSCRIBED = hints_pb2.Subscribe(session_id="a", attachment=1, channel=4)
 
 
 class TestHints:
@@ -30,14 +33,14 @@ class TestHints:
 
     @settings(max_examples=500, deadline=None, derandomize=True)
     @given(
-        session_id=st.text(max_size=5),
         attachment=UINT32,
         base_len=UINT32,
+        first_node_id=SMALL | UINT32,
         num_nodes=st.integers(0, 5),
         data=st.data(),
     )
     def test_columns_of_any_length_never_raise_and_never_give_nonsense(
-        self, session_id: str, attachment: int, base_len: int, num_nodes: int, data: st.DataObject
+        self, attachment: int, base_len: int, first_node_id: int, num_nodes: int, data: st.DataObject
     ) -> None:
         lengths = st.sampled_from([num_nodes, num_nodes, num_nodes, 0, num_nodes + 1])
 
@@ -46,9 +49,9 @@ class TestHints:
             return data.draw(st.lists(values, min_size=length, max_size=length))
 
         message = hints_pb2.HintNodes(
-            session_id=session_id,
-            attachment=attachment,
+            channel=4,
             base_len=base_len,
+            first_node_id=first_node_id,
             node_ids=column(SMALL | UINT32),
             parent_ids=column(SMALL | UINT32),
             token_ids=column(st.integers(0, VOCAB_SIZE)),
@@ -58,11 +61,12 @@ class TestHints:
                 st.sampled_from([0, 1, 32768, 65535, 65536, 2**32 - 1]), st.integers(0, 8)
             ),
         )
-        event = parse_hints(message, VOCAB_SIZE, 1.0)
+        subscribed = hints_pb2.Subscribe(session_id="a", attachment=attachment, channel=4)
+        event = parse_hints(message, subscribed, VOCAB_SIZE, 1.0)
         if event is None:
             return
         assert isinstance(event, HintsArrived)
-        assert len(event.hints) == len(message.node_ids)
+        assert len(event.hints) == sum(token_id < VOCAB_SIZE for token_id in message.token_ids)
         for hint in event.hints:
             assert 0 <= hint.token_id < VOCAB_SIZE
             if hint.distribution is not None:
@@ -80,6 +84,7 @@ class TestHints:
                 support_token_ids=[7, 5, 9],
                 support_weights=[60000, 5536, 65536],
             ),
+            SUBSCRIBED,
             VOCAB_SIZE,
             1.0,
         )
@@ -94,12 +99,19 @@ class TestHints:
     @pytest.mark.parametrize(
         ("token_ids", "weights"),
         [
-            ([7, 5], [60000, 5535]),
+            ([7, 5], [60000, 5537]),
+            ([7, 5], [60000, 0]),
             ([7, 7], [32768, 32768]),
             ([6, 5], [32768, 32768]),
             ([7, 50], [32768, 32768]),
         ],
-        ids=["weights do not add up", "token twice", "hint not in it", "outside the vocabulary"],
+        ids=[
+            "weights add up to too much",
+            "weight of nothing",
+            "token twice",
+            "hint not in it",
+            "outside the vocabulary",
+        ],
     )
     def test_a_distribution_that_is_none_costs_the_hint_its_distribution_only(
         self, token_ids: list[int], weights: list[int]
@@ -114,6 +126,7 @@ class TestHints:
                 support_token_ids=token_ids,
                 support_weights=weights,
             ),
+            SUBSCRIBED,
             VOCAB_SIZE,
             1.0,
         )
@@ -122,16 +135,16 @@ class TestHints:
 
     def test_a_token_outside_the_vocabulary_loses_its_own_node_only(self) -> None:
         message = nodes(node_ids=[1], parent_ids=[0], token_ids=[VOCAB_SIZE])
-        event = parse_hints(message, VOCAB_SIZE, 1.0)
+        event = parse_hints(message, SUBSCRIBED, VOCAB_SIZE, 1.0)
         assert event is not None
         assert event.hints == []
 
-    @pytest.mark.parametrize("session_id", ["", "x" * (MAX_SESSION_ID + 1), "x" * 100_000])
-    def test_a_session_id_beyond_its_bound_is_nonsense(self, session_id: str) -> None:
-        """hints.proto: at most 64 characters; hints of unknown sessions are kept for a while."""
-        message = nodes(node_ids=[1], parent_ids=[0], token_ids=[1])
-        message.session_id = session_id
-        assert parse_hints(message, VOCAB_SIZE, 1.0) is None
+    def test_without_ids_nodes_are_counted_from_the_first(self) -> None:
+        event = parse_hints(
+            nodes(first_node_id=5, parent_ids=[0, 5], token_ids=[1, 2]), SUBSCRIBED, VOCAB_SIZE, 1.0
+        )
+        assert event is not None
+        assert [(hint.node_id, hint.parent_id) for hint in event.hints] == [(5, 0), (6, 5)]
 
 
 def request(**changes: Any) -> target_pb2.GenerateRequest:
@@ -211,7 +224,27 @@ class TestGenerate:
             assert event.speculation.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
 
 
-def test_speculation_is_taken_as_it_is_said() -> None:
-    for enabled in (True, False):
-        message = common_pb2.SpeculationParams(enabled=enabled, num_speculative_tokens=MAX_SPECULATIVE_TOKENS)
-        assert parse_speculation(message) == SpeculationSettings(enabled, MAX_SPECULATIVE_TOKENS)
+class TestSpeculation:
+    def test_it_is_taken_as_it_is_said(self) -> None:
+        for enabled in (True, False):
+            message = common_pb2.SpeculationParams(
+                enabled=enabled,
+                num_speculative_tokens=MAX_SPECULATIVE_TOKENS,
+                acceptance_rule=common_pb2.ACCEPTANCE_RULE_TOKEN,
+                num_draft_probs=4,
+                draft_probs_bits=6,
+                plain=not enabled,
+            )
+            assert SpeculationSettings.from_proto(message) == SpeculationSettings(
+                enabled, MAX_SPECULATIVE_TOKENS, AcceptanceRule.TOKEN, 4, 6, is_plain=not enabled
+            )
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("num_draft_probs", 65), ("draft_probs_bits", 3), ("draft_probs_bits", 17), ("acceptance_rule", 9)],
+    )
+    def test_what_is_out_of_bounds_is_refused_by_field(self, field: str, value: int) -> None:
+        message = common_pb2.SpeculationParams(**{field: value})  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest) as caught:
+            SpeculationSettings.from_proto(message)
+        assert caught.value.parameter == field

@@ -17,36 +17,38 @@ class HintFrame(_message.Message):
     def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("session_id", "attachment", "known_len")
+    __slots__ = ("session_id", "attachment", "known_len", "channel")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_LEN_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     attachment: int
     known_len: int
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ...) -> None: ...
+    channel: int
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ...) -> None: ...
 
 class HintNodes(_message.Message):
-    __slots__ = ("session_id", "attachment", "base_len", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENT_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_SIZES_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    attachment: int
+    channel: int
     base_len: int
+    first_node_id: int
     node_ids: _containers.RepeatedScalarFieldContainer[int]
     parent_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     support_sizes: _containers.RepeatedScalarFieldContainer[int]
     support_token_ids: _containers.RepeatedScalarFieldContainer[int]
     support_weights: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., base_len: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitFrame(_message.Message):
     __slots__ = ("commits",)

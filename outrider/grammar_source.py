@@ -1,0 +1,108 @@
+"""A request's grammar as llguidance is given it: nothing it would ignore, nothing it could not compile in bounds.
+
+llguidance refuses what it does not know and limits its own effort, except where this module does so for it: its
+effort doubles with every pattern that a string must match at once, and grows with the common multiple of `multipleOf`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, Final
+
+from llguidance import LLMatcher
+
+from outrider.errors import InvalidRequest
+from outrider.sampling_params import GrammarKind, GrammarSpec
+
+MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
+MAX_COMMON_MULTIPLE: Final = 20_000  # 0.1 s; the effort is proportional
+
+_PATTERNS: Final = frozenset({"pattern", "format"})
+_APPLICATORS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
+_CONSTRAINTS: Final = frozenset({
+    "pattern", "format", "properties", "patternProperties", "additionalProperties", "items", "prefixItems",
+})  # fmt: skip
+
+
+def to_llguidance(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own notation; raises InvalidRequest for what it must not be given."""
+    if spec.kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind is GrammarKind.LARK:
+        _check_lark(spec.text)
+        # Not the bare text: one that starts with a brace would be read as llguidance's own notation.
+        return json.dumps({"grammars": [{"lark_grammar": spec.text}]})
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(
+            spec.text,
+            overrides={
+                "whitespace_flexible": spec.any_whitespace,
+                "item_separator": "," if spec.any_whitespace else ", ",
+                "key_separator": ":" if spec.any_whitespace else ": ",
+            },
+        )
+    except ValueError as error:
+        raise InvalidRequest("grammar", f"the JSON schema is not a JSON object: {error}") from error
+    _check_schema(json.loads(spec.text))
+    return grammar
+
+
+def _check_lark(text: str) -> None:
+    num_intersections = re.sub(r'"(?:\\.|[^"\\\n])*"', "", text).count("&")
+    if num_intersections >= MAX_INTERSECTED_PATTERNS:
+        raise InvalidRequest(
+            "grammar", f"the grammar has {num_intersections} &; permitted: {MAX_INTERSECTED_PATTERNS - 1}"
+        )
+    for match in re.finditer(r"%json\s*", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, match.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance will say what is wrong, if this is a schema at all
+        _check_schema(schema)
+
+
+def _check_schema(schema: Any) -> None:
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        # Its options could make llguidance ignore what it does not know.
+        raise InvalidRequest("grammar", "x-guidance in a JSON schema is not supported")
+    num_patterns, has_intersections, multiples = 0, False, set()
+    for node in _objects(schema):
+        num_patterns += sum(isinstance(node.get(name), str) for name in _PATTERNS)
+        num_patterns += len(node.get("patternProperties") or ())
+        all_of = node.get("allOf")
+        has_intersections |= isinstance(all_of, list) and len(all_of) > 1
+        has_intersections |= len(_APPLICATORS & node.keys()) > 1
+        has_intersections |= bool(_APPLICATORS & node.keys()) and bool(_CONSTRAINTS & node.keys())
+        multiple = node.get("multipleOf")
+        if isinstance(multiple, int | float) and multiple:
+            multiples.add(abs(Fraction(str(multiple))))
+    if has_intersections and num_patterns > MAX_INTERSECTED_PATTERNS:
+        raise InvalidRequest(
+            "grammar",
+            f"the JSON schema combines schemas and has {num_patterns} patterns and formats; permitted: "
+            f"{MAX_INTERSECTED_PATTERNS}",
+        )
+    scale = math.lcm(*(multiple.denominator for multiple in multiples))
+    common = math.lcm(*(int(multiple * scale) for multiple in multiples))
+    if common > MAX_COMMON_MULTIPLE:
+        raise InvalidRequest(
+            "grammar",
+            f"the multipleOf of the JSON schema have {common:.4g} as their common multiple, counted in their last "
+            f"decimal; permitted: {MAX_COMMON_MULTIPLE}",
+        )
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every JSON object in it, itself included."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            yield node
+            pending += node.values()
+        elif isinstance(node, list):
+            pending += node

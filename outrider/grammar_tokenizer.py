@@ -1,0 +1,78 @@
+"""A model's vocabulary as llguidance reads it.
+
+Invariant: a token of the model has the same id here, and bytes only where it stands for text. Control tokens have
+none, whatever they are called, so a grammar that asks for the text `<|eos|>` gets its letters and never the token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from outrider.errors import ConfigurationError
+
+
+def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
+    """The vocabulary, and the number of ids in it that the model knows.
+
+    One more id follows them, which ends a text for llguidance alone: which of the model's tokens do is told to
+    `GrammarCompiler`. Raises ConfigurationError when llguidance cannot read the file or cannot know the bytes
+    of its tokens.
+    """
+    try:
+        description = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        end_id = _make_control_tokens_unspeakable(description)
+        tokenizer = LLTokenizer(json.dumps(description), eos_token=end_id)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # its Rust panics are no Exceptions, its errors are bare ones
+        raise ConfigurationError(f"llguidance cannot use {tokenizer_json.name}: {error}") from error
+    if tokenizer.vocab_size != end_id + 1:
+        raise ConfigurationError(f"llguidance cannot use {tokenizer_json.name}: its token ids have gaps")
+    return tokenizer, end_id
+
+
+def _make_control_tokens_unspeakable(description: dict[str, Any]) -> int:
+    """Renames the control tokens in place, fills gaps between the ids and appends the end; returns its id.
+
+    The text of a control token inside forced text would else be tokenized to that token, which no grammar
+    accepts: the sequence would be stuck. llguidance sees a control token in every added one that is special or
+    looks like `<this>`.
+    """
+    vocab = description["model"]["vocab"]
+    added = description["added_tokens"]
+    by_id = {token_id: text for text, token_id in vocab.items()} if isinstance(vocab, dict) else {
+        token_id: row[0] for token_id, row in enumerate(vocab)
+    }  # fmt: skip
+    by_id |= {token["id"]: token["content"] for token in added}
+    end_id = max(by_id) + 1
+
+    for token in added:
+        text = token["content"]
+        if not (token["special"] or (text.startswith("<") and text.endswith(">"))):
+            continue
+        token |= {"content": _unspeakable(token["id"]), "special": True}
+        if isinstance(vocab, dict):
+            vocab.pop(text, None)
+            vocab[token["content"]] = token["id"]
+        elif token["id"] < len(vocab):
+            vocab[token["id"]][0] = token["content"]
+        if description["model"].get("unk_token") == text:
+            description["model"]["unk_token"] = token["content"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for token_id in sorted(set(range(end_id + 1)) - by_id.keys()):
+        added.append({"id": token_id, "content": _unspeakable(token_id), "special": True, **flags})
+        if isinstance(vocab, dict):
+            vocab[_unspeakable(token_id)] = token_id
+    added.sort(key=lambda token: int(token["id"]))
+    # These say nothing about what an id means, and the first one mentions control tokens by name.
+    description |= {"post_processor": None, "padding": None, "truncation": None}
+    return end_id
+
+
+def _unspeakable(token_id: int) -> str:
+    """A name that occurs in no text: U+10FFFF is set aside by Unicode never to be a character."""
+    return f"\U0010ffff{token_id}\U0010ffff"

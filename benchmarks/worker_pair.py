@@ -16,9 +16,9 @@ from pathlib import Path
 import grpc.aio
 
 from outrider import tether
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.worker_process import CHANNEL_OPTIONS
-from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 15.0
@@ -96,7 +96,7 @@ class WorkerPair:
         sampling: SamplingParams,
         *,
         use_draft: bool = True,
-        num_speculative_tokens: int = 0,
+        speculation: SpeculationSettings | None = None,
         target_address: str | None = None,
         attach_first: bool = False,
         timeout_s: float = 300.0,
@@ -108,12 +108,13 @@ class WorkerPair:
         """
         session_id = uuid.uuid4().hex
         use_draft = use_draft and self.draft_stub is not None
+        speculation = speculation or SpeculationSettings(enabled=use_draft)
         attachment = None
         if use_draft:
             is_attached = asyncio.Event()
             address = target_address or self.target.address
             attachment = asyncio.create_task(
-                self._attach(session_id, token_ids, sampling, address, is_attached)
+                self._attach(session_id, token_ids, sampling, speculation, address, is_attached)
             )
             if attach_first:
                 await is_attached.wait()
@@ -121,9 +122,7 @@ class WorkerPair:
             session_id=session_id,
             token_ids=token_ids,
             sampling=sampling.to_proto(),
-            speculation=common_pb2.SpeculationParams(
-                enabled=use_draft, num_speculative_tokens=num_speculative_tokens
-            ),
+            speculation=speculation.to_proto(),
         )
         result = Generation(started_at=time.perf_counter())
         try:
@@ -147,6 +146,7 @@ class WorkerPair:
         session_id: str,
         token_ids: Sequence[int],
         sampling: SamplingParams,
+        speculation: SpeculationSettings,
         target_address: str,
         is_attached: asyncio.Event,
     ) -> None:
@@ -157,6 +157,7 @@ class WorkerPair:
             target_address=target_address,
             token_ids=token_ids,
             sampling=sampling.to_proto(),
+            speculation=speculation.to_proto(),
         )
         async for _ in self.draft_stub.Attach(request, timeout=600.0):
             is_attached.set()

@@ -198,6 +198,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         "--chat-template", type=Path, metavar="FILE", help="Jinja file instead of the model's own"
     )
     parser.add_argument(
+        "--seed-requests", action="store_true",
+        help="give sampled requests without a seed a random one, told in metrics.seed, so that all decoding is coupled",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-requests", type=int, default=256, help="at once per replica (default: %(default)s)"
     )
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
@@ -216,6 +220,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             redis_url=given.redis_url,
             served_model_names=tuple(given.served_model_name),
             chat_template=given.chat_template.read_text(encoding="utf-8") if given.chat_template else None,
+            seed_requests=given.seed_requests,
             requests_max=given.max_requests,
             deadline_default_s=given.request_timeout,
         )

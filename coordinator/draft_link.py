@@ -31,6 +31,8 @@ class LinkedSession:
     session_id: str
     target: WorkerRecord
     sampling: common_pb2.SamplingParams
+    speculation: common_pb2.SpeculationParams
+    num_prompt_tokens: int
     num_tokens_max: int  # prompt and output
     deadline_s: float  # on the environment's clock
     committed: Callable[[], Sequence[int]]  # tokens so far, prompt included
@@ -97,6 +99,8 @@ class DraftLink:
             token_ids=session.committed(),
             sampling=session.sampling,
             tokenizer_fingerprint=session.target.tokenizer_fingerprint,
+            num_prompt_tokens=session.num_prompt_tokens,
+            speculation=session.speculation,
         )
         timeout_s = remaining_s(session.deadline_s, environment.now_s())
         call = environment.channels.attach(worker.address, request, timeout_s)

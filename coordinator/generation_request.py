@@ -1,55 +1,28 @@
 """A request for text as every edge hands it in, and what is left of it once it is checked and tokenized.
 
-Pure. HTTP and gRPC both end here, so a bound holds on both or on neither.
+Pure. HTTP and gRPC both end here, so a bound holds on both or on neither. What concerns sampling is checked by
+`outrider.sampling_params`, on construction; the rest is checked here.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from coordinator.tool_calls import ToolUse
 from outrider.errors import InvalidRequest
-from protos.outrider.v1 import common_pb2
+from outrider.sampling_params import MAX_BAD_WORDS, SamplingParams, SpeculationSettings
 
 PROMPT_BYTES_MAX: Final = 1 << 20
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARS_MAX: Final = 256
-STOP_TOKEN_IDS_MAX: Final = 64
+BAD_WORD_CHARS_MAX: Final = 256
 REQUEST_ID_CHARS_MAX: Final = 64
-NUM_SPECULATIVE_TOKENS_MAX: Final = 32
-_UINT32_MAX: Final = (1 << 32) - 1
-_UINT64_MAX: Final = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """As asked for; the meaning and the bounds are those of outrider.v1.SamplingParams."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def to_proto(self, max_tokens: int) -> common_pb2.SamplingParams:
-        """The message for the workers; `max_tokens` is the most tokens generated, at least 1."""
-        return common_pb2.SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=self.seed,
-            max_tokens=max_tokens, stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationChoice:
-    """The client's switch. `num_speculative_tokens` 0 leaves the length to the target."""
-
-    enabled: bool = True
-    num_speculative_tokens: int = 0
-    detail: bool = False
+CHOICES_MAX: Final = 64
+UINT32_MAX: Final = (1 << 32) - 1
+UINT64_MAX: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +35,21 @@ class GenerationInput:
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_tokens: int | None = None  # None: `max_tokens_default`
+    tools: ToolUse | None = None  # set: calls of them are possible, so `sampling` carries no grammar
+    max_tokens: int | None = None  # None: `max_tokens_default`; 0: the prompt is scored and nothing is said
     max_tokens_default: int | None = 16  # None: the rest of the context
-    sampling: Sampling = field(default_factory=Sampling)
+    # Its max_tokens counts for nothing here: `GenerationSpec.sampling` has the one that fits the context.
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=UINT32_MAX))
+    bad_words: tuple[str, ...] = ()  # beside those of `sampling`, to be tokenized
+    grammar_parameter: str = "grammar"  # what the client calls the thing that `sampling.grammar` came from
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    speculation: SpeculationChoice = field(default_factory=SpeculationChoice)
+    n: int = 1
+    best_of: int | None = None  # None: n
+    echo: bool = False
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    is_detailed: bool = False  # where each token came from, and what each step did
     deadline_s: float | None = None
 
 
@@ -79,36 +60,78 @@ class GenerationSpec:
     request: GenerationInput
     model: str
     prompt_token_ids: tuple[int, ...]  # at least 1
-    max_tokens: int  # at least 1
+    max_tokens: int  # most tokens shown; 0 where the prompt is only scored
+    sampling: SamplingParams  # for the workers, with a seed where one is used; max_tokens at least 1
     deadline_s: float  # from arrival
+    prompt_text: str | None = None  # set: shown before the output
+    shows_special_tokens: bool = False
 
     @property
     def num_tokens_max(self) -> int:
         """The longest that prompt and output can become, tokens."""
-        return len(self.prompt_token_ids) + self.max_tokens
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """Texts returned."""
+        return self.request.n
+
+    @property
+    def num_candidates(self) -> int:
+        """Texts generated; the likeliest `num_choices` of them are returned."""
+        return self.request.best_of or self.request.n
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the client asked for them; ranking candidates needs them too."""
+        return self.request.sampling.num_logprobs is not None
+
+    def sampling_of(self, index: int) -> SamplingParams:
+        """What candidate `index` is sampled with: seed + index modulo 2^64, so that equal seeds give unequal texts
+        within a request and each of them can be had again alone."""
+        seed = self.sampling.seed
+        if seed is None or index == 0:
+            return self.sampling
+        return dataclasses.replace(self.sampling, seed=(seed + index) & UINT64_MAX)
+
+    def forbidding_parameters(self, num_output_tokens: int) -> list[str]:
+        """The client's parameters that rule tokens out after as many tokens of output."""
+        sampling = self.sampling
+        forbids = {
+            "logit_bias": bool(sampling.logit_bias),
+            "bad_words": bool(sampling.bad_words),
+            "allowed_token_ids": bool(sampling.allowed_token_ids),
+            "min_tokens": num_output_tokens < sampling.min_tokens,
+            self.request.grammar_parameter: sampling.grammar is not None,
+        }
+        return [name for name, is_forbidding in forbids.items() if is_forbidding]
 
 
 def check_input(request: GenerationInput) -> None:
     """Checks everything that needs neither tokenizer nor workers. Raises InvalidRequest naming the parameter."""
-    sampling = request.sampling
-    _check_range("temperature", sampling.temperature, 0, 2)
-    _check_range("top_p", sampling.top_p, 0, 1)
-    if sampling.top_p == 0:
-        raise InvalidRequest("top_p", "top_p must be above 0 and at most 1, got 0")
-    _check_range("top_k", sampling.top_k, 0, _UINT32_MAX)
-    _check_range("min_p", sampling.min_p, 0, 1)
-    if sampling.seed is not None:
-        _check_range("seed", sampling.seed, 0, _UINT64_MAX)
+    _check_range("top_k", request.sampling.top_k, 0, UINT32_MAX)
     if request.max_tokens is not None:
-        _check_range("max_tokens", request.max_tokens, 1, _UINT32_MAX)
-    _check_count("stop_token_ids", sampling.stop_token_ids, STOP_TOKEN_IDS_MAX)
-    for token_id in sampling.stop_token_ids:
-        _check_range("stop_token_ids", token_id, 0, _UINT32_MAX)
+        scores_prompt = request.echo or request.sampling.num_prompt_logprobs is not None
+        if request.max_tokens == 0 and not scores_prompt:
+            raise InvalidRequest("max_tokens", "max_tokens is 0, which needs echo or prompt_logprobs")
+        _check_range("max_tokens", request.max_tokens, 0, UINT32_MAX)
     _check_count("stop", request.stop, STOP_STRINGS_MAX)
     if not all(1 <= len(stop) <= STOP_STRING_CHARS_MAX for stop in request.stop):
         raise InvalidRequest("stop", f"each stop string must have 1 to {STOP_STRING_CHARS_MAX} characters")
-    num_speculative_tokens = request.speculation.num_speculative_tokens
-    _check_range("speculation.num_speculative_tokens", num_speculative_tokens, 0, NUM_SPECULATIVE_TOKENS_MAX)
+    _check_count("bad_words", request.bad_words, MAX_BAD_WORDS)
+    if not all(1 <= len(word) <= BAD_WORD_CHARS_MAX for word in request.bad_words):
+        raise InvalidRequest(
+            "bad_words", f"each word of bad_words must have 1 to {BAD_WORD_CHARS_MAX} characters"
+        )
+    _check_range("n", request.n, 1, CHOICES_MAX)
+    if request.best_of is not None:
+        _check_range("best_of", request.best_of, 1, CHOICES_MAX)
+        if request.best_of < request.n:
+            raise InvalidRequest(
+                "best_of", f"best_of is {request.best_of}; permitted: at least n, {request.n}"
+            )
+    if request.echo and request.messages is not None:
+        raise InvalidRequest("echo", "echo is not served for chats")
     request_id = request.request_id
     # It comes back in a header, where other characters would be a way to forge one.
     if not 1 <= len(request_id) <= REQUEST_ID_CHARS_MAX or not (
@@ -126,7 +149,7 @@ def check_input(request: GenerationInput) -> None:
 def fit_to_context(
     request: GenerationInput, prompt_token_ids: Sequence[int], *, max_model_len: int, vocab_size: int
 ) -> int:
-    """How many tokens may be generated: what was asked for, or the default, cut to what the context leaves.
+    """How many tokens may be shown: what was asked for, or the default, cut to what the context leaves.
 
     `max_model_len` is that of the model's roomiest target, in tokens. Raises InvalidRequest when the prompt
     is empty or too long, when it and an explicit `max_tokens` do not fit together, or for an id that does not
@@ -156,8 +179,30 @@ def fit_to_context(
     return request.max_tokens
 
 
-def _check_range(parameter: str, value: float, lowest: float, highest: float) -> None:
-    if not (math.isfinite(value) and lowest <= value <= highest):
+def effective_sampling(
+    request: GenerationInput, max_tokens: int, *, bad_words: Sequence[tuple[int, ...]], seed: int | None
+) -> SamplingParams:
+    """What the workers are told: `max_tokens` as it fits, every bad word as tokens, and the log probabilities that
+    echo and best_of need beside those asked for. Raises InvalidRequest, for min_tokens and bad_words."""
+    sampling = request.sampling
+    num_logprobs, num_prompt_logprobs = sampling.num_logprobs, sampling.num_prompt_logprobs
+    if request.echo and num_logprobs is not None:
+        num_prompt_logprobs = max(num_logprobs, num_prompt_logprobs or 0)
+    if num_logprobs is None and (request.best_of or request.n) > request.n:
+        num_logprobs = 0
+    return dataclasses.replace(
+        sampling,
+        # Where nothing is said, the target still has to say one token to get there; nobody sees it.
+        max_tokens=max(max_tokens, 1),
+        bad_words=tuple(dict.fromkeys((*sampling.bad_words, *bad_words))),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        seed=seed,
+    )
+
+
+def _check_range(parameter: str, value: int, lowest: int, highest: int) -> None:
+    if not lowest <= value <= highest:
         raise InvalidRequest(parameter, f"{parameter} must lie between {lowest} and {highest}, got {value}")
 
 

@@ -6,13 +6,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Final
 
-from coordinator.generation_request import GenerationInput, Sampling, SpeculationChoice
+from coordinator.choices import ChoiceNews, RequestFinished
+from coordinator.generation_request import UINT32_MAX, GenerationInput, GenerationSpec
 from coordinator.request_session import Finished
 from coordinator.service import GenerationService
-from coordinator.text_output import VisibleOutput
+from coordinator.text_output import PromptOutput, VisibleOutput
 from outrider.errors import InvalidRequest
+from outrider.sampling_params import SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, generation_pb2
+
+_DEFAULT_SAMPLING: Final = common_pb2.SamplingParams(temperature=1, top_p=1)
 
 
 def read_request(request: generation_pb2.GenerationRequest) -> GenerationInput:
@@ -21,12 +26,9 @@ def read_request(request: generation_pb2.GenerationRequest) -> GenerationInput:
     if kind is None:
         raise InvalidRequest("input", "one of prompt, prompt_token_ids and chat is required")
     has_sampling = request.HasField("sampling")
-    if has_sampling and request.sampling.max_tokens < 1:
-        raise InvalidRequest("max_tokens", "sampling.max_tokens must be at least 1")
     for message in request.chat.messages:
         if message.role not in ("system", "user", "assistant"):
             raise InvalidRequest("role", f"role must be system, user or assistant, got {message.role!r}")
-    speculation = request.speculation
     return GenerationInput(
         request_id=request.request_id or uuid.uuid4().hex,
         model=request.model,
@@ -38,16 +40,16 @@ def read_request(request: generation_pb2.GenerationRequest) -> GenerationInput:
             else None
         ),
         max_tokens=request.sampling.max_tokens if has_sampling else None,
-        sampling=_read_sampling(request.sampling) if has_sampling else Sampling(),
+        sampling=_read_sampling(request.sampling if has_sampling else _DEFAULT_SAMPLING),
+        bad_words=tuple(request.bad_words),
+        n=request.n or 1,
+        best_of=request.best_of or None,
+        echo=request.echo,
         stop=tuple(request.stop),
         include_stop_str_in_output=request.include_stop_str_in_output,
-        speculation=(
-            SpeculationChoice(
-                enabled=speculation.enabled, num_speculative_tokens=speculation.num_speculative_tokens
-            )
-            if request.HasField("speculation")
-            else SpeculationChoice()
-        ),
+        speculation=SpeculationSettings.from_proto(request.speculation)
+        if request.HasField("speculation")
+        else SpeculationSettings(),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
     )
 
@@ -58,13 +60,10 @@ async def generate(
     """Generation.Generate. Raises OutriderError, whose `grpc_code` names the status to answer with."""
     arrival_s = service.environment.now_s()
     spec = await service.prepare(read_request(request))
-    request_id = spec.request.request_id
     async with aclosing(service.generate(spec, arrival_s)) as items:
         async for item in items:
-            if isinstance(item, Finished):
-                yield _last_chunk(request_id, item)
-            else:
-                yield _chunk(request_id, item)
+            if not isinstance(item, RequestFinished):  # each text's end has told the rest
+                yield _chunk(spec, item)
 
 
 def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse:
@@ -82,39 +81,51 @@ def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse
     )
 
 
-def _read_sampling(sampling: common_pb2.SamplingParams) -> Sampling:
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
+def _read_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
+    # max_tokens is checked with the context at hand, and may be 0 where the prompt is only scored.
+    unbounded = common_pb2.SamplingParams()
+    unbounded.CopyFrom(message)
+    unbounded.max_tokens = UINT32_MAX
+    return SamplingParams.from_proto(unbounded)
+
+
+def _chunk(spec: GenerationSpec, item: ChoiceNews) -> generation_pb2.GenerationChunk:
+    chunk = generation_pb2.GenerationChunk(
+        request_id=spec.request.request_id, index=item.index, text=item.news.text
+    )
+    match item.news:
+        case PromptOutput(logprobs=logprobs):
+            num_top = spec.request.sampling.num_prompt_logprobs
+            if num_top is not None:
+                chunk.prompt_logprobs.extend(_cut(each, num_top) for each in logprobs)
+        case VisibleOutput() as output:
+            chunk.token_ids.extend(output.token_ids)
+            chunk.origins.extend(output.origins)
+            if spec.shows_logprobs:
+                chunk.logprobs.extend(output.logprobs)
+        case Finished() as finished:
+            chunk.finished.CopyFrom(_finished(finished))
+    return chunk
+
+
+def _cut(logprobs: common_pb2.TokenLogprobs, num_top: int) -> common_pb2.TokenLogprobs:
+    """Without those that only the echo had needed."""
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_token_ids=logprobs.top_token_ids[:num_top],
+        top_logprobs=logprobs.top_logprobs[:num_top],
     )
 
 
-def _chunk(request_id: str, output: VisibleOutput) -> generation_pb2.GenerationChunk:
-    return generation_pb2.GenerationChunk(
-        request_id=request_id,
-        text=output.text,
-        token_ids=output.token_ids,
-        origins=output.origins,
-    )
-
-
-def _last_chunk(request_id: str, finished: Finished) -> generation_pb2.GenerationChunk:
-    return generation_pb2.GenerationChunk(
-        request_id=request_id,
-        text=finished.text,
-        finished=generation_pb2.GenerationFinished(
-            finish_reason=finished.finish_reason,
-            stop_reason="" if finished.stop_reason is None else str(finished.stop_reason),
-            num_prompt_tokens=finished.num_prompt_tokens,
-            num_output_tokens=finished.num_output_tokens,
-            stats=finished.counts.to_proto(),
-            decoding_mode=finished.decoding_mode,
-            time_to_first_token_ms=finished.times.time_to_first_token_ms or 0.0,
-            generation_time_ms=finished.times.generation_ms,
-        ),
+def _finished(finished: Finished) -> generation_pb2.GenerationFinished:
+    return generation_pb2.GenerationFinished(
+        finish_reason=finished.finish_reason,
+        stop_reason="" if finished.stop_reason is None else str(finished.stop_reason),
+        num_prompt_tokens=finished.num_prompt_tokens,
+        num_output_tokens=finished.num_output_tokens,
+        stats=finished.counts.to_proto(),
+        decoding_mode=finished.decoding_mode,
+        time_to_first_token_ms=finished.times.time_to_first_token_ms or 0.0,
+        generation_time_ms=finished.times.generation_ms,
     )

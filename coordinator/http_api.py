@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final
@@ -19,6 +20,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from coordinator.chat_messages import read_messages
+from coordinator.choice_writer import AnswerFormat
+from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationInput, GenerationSpec
 from coordinator.http_transport import (
     EventStream,
@@ -35,9 +39,7 @@ from coordinator.openai_schema import (
     TokenizeBody,
     parse_body,
 )
-from coordinator.request_session import Finished
 from coordinator.service import GenerationService
-from coordinator.text_output import VisibleOutput
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -64,11 +66,16 @@ class HttpApi:
         spec = await self._service.prepare(body.to_input(body.request_id or _request_id(request)))
         request.state.request_id = spec.request.request_id
         writer = ResponseWriter(
-            spec=spec,
+            spec,
+            AnswerFormat(
+                is_chat=kind is ChatBody,
+                returns_token_ids=bool(body.return_token_ids),
+                as_token_ids=bool(body.return_tokens_as_token_ids),
+                includes_usage=body.includes_usage,
+            ),
+            self._service.environment.tokenizer,
             created_s=int(time.time()),
-            is_chat=kind is ChatBody,
-            returns_token_ids=bool(body.return_token_ids),
-            includes_usage=body.includes_usage,
+            new_call_id=lambda: f"call_{uuid.uuid4().hex}",
         )
         if not body.is_streaming:
             answer = self._collect(spec, writer, arrival_s)
@@ -87,31 +94,29 @@ class HttpApi:
     async def _collect(
         self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
     ) -> dict[str, Any]:
-        outputs: list[VisibleOutput] = []
+        news: list[ChoiceNews] = []
         async with aclosing(self._service.generate(spec, arrival_s)) as items:
             async for item in items:
-                if isinstance(item, Finished):
-                    return writer.whole(outputs, item)
-                outputs.append(item)
-        raise AssertionError("a request ended without Finished")
+                if isinstance(item, RequestFinished):
+                    return writer.whole(news, item)
+                news.append(item)
+        raise AssertionError("a request ended without its end")
 
     async def _events(
         self,
-        first: VisibleOutput | Finished,
-        items: AsyncGenerator[VisibleOutput | Finished],
+        first: ChoiceNews | RequestFinished,
+        items: AsyncGenerator[ChoiceNews | RequestFinished],
         writer: ResponseWriter,
     ) -> AsyncGenerator[str]:
         async with aclosing(items):
-            opening = writer.opening()
-            if opening is not None:
-                yield _event(opening)
+            for chunk in writer.opening():
+                yield _event(chunk)
             try:
-                item, is_first = first, True
-                while not isinstance(item, Finished):
-                    chunk = writer.chunk(item, is_first=is_first)
-                    if chunk is not None:
-                        yield _event(chunk)
-                        is_first = False
+                item = first
+                while not isinstance(item, RequestFinished):
+                    news = writer.chunk(item)
+                    if news is not None:
+                        yield _event(news)
                     item = await anext(items)
                 for chunk in writer.closing(item):
                     yield _event(chunk)
@@ -171,14 +176,14 @@ class HttpApi:
         body = parse_body(TokenizeBody, await read_body(request))
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
-        messages = None if body.messages is None else [message.to_template() for message in body.messages]
+        messages = None if body.messages is None else read_messages(body.messages)
         text = GenerationInput(
             request_id=_request_id(request),
             text=body.prompt,
             messages=messages,
             chat_template_kwargs=body.chat_template_kwargs or {},
         )
-        tokens = await self._service.tokenize(text, add_special_tokens=body.add_special_tokens)
+        tokens = await self._service.preparation.tokenize(text, add_special_tokens=body.add_special_tokens)
         longest = max((status.max_model_len for status in self._service.models()), default=None)
         return {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
 

@@ -2,124 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from coordinator.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
+from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationSpec
-from coordinator.request_session import Finished
+from coordinator.statistics import SpeculationCounts, times_to_json
 from coordinator.text_output import VisibleOutput
 from outrider.errors import InvalidRequest, NotFound, OutriderError
+from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseWriter:
     """Writes one request's answer, whole or in chunks."""
 
-    spec: GenerationSpec
-    created_s: int  # Unix time
-    is_chat: bool
-    returns_token_ids: bool
-    includes_usage: bool  # of a stream; an answer in one piece always carries it
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        form: AnswerFormat,
+        tokenizer: Tokenizer,
+        *,
+        created_s: int,
+        new_call_id: Callable[[], str],
+    ) -> None:
+        """`created_s` is Unix time; `new_call_id` names a tool call."""
+        self._spec = spec
+        self._form = form
+        self._created_s = created_s
+        self._choices = [ChoiceWriter(spec, form, tokenizer, new_call_id) for _ in range(spec.num_choices)]
+        self._has_shown_prompt_ids = [False] * spec.num_choices
 
-    def whole(self, outputs: Sequence[VisibleOutput], finished: Finished) -> dict[str, Any]:
+    def whole(self, news: Sequence[ChoiceNews], finished: RequestFinished) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        text = "".join(output.text for output in outputs) + finished.text
-        choice: dict[str, Any] = {
-            "index": 0,
-            **({"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}),
-            "logprobs": None,
-            "finish_reason": finished.finish_reason,
-            "stop_reason": self._stop_reason(finished),
-        }
-        body = self._frame([choice], is_chunk=False) | self._usage(finished)
-        if self.returns_token_ids:
-            choice["token_ids"] = [token_id for output in outputs for token_id in output.token_ids]
-            self._place_prompt_token_ids(body, choice)
-        if self.spec.request.speculation.detail:
-            body["outrider"] = _detail(outputs)
-        return body
-
-    def opening(self) -> dict[str, Any] | None:
-        """What a stream says before the first token: the role, in a chat."""
-        if not self.is_chat:
-            return None
-        return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-
-    def chunk(self, output: VisibleOutput, *, is_first: bool) -> dict[str, Any] | None:
-        """One step's news; None when there is none, for all its text is held back."""
-        is_detailed = self.spec.request.speculation.detail
-        if not output.text and not (is_detailed or self.returns_token_ids):
-            return None
-        choice = self._text(output.text) | {"finish_reason": None}
-        body = self._chunk(choice)
-        if self.returns_token_ids:
-            choice["token_ids"] = list(output.token_ids)
-            if is_first:
+        choices: list[dict[str, Any]] = []
+        body = self._frame(choices, is_chunk=False) | self._usage(finished)
+        for index, writer in enumerate(self._choices):
+            own = [each.news for each in news if each.index == index]
+            piece = merged([writer.piece(each) for each in own])
+            choice: dict[str, Any] = {
+                "index": index,
+                **self._content(piece),
+                "logprobs": piece.logprobs,
+                "finish_reason": piece.finish_reason,
+                "stop_reason": piece.stop_reason,
+            }
+            choices.append(choice)
+            self._place_prompt_logprobs(piece, body, choice)
+            if self._form.returns_token_ids:
+                choice["token_ids"] = piece.token_ids
                 self._place_prompt_token_ids(body, choice)
-        if is_detailed:
-            body["outrider"] = _detail([output])
+            if self._spec.request.is_detailed:
+                outputs = [each for each in own if isinstance(each, VisibleOutput)]
+                (body if len(self._choices) == 1 else choice)["outrider"] = _detail(outputs)
         return body
 
-    def closing(self, finished: Finished) -> list[dict[str, Any]]:
-        """The last chunks: the rest of the text with the reason to end, then usage where asked for."""
-        ending = {"finish_reason": finished.finish_reason, "stop_reason": self._stop_reason(finished)}
-        chunks = [self._chunk(self._text(finished.text) | ending)]
-        if self.includes_usage:
-            chunks.append(self._frame([], is_chunk=True) | self._usage(finished))
-        return chunks
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream says before the first token: the role, in a chat."""
+        if not self._form.is_chat:
+            return []
+        return [
+            self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, None)
+            for index in range(len(self._choices))
+        ]
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
+    def chunk(self, item: ChoiceNews) -> dict[str, Any] | None:
+        """The news as a chunk of a stream; None when there is nothing to show, for all its text is held back."""
+        piece = self._choices[item.index].piece(item.news)
+        is_detailed = self._spec.request.is_detailed and isinstance(item.news, VisibleOutput)
+        shows_token_ids = self._form.returns_token_ids and bool(piece.token_ids)
+        if not (
+            piece.text or piece.tool_calls or piece.logprobs or piece.prompt_logprobs or piece.finish_reason
+            or is_detailed or shows_token_ids
+        ):  # fmt: skip
+            return None
+        choice = self._delta(piece) | {"finish_reason": piece.finish_reason}
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        body = self._chunk(item.index, choice, piece.logprobs)
+        self._place_prompt_logprobs(piece, body, choice)
+        if shows_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if not self._has_shown_prompt_ids[item.index]:
+                self._has_shown_prompt_ids[item.index] = True
+                self._place_prompt_token_ids(body, choice)
+        if is_detailed and isinstance(item.news, VisibleOutput):
+            body["outrider"] = _detail([item.news])
+        return body
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        choice.update(index=0, logprobs=None)
+    def closing(self, finished: RequestFinished) -> list[dict[str, Any]]:
+        """The last chunk of a stream: usage, where asked for."""
+        if not self._form.includes_usage:
+            return []
+        return [self._frame([], is_chunk=True) | self._usage(finished)]
+
+    def _content(self, piece: Piece) -> dict[str, Any]:
+        if not self._form.is_chat:
+            return {"text": piece.text}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+        if piece.tool_calls:
+            message |= {"content": piece.text or None, "tool_calls": piece.tool_calls}
+        return {"message": message}
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if not self._form.is_chat:
+            return {"text": piece.text}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        return {"delta": delta | ({"tool_calls": piece.tool_calls} if piece.tool_calls else {})}
+
+    def _chunk(self, index: int, choice: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        choice.update(index=index, logprobs=logprobs)
         body = self._frame([choice], is_chunk=True)
-        return body | {"usage": None} if self.includes_usage else body
+        return body | {"usage": None} if self._form.includes_usage else body
 
     def _frame(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
-        kind = (
-            ("chat.completion.chunk" if is_chunk else "chat.completion")
-            if self.is_chat
-            else "text_completion"
-        )
+        is_chat = self._form.is_chat
+        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if is_chat else "text_completion"
         return {
-            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + self.spec.request.request_id,
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + self._spec.request.request_id,
             "object": kind,
-            "created": self.created_s,
-            "model": self.spec.model,
+            "created": self._created_s,
+            "model": self._spec.model,
             "choices": choices,
         }
 
+    # vLLM has what concerns the prompt beside the choices of a chat and within those of a completion.
     def _place_prompt_token_ids(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
-        # vLLM has them beside the choices of a chat and within those of a completion.
-        (body if self.is_chat else choice)["prompt_token_ids"] = list(self.spec.prompt_token_ids)
+        (body if self._form.is_chat else choice)["prompt_token_ids"] = list(self._spec.prompt_token_ids)
 
-    def _stop_reason(self, finished: Finished) -> str | int | None:
-        """As vLLM has it: nothing for the model's own end of text, which nobody asked for."""
-        reason = finished.stop_reason
-        is_asked_for = isinstance(reason, str) or reason in self.spec.request.sampling.stop_token_ids
-        return reason if is_asked_for else None
+    def _place_prompt_logprobs(self, piece: Piece, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        if piece.prompt_logprobs is not None:
+            (body if self._form.is_chat else choice)["prompt_logprobs"] = piece.prompt_logprobs
 
-    def _usage(self, finished: Finished) -> dict[str, Any]:
-        speculation = self.spec.request.speculation
-        return {
-            "usage": {
-                "prompt_tokens": finished.num_prompt_tokens,
-                "completion_tokens": finished.num_output_tokens,
-                "total_tokens": finished.num_prompt_tokens + finished.num_output_tokens,
-            },
-            "metrics": {
-                **finished.times.to_json(finished.num_output_tokens),
-                "decoding_mode": _short_name(
-                    common_pb2.DecodingMode, finished.decoding_mode, "DECODING_MODE_"
-                ),
-                "speculative_decoding": finished.counts.to_json(
-                    num_speculative_tokens=speculation.num_speculative_tokens, is_detailed=speculation.detail
-                ),
-            },
+    def _usage(self, finished: RequestFinished) -> dict[str, Any]:
+        request, candidates = self._spec.request, finished.candidates
+        num_prompt, num_output = len(self._spec.prompt_token_ids), finished.num_output_tokens
+        metrics: dict[str, Any] = {
+            **times_to_json([(each.times, each.num_output_tokens) for each in candidates]),
+            "decoding_mode": _short_name(
+                common_pb2.DecodingMode, candidates[0].decoding_mode, "DECODING_MODE_"
+            ),
+            "speculative_decoding": SpeculationCounts.merged([each.counts for each in candidates]).to_json(
+                num_speculative_tokens=request.speculation.num_speculative_tokens,
+                is_detailed=request.is_detailed,
+                num_output_tokens=num_output,
+            ),
         }
+        if self._spec.sampling.seed is not None:
+            metrics["seed"] = self._spec.sampling.seed
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
+        if (
+            candidates[0].num_cached_tokens is not None
+        ):  # of the first one; the others may share what it computed
+            usage["prompt_tokens_details"] = {"cached_tokens": candidates[0].num_cached_tokens}
+        return {"usage": usage, "metrics": metrics}
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:

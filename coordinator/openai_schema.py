@@ -1,7 +1,7 @@
 """The bodies of OpenAI's completion calls, with the extras that vLLM and SGLang users know.
 
-Every parameter is honoured or refused by name. Those known elsewhere and not served yet are accepted at the
-value that changes nothing (clients send `"n": 1` without being asked) and refused at any other; a field that
+Every parameter is honoured or refused by name. Those known elsewhere and not served are accepted at the
+value that changes nothing (clients send `"priority": 0` without being asked) and refused at any other; a field that
 nobody knows is refused too, for a misspelt `temperture` must not go unnoticed.
 """
 
@@ -10,126 +10,58 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from coordinator.generation_request import GenerationInput, Sampling, SpeculationChoice
-from coordinator.unserved_parameters import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE, without_neutral
+from coordinator.chat_messages import ChatMessage, read_messages
+from coordinator.generation_fields import Body, GenerationBody
+from coordinator.generation_request import GenerationInput
+from coordinator.tool_schema import Tool, ToolChoice, read_tool_use
+from coordinator.unserved_parameters import (
+    NEUTRAL_CHAT,
+    NEUTRAL_COMPLETION,
+    NEUTRAL_MESSAGE,
+    NEUTRAL_STRUCTURED_OUTPUTS,
+    successor,
+    without_neutral,
+)
 from outrider.errors import InvalidRequest
 
 
-class _Body(BaseModel):
-    """Strict: a number in quotes is not a number. Unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-
-class StreamOptions(_Body):
-    include_usage: bool = False
-
-
-class Speculation(_Body):
-    enabled: bool = True
-    num_speculative_tokens: int = 0  # most hints verified per step; 0 leaves it to the target
-    detail: bool = False  # token ids, origins and text pieces in every chunk, per-step counts at the end
-
-
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def to_template(self) -> dict[str, str]:
-        """The message as chat templates expect it, its parts as one text."""
-        is_text = isinstance(self.content, str)
-        content = self.content if is_text else "".join(part.text for part in self.content)  # type: ignore[union-attr]
-        # Templates from before the new name of the role know only the old one.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": str(content)} | ({"name": self.name} if self.name else {})
-
-
-class _GenerationBody(_Body):
-    """What completions and chat completions share."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
-
-    model: str = ""
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None  # 0 and -1 keep all
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    request_id: str | None = None
-    return_token_ids: bool | None = None
-    speculation: Speculation = Field(default_factory=Speculation)
-
-    @property
-    def is_streaming(self) -> bool:
-        return bool(self.stream)
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk that carries usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def _common(self, request_id: str) -> dict[str, Any]:
-        sampling = Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            seed=self.seed,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-        )
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return {
-            "request_id": request_id,
-            "model": self.model,
-            "sampling": sampling,
-            "stop": tuple(stop),
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "skip_special_tokens": self.skip_special_tokens,
-            "speculation": SpeculationChoice(**self.speculation.model_dump()),
-        }
-
-
-class CompletionBody(_GenerationBody):
+class CompletionBody(GenerationBody):
     """POST /v1/completions. Exactly one prompt: a text or a list of token ids, bare or alone in a list."""
 
     neutral = NEUTRAL_COMPLETION
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
     def to_input(self, request_id: str) -> GenerationInput:
-        """Raises InvalidRequest when there is more than one prompt, or none."""
+        """Raises InvalidRequest when a value is out of its bounds, or there is not exactly one prompt."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)):
             if len(prompt) != 1:
                 raise InvalidRequest("prompt", f"exactly one prompt per request is served, got {len(prompt)}")
             prompt = prompt[0]
-        key = "text" if isinstance(prompt, str) else "token_ids"
+        if self.is_streaming and self.best_of is not None and self.best_of > (self.n or 1):
+            raise InvalidRequest(
+                "best_of", "best_of above n cannot be streamed: the best is known at the end"
+            )
         return GenerationInput(
-            **self._common(request_id), **{key: prompt}, max_tokens=self.max_tokens, max_tokens_default=16
+            **self.common_input(request_id, self.logprobs, "logprobs"),
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+            max_tokens=self.max_tokens,
+            max_tokens_default=16,
+            echo=bool(self.echo),
+            best_of=self.best_of,
         )
 
 
-class ChatBody(_GenerationBody):
+class ChatBody(GenerationBody):
     """POST /v1/chat/completions. Without a bound the answer may fill the context."""
 
     neutral = NEUTRAL_CHAT
@@ -137,22 +69,42 @@ class ChatBody(_GenerationBody):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     def to_input(self, request_id: str) -> GenerationInput:
-        """Raises InvalidRequest when both names of the bound are given with different values."""
+        """Raises InvalidRequest when a value is out of its bounds or two parameters contradict each other."""
         bounds = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(bounds) > 1:
             raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens contradict each other")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs: true")
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        common = self.common_input(request_id, num_logprobs, "top_logprobs")
+        use, shown_tools = read_tool_use(
+            self.tools or [], self.tool_choice, is_parallel=self.parallel_tool_calls is not False
+        )
+        if use is not None:
+            if common["sampling"].grammar is not None:
+                raise InvalidRequest(
+                    common["grammar_parameter"],
+                    f"tools and {common['grammar_parameter']} both say what the output may be",
+                )
+            common["grammar_parameter"] = "tools"
         return GenerationInput(
-            **self._common(request_id),
-            messages=[message.to_template() for message in self.messages],
-            chat_template_kwargs=self.chat_template_kwargs or {},
+            **common,
+            messages=read_messages(self.messages),
+            chat_template_kwargs=(self.chat_template_kwargs or {}) | ({"tools": shown_tools} if use else {}),
+            tools=use,
             max_tokens=next(iter(bounds), None),
             max_tokens_default=None,
         )
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as the chat template renders it."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
@@ -164,7 +116,7 @@ class TokenizeBody(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """POST /detokenize."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
@@ -185,6 +137,10 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
     if not isinstance(content, dict):
         raise InvalidRequest(None, "the body must be a JSON object")
     content = without_neutral(content, kind.neutral, "")
+    if isinstance(content.get("structured_outputs"), dict):
+        content["structured_outputs"] = without_neutral(
+            content["structured_outputs"], NEUTRAL_STRUCTURED_OUTPUTS, "structured_outputs."
+        )
     if isinstance(content.get("messages"), list):
         content["messages"] = [
             without_neutral(message, NEUTRAL_MESSAGE, f"messages[{index}].")
@@ -205,10 +161,11 @@ def _named(error: ValidationError) -> InvalidRequest:
     for part in detail["loc"]:
         if isinstance(part, int):
             parameter += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int"):
+        # Branches of a union stand among the names, as a type or as a model.
+        elif part.isidentifier() and part not in ("str", "int", "bool") and not part[0].isupper():
             parameter += f".{part}" if parameter else part
     if detail["type"] == "extra_forbidden":
-        return InvalidRequest(parameter, f"unknown parameter {parameter!r}")
+        return InvalidRequest(parameter, f"unknown parameter {parameter!r}{successor(parameter)}")
     if detail["type"] == "missing":
         return InvalidRequest(parameter, f"parameter {parameter!r} is required")
     return InvalidRequest(parameter, f"{parameter}: {detail['msg']}")

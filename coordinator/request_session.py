@@ -4,6 +4,8 @@
                  │  ▲ refused: another target
                  └──┘ lost: prompt + committed tokens at another target
 
+A request with several texts runs one of these for each (`coordinator.choices`).
+
 Invariant: what was yielded is final. A replay hands the committed tokens to the next target, so the client
 never sees a token lost, repeated or changed; for greedy and seeded requests the continuation is the very same
 text, for others it is one with the same distribution. Leaving the generator, by whatever way, cancels both
@@ -13,6 +15,7 @@ sides.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -27,18 +30,14 @@ from coordinator.draft_link import DraftLink, LinkedSession
 from coordinator.environment import Environment
 from coordinator.fallback import FallbackAction, FallbackController
 from coordinator.generation_request import GenerationSpec
+from coordinator.prompt_scores import PromptScores
 from coordinator.routing import WorkerKey, key_of
 from coordinator.statistics import RequestTimes, SpeculationCounts
 from coordinator.target_call import TargetCall
-from coordinator.text_output import TextOutput, VisibleOutput
+from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
 from coordinator.workers import describe
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from outrider.errors import (
-    OutriderError,
-    Overloaded,
-    Unavailable,
-    WorkerLost,
-)
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable, WorkerLost
 from outrider.registry import WorkerRecord
 from protos.outrider.v1 import common_pb2, target_pb2
 
@@ -49,7 +48,7 @@ _SET_SPECULATION_TIMEOUT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The end of a request that went well; last of what `RequestSession.run` yields."""
+    """The end of a text that went well; last of what `RequestSession.run` yields."""
 
     text: str  # held back until now
     finish_reason: str  # "stop" or "length"
@@ -59,6 +58,10 @@ class Finished:
     decoding_mode: common_pb2.DecodingMode
     counts: SpeculationCounts
     times: RequestTimes
+    num_cached_tokens: int | None  # of the prompt; known from the target's last word alone
+
+
+News = PromptOutput | VisibleOutput | Finished
 
 
 @dataclass(slots=True)
@@ -73,10 +76,19 @@ class _Attempt:
 
 
 class RequestSession:
-    """Runs one request. Made, `run` once, dropped."""
+    """Generates one of a request's texts. Made, `run` once, dropped."""
 
-    def __init__(self, environment: Environment, spec: GenerationSpec, arrival_s: float) -> None:
-        """`arrival_s` is when the request came in, on the environment's clock."""
+    def __init__(
+        self,
+        environment: Environment,
+        spec: GenerationSpec,
+        arrival_s: float,
+        *,
+        index: int = 0,
+        preferred: WorkerRecord | None = None,
+    ) -> None:
+        """`arrival_s` is when the request came in, on the environment's clock; `index` is the text's place among the
+        candidates. A `preferred` target is tried first while it has room."""
         request = spec.request
         self._environment = environment
         self._spec = spec
@@ -86,21 +98,27 @@ class RequestSession:
             IncrementalDetokenizer(
                 environment.tokenizer,
                 context_token_ids=spec.prompt_token_ids,
-                skip_special_tokens=request.skip_special_tokens,
+                skip_special_tokens=not spec.shows_special_tokens,
             ),
             StopStringMatcher(request.stop, include_stop_str_in_output=request.include_stop_str_in_output),
+            spec.sampling.min_tokens,
         )
-        self._sampling = request.sampling.to_proto(spec.max_tokens)
+        self._sampling = spec.sampling_of(index).to_proto()
+        self._preferred = preferred
+        self._prompt = PromptScores(spec)
+        self._is_finished = False
+        self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
         self.counts = SpeculationCounts()
         self.times = RequestTimes(arrival_s)
 
-    async def run(self) -> AsyncGenerator[VisibleOutput | Finished]:
-        """Yields what each step made visible, then one Finished.
+    async def run(self) -> AsyncGenerator[News]:
+        """Yields what is shown of the prompt, if anything, what each step made visible, then one Finished.
 
         Raises Overloaded or Unavailable before the first token when no target takes the request, WorkerLost
-        when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value.
+        when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value or the
+        parameters leave no token that could follow.
         """
         refusal: OutriderError | None = None
         for _ in range(self._environment.settings.target_attempts_max):
@@ -117,7 +135,7 @@ class RequestSession:
                 _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
                              attempt.target.worker_id, error.message)  # fmt: skip
                 # A target that died right after the last token owes us nothing but the word that it is done.
-                if len(self._output.token_ids) >= self._spec.max_tokens:
+                if 0 < self._spec.max_tokens <= len(self._output.token_ids):
                     yield self._finish("length", None)
                     return
                 self._environment.metrics.target_replays.inc()
@@ -125,13 +143,17 @@ class RequestSession:
 
     def _begin_attempt(self) -> _Attempt | None:
         environment = self._environment
-        target = environment.router.pick_target(
-            environment.snapshot(),
-            environment.now_s(),
-            model=self._spec.model,
-            num_tokens=self._spec.num_tokens_max,
-            excluded=self._tried,
-        )
+        preferred, self._preferred = self._preferred, None
+        if preferred is not None and environment.router.has_room(preferred):
+            target: WorkerRecord | None = preferred
+        else:
+            target = environment.router.pick_target(
+                environment.snapshot(),
+                environment.now_s(),
+                model=self._spec.model,
+                num_tokens=self._spec.num_tokens_max,
+                excluded=self._tried,
+            )
         if target is None:
             return None
         self._tried.add(key_of(target))
@@ -146,7 +168,7 @@ class RequestSession:
         )
         return _Attempt(target, session_id, request)
 
-    async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[VisibleOutput | Finished]:
+    async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[News]:
         environment = self._environment
         environment.router.open_session(attempt.target)
         call = TargetCall(environment, attempt.target, attempt.request, self._deadline_s)
@@ -156,6 +178,8 @@ class RequestSession:
                 session_id=attempt.session_id,
                 target=attempt.target,
                 sampling=self._sampling,
+                speculation=self._spec.request.speculation.to_proto(),
+                num_prompt_tokens=len(self._spec.prompt_token_ids),
                 num_tokens_max=self._spec.num_tokens_max,
                 deadline_s=self._deadline_s,
                 committed=self._committed,
@@ -166,13 +190,9 @@ class RequestSession:
             self._apply(self._controller.start(), attempt)
             async with aclosing(call.events()) as events:
                 async for event in events:
-                    item = self._take(event, attempt)
-                    if item is not None:
+                    for item in self._take(event, attempt):
                         yield item
-                    if isinstance(item, Finished):
-                        return
-                    if self._output.stop_string is not None:
-                        yield self._finish("stop", self._output.stop_string)
+                    if self._is_finished:
                         return
         finally:
             call.cancel()
@@ -181,24 +201,55 @@ class RequestSession:
                 task.cancel()
             await attempt.link.close()
 
-    def _take(self, event: target_pb2.GenerateEvent, attempt: _Attempt) -> VisibleOutput | Finished | None:
+    def _take(self, event: target_pb2.GenerateEvent, attempt: _Attempt) -> list[News]:
         """Moves the request on by one event. What comes back goes to the client."""
-        kind = event.WhichOneof("event")
-        if kind == "started":
-            self._decoding_mode = event.started.decoding_mode
-            return None
-        if kind == "finished":
-            finished = event.finished
-            self.times.queue_ms, self.times.prefill_ms = finished.queue_ms, finished.prefill_ms
-            self.counts.num_stale_hints += finished.stats.num_stale_hints
-            is_stop = finished.reason == target_pb2.FINISH_REASON_STOP
-            stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
-            return self._finish("stop" if is_stop else "length", stop_token_id)
-        if kind == "step":
-            # Only a target that counts max_tokens anew after a replay would go on here.
-            has_room = len(self._output.token_ids) < self._spec.max_tokens
-            return self._take_step(event.step, attempt) if has_room else self._finish("length", None)
-        return None  # a kind of event that a newer target may send
+        match event.WhichOneof("event"):
+            case "started":
+                self._decoding_mode = event.started.decoding_mode
+                return []
+            case "prompt":
+                self._prompt.add(event.prompt)
+                return []
+            case "step":
+                # Before anything changes: a replay has to begin where this step did.
+                if self._sampling.HasField("num_logprobs") and (
+                    len(event.step.logprobs) != len(event.step.token_ids)
+                ):
+                    raise WorkerLost(
+                        f"target worker {attempt.target.worker_id} sent tokens without log probabilities"
+                    )
+                shown = self._prompt.shown()
+                # Where nothing is to be said, or a target counts max_tokens anew after a replay.
+                if len(self._output.token_ids) >= self._spec.max_tokens:
+                    return [*shown, self._finish("length", None)]
+                visible = self._take_step(event.step, attempt)
+                stop = self._output.stop_string
+                return [*shown, visible, *([] if stop is None else [self._finish("stop", stop)])]
+            case "finished":
+                return [*self._prompt.shown(), self._take_end(event.finished, attempt)]
+            case _:
+                return []  # a kind of event that a newer target may send
+
+    def _take_end(self, finished: target_pb2.SessionFinished, attempt: _Attempt) -> Finished:
+        self.times.queue_ms, self.times.prefill_ms = finished.queue_ms, finished.prefill_ms
+        # What an earlier target counted of its part is lost with it.
+        is_replay = len(attempt.request.token_ids) > attempt.request.num_prompt_tokens
+        self.counts.add_end(finished.stats, is_complete=not is_replay)
+        if not is_replay:
+            self._num_cached_tokens = finished.num_cached_tokens
+        num_output = len(self._output.token_ids)
+        if self._spec.max_tokens == 0:
+            return self._finish("length", None)
+        if finished.reason == target_pb2.FINISH_REASON_NO_TOKEN:
+            names = self._spec.forbidding_parameters(num_output)
+            raise InvalidRequest(
+                names[0] if len(names) == 1 else None,
+                f"the parameters together leave no token that could follow after {num_output} tokens of output; the "
+                f"ones that forbid tokens here are: {', '.join(names) or 'none of the request'}",
+            )
+        is_stop = finished.reason == target_pb2.FINISH_REASON_STOP
+        stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+        return self._finish("stop" if is_stop else "length", stop_token_id)
 
     def _take_step(self, step: target_pb2.StepOutput, attempt: _Attempt) -> VisibleOutput:
         metrics, model = self._environment.metrics, self._spec.model
@@ -209,7 +260,7 @@ class RequestSession:
         if step.num_draft_tokens:
             metrics.observe_step(model, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
-        visible = self._output.push(step.token_ids[:room], step.origins[:room])
+        visible = self._output.push(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
         state = self._controller.state
         actions = self._controller.on_step(
             len(step.token_ids), step.num_draft_tokens, step.num_accepted_draft_tokens
@@ -249,18 +300,17 @@ class RequestSession:
         if self._output.stop_string is not None:  # completed by a character that only the end made visible
             reason, stop_reason = "stop", self._output.stop_string
         self.times.end_s = self._environment.now_s()
+        self._is_finished = True
         num_prompt, num_output = len(self._spec.prompt_token_ids), len(self._output.token_ids)
-        self._environment.metrics.observe_end(self._spec.model, reason, num_prompt, num_output, self.times)
         return Finished(
             text=text, finish_reason=reason, stop_reason=stop_reason, num_prompt_tokens=num_prompt,
             num_output_tokens=num_output, decoding_mode=self._decoding_mode, counts=self.counts, times=self.times,
+            num_cached_tokens=self._num_cached_tokens,
         )  # fmt: skip
 
     def _speculation(self) -> common_pb2.SpeculationParams:
-        return common_pb2.SpeculationParams(
-            enabled=self._controller.is_listening,
-            num_speculative_tokens=self._spec.request.speculation.num_speculative_tokens,
-        )
+        speculation = self._spec.request.speculation
+        return dataclasses.replace(speculation, enabled=self._controller.is_listening).to_proto()
 
     def _committed(self) -> list[int]:
         return [*self._spec.prompt_token_ids, *self._output.token_ids]

@@ -105,10 +105,14 @@ class Router:
                 worker
                 for worker in usable
                 if worker.max_model_len >= num_tokens
-                and self._load(worker) < 1
+                and self.has_room(worker)
                 and key_of(worker) not in excluded
             ]
         )
+
+    def has_room(self, worker: WorkerRecord) -> bool:
+        """Whether the worker has a place that is not taken, as far as is known here."""
+        return self._load(worker) < 1
 
     def open_session(self, worker: WorkerRecord) -> None:
         """Counts a session at the worker, until `close_session`."""

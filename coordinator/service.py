@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from coordinator.choices import ChoiceNews, RequestFinished, run_choices
 from coordinator.environment import Environment
-from coordinator.generation_request import GenerationInput, GenerationSpec, check_input, fit_to_context
+from coordinator.generation_request import GenerationInput, GenerationSpec, check_input
 from coordinator.metrics import CoordinatorMetrics
-from coordinator.request_session import Finished, RequestSession
+from coordinator.preparation import RequestPreparation
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
-from coordinator.text_output import VisibleOutput
 from coordinator.workers import WorkerChannels
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.registry import Registry, Snapshot, WorkerDirectory, WorkerRecord
@@ -36,8 +36,6 @@ _log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S: Final = 5.0
 _RETRY_AFTER_S: Final = 1.0
-# Below this many characters tokenizing takes less time than handing the work to a thread.
-_TOKENIZE_INLINE_CHARS_MAX: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,7 @@ class GenerationService:
         self._directory: WorkerDirectory | None = None
         self._stack = AsyncExitStack()
         self._num_active = 0
+        self.preparation = RequestPreparation(tokenizer, settings, random.Random())
         self.environment = Environment(
             settings=settings,
             tokenizer=tokenizer,
@@ -113,26 +112,11 @@ class GenerationService:
         """Checks and tokenizes. Raises InvalidRequest, NotFound for the model, Unavailable without a target."""
         check_input(request)
         model, targets = self.find_model(request.model)
-        prompt_token_ids = await self.tokenize(request)
-        max_model_len = max(target.max_model_len for target in targets)
-        vocab_size = min(target.vocab_size for target in targets)
-        settings = self.environment.settings
-        deadline_s = settings.deadline_default_s if request.deadline_s is None else request.deadline_s
-        if not 0 < deadline_s <= settings.deadline_max_s:
-            raise InvalidRequest("deadline_ms", f"the deadline may be at most {settings.deadline_max_s:g} s")
-        return GenerationSpec(
-            request=request,
-            model=model,
-            prompt_token_ids=tuple(prompt_token_ids),
-            max_tokens=fit_to_context(
-                request, prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size
-            ),
-            deadline_s=deadline_s,
-        )
+        return await self.preparation.prepare(request, model, targets)
 
     async def generate(
         self, spec: GenerationSpec, arrival_s: float
-    ) -> AsyncGenerator[VisibleOutput | Finished]:
+    ) -> AsyncGenerator[ChoiceNews | RequestFinished]:
         """Runs one request; close the generator to cancel it. Raises what RequestSession.run raises."""
         environment = self.environment
         if self._num_active >= environment.settings.requests_max:
@@ -141,7 +125,7 @@ class GenerationService:
         gauge = environment.metrics.waiting(spec.model)
         gauge.inc()
         try:
-            async with aclosing(RequestSession(environment, spec, arrival_s).run()) as items:
+            async with aclosing(run_choices(environment, spec, arrival_s)) as items:
                 async for item in items:
                     if gauge is not environment.metrics.running(spec.model):
                         gauge.dec()
@@ -151,20 +135,6 @@ class GenerationService:
         finally:
             gauge.dec()
             self._num_active -= 1
-
-    async def tokenize(self, request: GenerationInput, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt as token ids. Raises InvalidRequest when the chat template refuses the messages."""
-        if request.token_ids is not None:
-            return list(request.token_ids)
-        tokenizer = self.environment.tokenizer
-        if request.messages is not None:
-            text = tokenizer.render_chat(request.messages, **request.chat_template_kwargs)
-            add_special_tokens = False  # the template writes them
-        else:
-            text = request.text or ""
-        if len(text) <= _TOKENIZE_INLINE_CHARS_MAX:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     def find_model(self, name: str) -> tuple[str, list[WorkerRecord]]:
         """The model's name and its usable targets. Raises NotFound naming those served, or Unavailable."""

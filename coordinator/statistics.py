@@ -7,6 +7,7 @@ message, because a stop string ends a request before that message and a replay s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,32 @@ class SpeculationCounts:
 
     num_steps: int = 0
     num_stale_hints: int = 0
+    # These come with the target's last word alone: None where a stop string, or a replay, kept it from us.
+    num_hint_bytes: int | None = None
+    num_forced_tokens: int | None = None
     per_step: list[tuple[int, int]] = field(default_factory=list)
 
     def add_step(self, num_draft_tokens: int, num_accepted: int) -> None:
         self.num_steps += 1
         if num_draft_tokens:
             self.per_step.append((num_draft_tokens, num_accepted))
+
+    def add_end(self, stats: common_pb2.SpeculationStats, *, is_complete: bool) -> None:
+        """Takes what the target alone can count; `is_complete` when it saw the whole session."""
+        self.num_stale_hints += stats.num_stale_hints
+        if is_complete:
+            self.num_hint_bytes, self.num_forced_tokens = stats.num_hint_bytes, stats.num_forced_tokens
+
+    @classmethod
+    def merged(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
+        """The sum over a request's texts; what is unknown of one is unknown of the whole."""
+        return cls(
+            num_steps=sum(part.num_steps for part in parts),
+            num_stale_hints=sum(part.num_stale_hints for part in parts),
+            num_hint_bytes=_sum_if_known([part.num_hint_bytes for part in parts]),
+            num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
+            per_step=[step for part in parts for step in part.per_step],
+        )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -44,9 +65,13 @@ class SpeculationCounts:
             num_stale_hints=self.num_stale_hints,
             acceptance_histogram=_histogram([accepted for _, accepted in self.per_step]),
             draft_length_histogram=_histogram([drafted for drafted, _ in self.per_step]),
+            num_hint_bytes=self.num_hint_bytes or 0,
+            num_forced_tokens=self.num_forced_tokens or 0,
         )
 
-    def to_json(self, *, num_speculative_tokens: int, is_detailed: bool) -> dict[str, Any]:
+    def to_json(
+        self, *, num_speculative_tokens: int, is_detailed: bool, num_output_tokens: int = 0
+    ) -> dict[str, Any]:
         """Under the names that load tools read. `num_speculative_tokens` as asked for, 0 for the target's
         choice.
 
@@ -69,6 +94,13 @@ class SpeculationCounts:
             "num_accepted_draft_tokens": num_accepted,
             "num_draft_tokens": self.num_draft_tokens,
             "num_stale_hints": self.num_stale_hints,
+            "num_forced_tokens": self.num_forced_tokens,
+            "num_hint_bytes": self.num_hint_bytes,
+            "hint_bytes_per_token": (
+                self.num_hint_bytes / num_output_tokens
+                if self.num_hint_bytes is not None and num_output_tokens
+                else None
+            ),
             "num_spec_tokens": num_speculative_tokens or max(drafted_lengths, default=0),
         }
         if is_detailed:
@@ -107,26 +139,54 @@ class RequestTimes:
     def time_to_first_token_ms(self) -> float | None:
         return None if self.first_token_s is None else (self.first_token_s - self.arrival_s) * 1000
 
-    def to_json(self, num_output_tokens: int) -> dict[str, float | None]:
-        """Milliseconds, null where there is nothing to measure. Chunks carry several tokens under
-        speculation, so `mean_itl_ms` (between chunks) says less than `time_per_output_token_ms`."""
-        decode_ms = (
-            (self.last_chunk_s - self.first_token_s) * 1000
-            if self.first_token_s and self.last_chunk_s
-            else 0.0
+    @property
+    def decode_ms(self) -> float:
+        """First to last chunk; 0 with fewer than two."""
+        if self.first_token_s is None or self.last_chunk_s is None:
+            return 0.0
+        return (self.last_chunk_s - self.first_token_s) * 1000
+
+    @classmethod
+    def merged(cls, parts: Sequence[RequestTimes]) -> RequestTimes:
+        """A request from its texts, which ran side by side: from the first token of any to the end of the last."""
+        firsts = [part.first_token_s for part in parts if part.first_token_s is not None]
+        lasts = [part.last_chunk_s for part in parts if part.last_chunk_s is not None]
+        ends = [part.end_s for part in parts if part.end_s is not None]
+        return cls(
+            arrival_s=parts[0].arrival_s,
+            first_token_s=min(firsts, default=None),
+            last_chunk_s=max(lasts, default=None),
+            end_s=max(ends, default=None),
+            num_chunks=sum(part.num_chunks for part in parts),
+            queue_ms=parts[0].queue_ms,
+            prefill_ms=parts[0].prefill_ms,
         )
-        return {
-            "time_to_first_token_ms": self.time_to_first_token_ms,
-            "generation_time_ms": self.generation_ms,
-            "queue_time_ms": self.queue_ms,
-            "mean_itl_ms": decode_ms / (self.num_chunks - 1) if self.num_chunks > 1 else None,
-            "time_per_output_token_ms": decode_ms / (num_output_tokens - 1)
-            if num_output_tokens > 1
-            else None,
-            "tokens_per_second": (
-                1000 * num_output_tokens / self.generation_ms if self.generation_ms > 0 else None
-            ),
-        }
+
+
+def times_to_json(parts: Sequence[tuple[RequestTimes, int]]) -> dict[str, float | None]:
+    """A request's times from those of its texts, each with its number of tokens.
+
+    Milliseconds, null where there is nothing to measure. Chunks carry several tokens under speculation, so
+    `mean_itl_ms` (between chunks) says less than `time_per_output_token_ms`; both are means over all texts.
+    """
+    times = RequestTimes.merged([part for part, _ in parts])
+    decode_ms = sum(part.decode_ms for part, _ in parts)
+    num_gaps = sum(max(part.num_chunks - 1, 0) for part, _ in parts)
+    num_later_tokens = sum(max(num_tokens - 1, 0) for _, num_tokens in parts)
+    num_tokens = sum(num_tokens for _, num_tokens in parts)
+    return {
+        "time_to_first_token_ms": times.time_to_first_token_ms,
+        "generation_time_ms": times.generation_ms,
+        "queue_time_ms": times.queue_ms,
+        "mean_itl_ms": decode_ms / num_gaps if num_gaps else None,
+        "time_per_output_token_ms": decode_ms / num_later_tokens if num_later_tokens else None,
+        "tokens_per_second": 1000 * num_tokens / times.generation_ms if times.generation_ms > 0 else None,
+    }
+
+
+def _sum_if_known(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _histogram(values: list[int]) -> list[int]:

@@ -2,6 +2,9 @@
 it.
 
 Pure. Tokens go through one at a time, so the outcome does not depend on how many a step committed.
+
+With `min_tokens` the first so many tokens are shown as they are, whatever they spell; looking for stop strings begins
+with the text that later tokens complete, so a stop string counts when all of it lies there.
 """
 
 from __future__ import annotations
@@ -14,21 +17,34 @@ from protos.outrider.v1 import common_pb2
 
 
 @dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """What is shown of the prompt, before anything else of a text."""
+
+    text: str  # empty without echo
+    logprobs: tuple[common_pb2.TokenLogprobs, ...]  # of the prompt's tokens 1 and after, or empty
+
+
+@dataclass(frozen=True, slots=True)
 class VisibleOutput:
-    """News for the client. `token_ids`, `origins` and `pieces` have one entry per token."""
+    """News for the client. `token_ids`, `origins` and `pieces` have one entry per token, and so has `logprobs` where
+    they were asked for."""
 
     text: str  # may lag behind the pieces while a stop string is possible
     token_ids: tuple[int, ...]
     origins: tuple[common_pb2.TokenOrigin, ...]
     pieces: tuple[str, ...]  # the text each token completed
+    logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
 
 
 class TextOutput:
     """One request's output so far. After a stop string matched, `stop_reason` is set and tokens are refused."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, matcher: StopStringMatcher) -> None:
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, matcher: StopStringMatcher, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._min_tokens = min_tokens
         self.token_ids: list[int] = []
 
     @property
@@ -41,22 +57,40 @@ class TextOutput:
         """Whether a stop string has ended the text."""
         return self._matcher.matched is not None
 
-    def push(self, token_ids: Sequence[int], origins: Sequence[common_pb2.TokenOrigin]) -> VisibleOutput:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        origins: Sequence[common_pb2.TokenOrigin],
+        logprobs: Sequence[common_pb2.TokenLogprobs] = (),
+    ) -> VisibleOutput:
         """Takes committed tokens in order; those behind a completed stop string are dropped."""
         text, pieces = [], []
         for token_id in token_ids:
             piece = self._detokenizer.push(token_id)
-            text.append(self._matcher.push(piece))
+            self.token_ids.append(token_id)
+            text.append(self._matcher.push(piece) if self._is_matching else piece)
             pieces.append(piece)
             if self.is_stopped:
                 break
         kept = len(pieces)
-        self.token_ids.extend(token_ids[:kept])
-        return VisibleOutput("".join(text), tuple(token_ids[:kept]), tuple(origins[:kept]), tuple(pieces))
+        return VisibleOutput(
+            "".join(text),
+            tuple(token_ids[:kept]),
+            tuple(origins[:kept]),
+            tuple(pieces),
+            tuple(logprobs[:kept]),
+        )
 
     def finish(self) -> str:
         """The rest of the text when the tokens have ended; may still complete a stop string."""
         if self.is_stopped:
             return ""
-        text = self._matcher.push(self._detokenizer.flush())
+        rest = self._detokenizer.flush()
+        if not self._is_matching:
+            return rest
+        text = self._matcher.push(rest)
         return text if self.is_stopped else text + self._matcher.flush()
+
+    @property
+    def _is_matching(self) -> bool:
+        return len(self.token_ids) > self._min_tokens

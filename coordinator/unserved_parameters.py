@@ -1,4 +1,4 @@
-"""Parameters that clients of other servers know and this one does not serve yet.
+"""Parameters that clients of other servers know and this one does not serve.
 
 Each is accepted at the values that change nothing and refused at any other; none is ever dropped in silence.
 A parameter leaves this table on the day it is served.
@@ -12,35 +12,28 @@ from typing import Any, Final
 
 from outrider.errors import InvalidRequest
 
-# Parameter -> values that change nothing, None aside. To be served by later work.
+# Parameter -> values that change nothing, None aside.
 _NEUTRAL_COMMON: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "priority": (0,),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
 }
 NEUTRAL_COMPLETION: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({
-    **_NEUTRAL_COMMON, "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (),
+    **_NEUTRAL_COMMON, "suffix": ("",), "add_special_tokens": (True,),
 })  # fmt: skip
 NEUTRAL_CHAT: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
         **_NEUTRAL_COMMON,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
+        "best_of": (1,),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -51,16 +44,38 @@ NEUTRAL_CHAT: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     }
 )
 NEUTRAL_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({
-    "tool_calls": ([],), "tool_call_id": (), "function_call": (), "refusal": (), "audio": (), "annotations": ([],),
+    "function_call": (), "refusal": (), "audio": (), "annotations": ([],),
 })  # fmt: skip
+NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({
+    "whitespace_pattern": (), "structural_tag": (), "disable_fallback": (False,),
+    "disable_additional_properties": (False,),
+})  # fmt: skip
+# Names of the past -> what took their place.
+SUCCESSORS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "guided_json": "structured_outputs.json",
+        "guided_regex": "structured_outputs.regex",
+        "guided_choice": "structured_outputs.choice",
+        "guided_grammar": "structured_outputs.grammar",
+        "guided_whitespace_pattern": "structured_outputs.disable_any_whitespace",
+        "guided_decoding_backend": "structured_outputs",
+        "functions": "tools",
+        "function_call": "tool_choice",
+    }
+)
 
 
 def without_neutral(
     content: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str
 ) -> dict[str, Any]:
-    """Drops what changes nothing and refuses what would change something that is not served yet."""
+    """Drops what changes nothing and refuses what would change something that is not served."""
     for name in neutral.keys() & content.keys():
         value = content[name]
         if value is not None and value not in neutral[name]:
-            raise InvalidRequest(where + name, f"{where}{name} is not supported yet")
+            raise InvalidRequest(where + name, f"{where}{name} is not supported{successor(name)}")
     return {name: value for name, value in content.items() if name not in neutral}
+
+
+def successor(name: str) -> str:
+    """What to use instead, as the end of a message; empty for most names."""
+    return f"; use {SUCCESSORS[name]}" if name in SUCCESSORS else ""

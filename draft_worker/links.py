@@ -36,6 +36,7 @@ class TargetLink:
         self.session_ids: set[str] = set()
         self._on_event = on_event
         self._channels: dict[str, int] = {}  # session id -> its number on this stream
+        self._said: dict[int, tuple[int, int]] = {}  # channel -> base_len of its last message, next node id
         self._last_channel = 0
         self._forget_pending()
         self._has_dropped = False
@@ -70,6 +71,7 @@ class TargetLink:
             if self._last_channel not in in_use:
                 break
         self._channels[session_id] = self._last_channel
+        self._said.pop(self._last_channel, None)
 
     def close_channel(self, session_id: str) -> None:
         self._channels.pop(session_id, None)
@@ -97,6 +99,7 @@ class TargetLink:
     async def _ride(self, channel: grpc.aio.Channel) -> None:
         """One stream, from its opening to its end."""
         self._take_frame()  # what an earlier stream did not take is said anew
+        self._said.clear()
         self._on_event(LinkOpened(self.address))
         call = hints_pb2_grpc.HintsStub(channel).Exchange()
         # Not a request iterator: grpc leaves one waiting when its call breaks, and it would take the next frame.
@@ -130,7 +133,7 @@ class TargetLink:
                 channel=self._channels[action.session_id],
             )
         for channel, hints in self._hints:
-            _add_nodes(frame.nodes.add(channel=channel), hints)
+            self._said[channel] = _add_nodes(frame.nodes.add(channel=channel), hints, self._said.get(channel))
         self._forget_pending()
         return frame
 
@@ -190,12 +193,17 @@ IDLE_S = 10.0
 """A link outlives its last session by this long, since the next one often comes soon."""
 
 
-def _add_nodes(message: hints_pb2.HintNodes, action: SendHints) -> None:
-    message.base_len = action.base_len
-    message.first_node_id = action.hints[0].node_id
+def _add_nodes(
+    message: hints_pb2.HintNodes, action: SendHints, said: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Fills in a message, leaving out what follows from the channel's last one; returns what the next may leave out."""
     node_ids = [hint.node_id for hint in action.hints]
+    if said is None or said[0] != action.base_len:
+        message.base_len = action.base_len
     if node_ids != list(range(node_ids[0], node_ids[0] + len(node_ids))):
         message.node_ids.extend(node_ids)
+    elif message.base_len or said is None or said[1] != node_ids[0]:
+        message.first_node_id = node_ids[0]
     message.parent_ids.extend([hint.parent_id for hint in action.hints])
     message.token_ids.extend([hint.token_id for hint in action.hints])
     if any(hint.distribution for hint in action.hints):
@@ -204,9 +212,16 @@ def _add_nodes(message: hints_pb2.HintNodes, action: SendHints) -> None:
             if hint.distribution:
                 message.support_token_ids.extend(hint.distribution.token_ids)
                 message.support_weights.extend(hint.distribution.weights)
+    return action.base_len, node_ids[-1] + 1
 
 
 def _commit_event(commit: hints_pb2.SessionCommit) -> CommitHeard:
     return CommitHeard(
-        commit.session_id, commit.from_len, list(commit.token_ids), commit.is_listening, commit.is_finished
+        commit.session_id,
+        commit.from_len,
+        list(commit.token_ids),
+        commit.is_listening,
+        commit.is_finished,
+        commit.num_tried_hints,
+        commit.num_held_hints,
     )

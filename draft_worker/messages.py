@@ -53,6 +53,8 @@ class CommitHeard:
     token_ids: list[int]
     is_listening: bool
     is_finished: bool
+    num_tried: int = 0  # hints that were verified for these tokens
+    num_held: int = 0  # of these, the leading ones that held
 
 
 Event = AttachSession | DetachSession | LinkOpened | CommitHeard
@@ -134,6 +136,7 @@ class StepItem:
     seed: int
     text: TextBefore  # per node: what stands before its children
     first_draw: int  # the number of the first draw that this step may make, one per node
+    primary_chance: float  # that a sampled hint is accepted, as far as experience goes
     tree_start: int = 0
     paths: Sequence[Sequence[int]] | None = (
         None  # KV entries that each node sees, as in engine.attention.QueryBlock
@@ -166,6 +169,9 @@ class DraftLimits:
     max_lookahead: int = 20  # depth below the cursor
     max_nodes_per_step: int = 4  # of one session; more rows a step slow the primary path down
     min_chance: float = 0.004  # alternatives that are less likely to be reached are not grown
+    min_sampled_reach: float = (
+        0.15  # of a node in rejection mode, where each costs a distribution on the wire
+    )
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:

@@ -23,8 +23,6 @@ NUM_DRAFT_PROBS = 8
 DRAFT_PROBS_BITS = 8
 """Their precision, likewise."""
 NOTHING = Expansion([], [], None)
-SAMPLED_PRIMARY_CHANCE = 0.75
-"""How often a sampled primary child is accepted, roughly; only orders the growth of the tree."""
 
 
 @torch.inference_mode()
@@ -111,18 +109,20 @@ def _sample(item: StepItem, probs: torch.Tensor) -> list[Expansion]:
         item.speculation.draft_probs_bits or DRAFT_PROBS_BITS,
     )
     return [
-        _sampled(distribution, sample_draft(distribution, item.seed, item.first_draw + index))
+        _sampled(
+            distribution, sample_draft(distribution, item.seed, item.first_draw + index), item.primary_chance
+        )
         for index, distribution in enumerate(distributions)
     ]
 
 
-def _sampled(distribution: DraftDistribution, token_id: int) -> Expansion:
+def _sampled(distribution: DraftDistribution, token_id: int, primary_chance: float) -> Expansion:
     weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
     others = [other for other in distribution.token_ids[:NUM_CHILDREN] if other != token_id]
     others = others[: NUM_CHILDREN - 1]
     rest = max(distribution.total - weights[token_id], 1)
-    chances = [(1.0 - SAMPLED_PRIMARY_CHANCE) * weights[other] / rest for other in others]
-    return Expansion([token_id, *others], [SAMPLED_PRIMARY_CHANCE, *chances], distribution)
+    chances = [(1.0 - primary_chance) * weights[other] / rest for other in others]
+    return Expansion([token_id, *others], [primary_chance, *chances], distribution)
 
 
 class DraftCore:

@@ -132,6 +132,8 @@ class DraftScheduler:
         if event.is_finished:
             self._remove(session)
             return [AttachmentEnded(session.session_id)]
+        if 0 <= event.num_held <= event.num_tried and event.num_tried > 0:
+            session.acceptance.observe(event.num_held, event.num_tried)
         known_len = len(session.token_ids)
         if event.from_len > known_len:  # something was missed: ask again from where we are
             return [Subscribe(session.target_address, session.session_id, session.attachment, known_len)]

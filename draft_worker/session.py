@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from draft_worker.messages import DraftLimits, Expansion, KVMove, StepItem
+from outrider.acceptance import AcceptanceHistory
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import ROOT_ID, Hint
-from outrider.sampling_params import SamplingParams, SpeculationSettings
+from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class DraftSession:
     entry_nodes: list[int] = field(default_factory=list)
     next_node_id: int = 1
     num_draws: int = 0  # random numbers used; none is used twice
+    acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)  # of primary children
     num_expanding: int = 0  # nodes in the step that runs
     is_listened_to: bool = True
     num_roots: int = 1
@@ -193,7 +195,10 @@ class DraftSession:
         open_nodes = [
             node_id
             for node_id, node in self.nodes.items()
-            if node.entry is None and node.depth < deepest and node.hint.token_id not in self.stop_token_ids
+            if node.entry is None
+            and node.depth < deepest
+            and node.reach >= self._min_reach
+            and node.hint.token_id not in self.stop_token_ids
         ]
         primary_tip = self._primary_tip()
         chosen = sorted(
@@ -201,6 +206,12 @@ class DraftSession:
         )
         # Each expansion adds a primary child at least.
         return chosen[: min(max_nodes, self.limits.max_nodes - len(self.nodes))]
+
+    @property
+    def _min_reach(self) -> float:
+        """How likely a node must be to be reached for it to be expanded."""
+        is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
+        return self.limits.min_sampled_reach if is_sampled else 0.0
 
     def _primary_tip(self) -> int | None:
         """The last node of the primary path below the cursor, when it is not fed yet."""
@@ -247,6 +258,7 @@ class DraftSession:
             self.seed,
             TextBefore(self.token_ids, self.num_prompt_tokens, continuations, end_token_ids, self.grammar),
             first_draw,
+            self.acceptance.rate,
             self.num_prefix,
             paths,
         )
@@ -275,7 +287,8 @@ class DraftSession:
             is_first = index == 0
             # Every node being expanded is owed its primary child; alternatives share what room is left.
             is_full = len(self.nodes) + self.num_expanding >= self.limits.max_nodes
-            if not is_first and (is_full or reach * chance < self.limits.min_chance):
+            wanted = max(self.limits.min_chance, self._min_reach)
+            if not is_first and (is_full or reach * chance < wanted):
                 break
             hint = Hint(self.next_node_id, node_id, token_id, expansion.distribution if is_first else None)
             self.next_node_id += 1

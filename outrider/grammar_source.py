@@ -33,36 +33,46 @@ def to_llguidance(spec: GrammarSpec) -> str:
     if spec.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind is GrammarKind.LARK:
-        _check_lark(spec.text)
         # Not the bare text: one that starts with a brace would be read as llguidance's own notation.
-        return json.dumps({"grammars": [{"lark_grammar": spec.text}]})
+        return json.dumps({"grammars": [{"lark_grammar": _checked_lark(spec)}]})
     try:
-        grammar = LLMatcher.grammar_from_json_schema(
-            spec.text,
-            overrides={
-                "whitespace_flexible": spec.any_whitespace,
-                "item_separator": "," if spec.any_whitespace else ", ",
-                "key_separator": ":" if spec.any_whitespace else ": ",
-            },
-        )
+        grammar = LLMatcher.grammar_from_json_schema(spec.text, overrides=_whitespace(spec))
     except ValueError as error:
         raise InvalidRequest("grammar", f"the JSON schema is not a JSON object: {error}") from error
     _check_schema(json.loads(spec.text))
     return grammar
 
 
-def _check_lark(text: str) -> None:
+def _whitespace(spec: GrammarSpec) -> Any:
+    return {
+        "whitespace_flexible": spec.any_whitespace,
+        "item_separator": "," if spec.any_whitespace else ", ",
+        "key_separator": ":" if spec.any_whitespace else ": ",
+    }
+
+
+def _checked_lark(spec: GrammarSpec) -> str:
+    """The text, its JSON schemas checked and told about whitespace."""
+    text = spec.text
     num_intersections = re.sub(r'"(?:\\.|[^"\\\n])*"', "", text).count("&")
     if num_intersections >= MAX_INTERSECTED_PATTERNS:
         raise InvalidRequest(
             "grammar", f"the grammar has {num_intersections} &; permitted: {MAX_INTERSECTED_PATTERNS - 1}"
         )
+    parts, end = [], 0
     for match in re.finditer(r"%json\s*", text):
+        if match.start() < end:
+            continue  # within the text of a schema
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, match.end())
+            schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
         except (ValueError, RecursionError):
             continue  # llguidance will say what is wrong, if this is a schema at all
         _check_schema(schema)
+        if isinstance(schema, dict):
+            told = json.dumps({**schema, "x-guidance": _whitespace(spec)}, ensure_ascii=False)
+            parts += [text[end : match.end()], told]
+            end = schema_end
+    return "".join([*parts, text[end:]])
 
 
 def _check_schema(schema: Any) -> None:

@@ -248,6 +248,16 @@ class SpeculationSettings:
             message.plain,
         )
 
+    def to_proto(self) -> common_pb2.SpeculationParams:
+        return common_pb2.SpeculationParams(
+            enabled=self.enabled,
+            num_speculative_tokens=self.num_speculative_tokens,
+            acceptance_rule=self.acceptance_rule.value,
+            num_draft_probs=self.num_draft_probs,
+            draft_probs_bits=self.draft_probs_bits,
+            plain=self.is_plain,
+        )
+
 
 def _check(name: str, value: float, holds: bool, permitted: str) -> None:
     if not holds or not math.isfinite(value):

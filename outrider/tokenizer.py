@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -135,7 +136,52 @@ class Tokenizer:
         """Text of token ids; ids without a meaning decode to nothing, incomplete characters to U+FFFD."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which need not be whole characters; empty for an id without a
+        meaning. A special token's are those of its name.
+
+        Exact for byte-level vocabularies and for those that spell bytes as <0x0A>. In others a token's bytes may
+        depend on where it stands (a space at the start of the text); these are those of a text of it alone.
+        """
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added_tokens:
+            return str(piece).encode()
+        if "ByteLevel" in self._decoder_types:
+            return b"".join(
+                bytes([_BYTES_BY_CHARACTER[character]])
+                if character in _BYTES_BY_CHARACTER
+                else character.encode()
+                for character in piece
+            )
+        if "ByteFallback" in self._decoder_types:
+            is_byte = _BYTE_PIECE.fullmatch(piece)
+            return bytes([int(is_byte[1], 16)]) if is_byte else piece.replace("\u2581", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    @cached_property
+    def added_token_ids(self) -> Mapping[str, int]:
+        """Tokens beside the model's own vocabulary, by their text."""
+        return {str(token.content): token_id for token_id, token in self._added_tokens.items()}
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves the token out."""
+        token = self._added_tokens.get(token_id)
+        return token is not None and bool(token.special)
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        decoder = self._tokenizer.decoder
+        # What it pickles as is its entry in the file, and reading the file takes long where the vocabulary is large.
+        description = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(part.get("type", "") for part in description.get("decoders") or [description])
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **kwargs: Any) -> str:
         """A conversation as the text the model was taught, ready for its answer.
 
         Encode it with `add_special_tokens=False`: the template writes them itself. `kwargs` reach the
@@ -183,6 +229,17 @@ class Tokenizer:
             if name.endswith("_token") and isinstance(text, str):
                 found[name] = text
         return found
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes (GPT-2): printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES_BY_CHARACTER: Final = _bytes_by_character()
+_BYTE_PIECE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -148,6 +148,8 @@ class CommitPublished:
     token_ids: list[int]
     is_listening: bool
     is_finished: bool
+    num_tried: int = 0  # the draft worker's hints that were verified for these tokens
+    num_held: int = 0  # of these, the leading ones that held
 
 
 Action = SessionAdmitted | SessionRefused | PromptScored | TokensCommitted | SessionEnded | CommitPublished

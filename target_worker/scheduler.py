@@ -12,6 +12,7 @@ of such events is kept and replayed.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
@@ -206,7 +207,7 @@ class Scheduler:
         if session is None:
             return []
         self._remove(session)
-        return self._publish(session, session.committed_len, [], is_finished=True)
+        return [*self._publish(session, session.committed_len, [], is_finished=True)]
 
     # Hints and those who send them.
 
@@ -217,7 +218,7 @@ class Scheduler:
         if event.speculation.enabled and not session.is_listening:
             session.forget_the_draft(now)
         session.speculation = event.speculation
-        return self._publish(session, session.committed_len, [], is_finished=False)
+        return [*self._publish(session, session.committed_len, [], is_finished=False)]
 
     def _subscribe(self, event: SubscribeDraft, now: float) -> list[Action]:
         session = self._sessions.get(event.session_id)
@@ -401,7 +402,10 @@ class Scheduler:
                 )
             )
         is_finished = outcome.reason is not None
-        actions += self._publish(session, from_len, outcome.token_ids, is_finished=is_finished)
+        published = self._publish(session, from_len, outcome.token_ids, is_finished=is_finished)
+        actions += [
+            replace(each, num_tried=outcome.num_tried, num_held=outcome.num_held) for each in published
+        ]
         if is_finished:
             actions.append(self._end(session, outcome))
         else:
@@ -427,7 +431,7 @@ class Scheduler:
 
     def _publish(
         self, session: Session, from_len: int, token_ids: list[int], *, is_finished: bool
-    ) -> list[Action]:
+    ) -> list[CommitPublished]:
         return [
             CommitPublished(
                 stream_id,

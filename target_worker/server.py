@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -202,23 +202,23 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._submit(CloseStream(stream_id), is_release=True)
 
     async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId) -> None:
-        channels: dict[int, hints_pb2.Subscribe] = {}
+        channels: dict[int, HintChannel] = {}
         async for frame in frames:
             for session_id in frame.unsubscribe:
                 self._submit(UnsubscribeDraft(stream_id, session_id))
             for subscribe in frame.subscribe:
                 if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
-                    channels[subscribe.channel] = subscribe
+                    channels[subscribe.channel] = HintChannel(subscribe.session_id, subscribe.attachment)
                     self._submit(
                         SubscribeDraft(
                             stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
                         )
                     )
             for nodes in frame.nodes:
-                subscribed = channels.get(nodes.channel)
+                channel = channels.get(nodes.channel)
                 event = None
-                if subscribed is not None:
-                    event = parse_hints(nodes, subscribed, self._info.vocab_size, time.monotonic())
+                if channel is not None:
+                    event = parse_hints(nodes, channel, self._info.vocab_size, time.monotonic())
                 self._metrics.num_hint_bytes.inc(nodes.ByteSize())
                 if event is None:
                     self._metrics.num_bad_hints.inc()
@@ -260,20 +260,33 @@ def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
     )
 
 
+@dataclass(slots=True)
+class HintChannel:
+    """One session on a draft worker's stream, and what its next message may leave out."""
+
+    session_id: str
+    attachment: int
+    base_len: int = 0
+    next_node_id: int = 0
+
+
 def parse_hints(
-    message: hints_pb2.HintNodes, subscribed: hints_pb2.Subscribe, vocab_size: int, arrived_at: float
+    message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float
 ) -> HintsArrived | None:
     """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
     num_nodes = len(message.token_ids)
     if num_nodes > MAX_NODES_PER_MESSAGE or len(message.parent_ids) != num_nodes:
         return None
-    node_ids = message.node_ids or range(message.first_node_id, message.first_node_id + num_nodes)
+    first_node_id = message.first_node_id or channel.next_node_id
+    node_ids = message.node_ids or range(first_node_id, first_node_id + num_nodes)
     if len(node_ids) != num_nodes:
         return None
     sizes = message.support_sizes or [0] * num_nodes
     num_entries = len(message.support_token_ids)
     if len(sizes) != num_nodes or sum(sizes) != num_entries or len(message.support_weights) != num_entries:
         return None
+    channel.base_len = message.base_len or channel.base_len
+    channel.next_node_id = node_ids[-1] + 1 if node_ids else first_node_id
     hints, offset = [], 0
     for node_id, parent_id, token_id, size in zip(
         node_ids, message.parent_ids, message.token_ids, sizes, strict=True
@@ -292,9 +305,9 @@ def parse_hints(
         if token_id < vocab_size:
             hints.append(Hint(node_id, parent_id, token_id, distribution))
     return HintsArrived(
-        subscribed.session_id,
-        subscribed.attachment,
-        message.base_len,
+        channel.session_id,
+        channel.attachment,
+        channel.base_len,
         hints,
         arrived_at,
         message.ByteSize(),
@@ -308,6 +321,8 @@ def _commit_message(action: CommitPublished) -> hints_pb2.SessionCommit:
         token_ids=action.token_ids,
         is_listening=action.is_listening,
         is_finished=action.is_finished,
+        num_tried_hints=action.num_tried,
+        num_held_hints=action.num_held,
     )
 
 

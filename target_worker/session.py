@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
+from outrider.acceptance import AcceptanceHistory
 from outrider.engine.kv_cache import Digest, KVSequence, block_digests
 from outrider.engine.logit_processing import TextBefore
 from outrider.engine.verification import Verdict
@@ -15,7 +16,7 @@ from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hint_path import HintPath, choose_path, is_forced
 from target_worker.messages import StartSession, StreamId
-from target_worker.speculation import AcceptanceHistory, HintTiming
+from target_worker.speculation import HintTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class CommitOutcome:
     origins: list[common_pb2.TokenOrigin]
     num_draft_tokens: int  # hints of a draft worker that were fed
     num_accepted: int  # of these, among the tokens
+    num_tried: int  # hints of a draft worker that were verified, one that was not fed included
+    num_held: int  # of these, the leading ones that held
     logprobs: list[TokenLogprobs] | None
     reason: target_pb2.FinishReason | None  # set when the session has ended
     stop_token_id: int | None
@@ -197,7 +200,7 @@ class Session:
         """
         if not verdict.token_ids:
             return self._end_without_token()
-        self._learn(verdict, hints)
+        num_tried, num_held = self._learn(verdict, hints)
         token_ids: list[int] = []
         reason, stop_token_id = None, None
         for token_id in verdict.token_ids:
@@ -221,19 +224,28 @@ class Session:
         origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
         return CommitOutcome(
-            token_ids, origins, num_draft_tokens, num_accepted, logprobs, reason, stop_token_id
+            token_ids,
+            origins,
+            num_draft_tokens,
+            num_accepted,
+            num_tried,
+            num_held,
+            logprobs,
+            reason,
+            stop_token_id,
         )
 
     def _end_without_token(self) -> CommitOutcome:
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
-        return CommitOutcome([], [], 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
+        return CommitOutcome([], [], 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
 
-    def _learn(self, verdict: Verdict, hints: list[Hint]) -> None:
-        """What the draft worker's hints are worth; those of the grammar say nothing about it."""
+    def _learn(self, verdict: Verdict, hints: list[Hint]) -> tuple[int, int]:
+        """What the draft worker's hints are worth: (tried, held). Those of the grammar say nothing about it."""
         is_own = [not is_forced(hint) for hint in hints]
-        num_tried = sum(is_own)
+        num_tried, num_held = sum(is_own), sum(is_own[: verdict.num_matched])
         if num_tried:
-            self.acceptance.observe(sum(is_own[: verdict.num_matched]), num_tried)
+            self.acceptance.observe(num_held, num_tried)
+        return num_tried, num_held
 
     def _count(self, num_accepted: int, num_draft_tokens: int) -> None:
         stats = self.stats

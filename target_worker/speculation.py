@@ -46,25 +46,6 @@ class StepCost:
         return max(mean_ms - slope * mean_tokens, 0.05 * mean_ms), slope
 
 
-@dataclass(slots=True)
-class AcceptanceHistory:
-    """The chance that a hint is accepted, given that those before it were: a decayed count with a prior of 0.7."""
-
-    accepted: float = 2.8
-    tried: float = 4.0
-    decay: float = 0.97
-
-    def observe(self, num_accepted: int, num_verified: int) -> None:
-        """Of `num_verified` hints the first `num_accepted` held; those behind a rejection were not tried."""
-        num_tried = min(num_accepted + 1, num_verified)
-        self.accepted = self.accepted * self.decay + num_accepted
-        self.tried = self.tried * self.decay + num_tried
-
-    @property
-    def rate(self) -> float:
-        return min(self.accepted / self.tried, 0.99) if self.tried > 0 else 0.0
-
-
 def allot(acceptance: Sequence[float], available: Sequence[int], cost: StepCost, budget: int) -> list[int]:
     """Hints to feed per session, so that expected tokens per millisecond are greatest over the whole batch.
 

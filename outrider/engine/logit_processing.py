@@ -110,6 +110,9 @@ def _penalize_repetition(logits: torch.Tensor, penalty: float, text: TextBefore)
     index, occurs = torch.from_numpy(token_ids), torch.from_numpy(counts > 0)
     scores = logits[:, index]
     penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
+    penalized = penalized.clamp(
+        max=torch.finfo(penalized.dtype).max
+    )  # a tiny penalty must not make infinities
     return logits.index_copy(1, index, torch.where(occurs, penalized, scores))
 
 

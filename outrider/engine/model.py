@@ -27,6 +27,7 @@ from outrider.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+QUANTIZATIONS = ("none", "int8")
 
 
 class ModelLoadError(ConfigurationError):
@@ -45,8 +46,15 @@ class EngineConfig:
     block_size: int = 16  # KV entries per block
     kv_cache_bytes: int = 2 * 2**30  # most memory for KV
     num_threads: int = 1  # torch intra-op threads
+    quantization: str = "none"  # of the linear layers' weights, the output layer's excepted
 
     def __post_init__(self) -> None:
+        if self.quantization not in QUANTIZATIONS:
+            raise ModelLoadError(
+                f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
+            )
+        if self.quantization == "int8" and self.dtype != "bfloat16":
+            raise ModelLoadError("int8 weights are computed in bfloat16: set --dtype bfloat16")
         if self.dtype not in DTYPES:
             raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
@@ -218,7 +226,8 @@ def load_model(config: EngineConfig) -> Engine:
     expected = _reference_logits(model)
     model.set_attn_implementation(ATTENTION_NAME)
     engine = Engine(model, config)
-    logger.info("linear layers: %s", make_batch_invariant(model))
+    forms = make_batch_invariant(model, config.quantization, model.get_output_embeddings())
+    logger.info("linear layers: %s", forms)
     _check_against(engine, expected)
     return engine
 

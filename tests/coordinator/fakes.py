@@ -24,10 +24,16 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     """Says `script` again and again, whatever the prompt, `tokens_per_step` at a time.
 
     Position decides, so a replay continues where the committed tokens end. Each step claims `num_draft_tokens`
-    hints, all but the last token accepted.
+    hints, all but the last token accepted. Log probabilities are those of `logprob_of`; the likeliest tokens at
+    position p are always p + 1, p + 2 and so on.
     """
 
     script: list[int]
+    script_of: Callable[[target_pb2.GenerateRequest], list[int]] | None = None  # instead of `script`
+    logprob_of: Callable[[target_pb2.GenerateRequest, int], float] = lambda request, position: -1.0 - position
+    no_token_at: int | None = None  # output length at which the parameters forbid everything
+    num_cached_tokens: int = 0
+    stats: common_pb2.SpeculationStats | None = None  # of the last event
     tokens_per_step: int = 1
     num_draft_tokens: int = 0
     num_accepted: int | None = None  # of each step; None: all tokens but one
@@ -68,21 +74,31 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         )  # fmt: skip
         yield target_pb2.GenerateEvent(started=target_pb2.SessionStarted(decoding_mode=mode))
         position = len(request.token_ids) - request.num_prompt_tokens
+        if request.sampling.HasField("num_prompt_logprobs"):
+            for chunk in self._prompt_chunks(request):
+                yield target_pb2.GenerateEvent(prompt=chunk)
         end = min(request.sampling.max_tokens, self.eos_at if self.eos_at is not None else 1 << 30)
         while position < end:
             if self.dies_at is not None and position >= self.dies_at:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "killed by the test")
             if self.falls_silent_at is not None and position >= self.falls_silent_at:
                 await asyncio.sleep(60)
+            if self.no_token_at is not None and position >= self.no_token_at:
+                yield target_pb2.GenerateEvent(
+                    finished=target_pb2.SessionFinished(reason=target_pb2.FINISH_REASON_NO_TOKEN)
+                )
+                return
             await asyncio.sleep(self.step_s)
             count = min(self.tokens_per_step, end - position)
-            yield target_pb2.GenerateEvent(step=self._step(position, count))
+            yield target_pb2.GenerateEvent(step=self._step(request, position, count))
             position += count
         is_eos = self.eos_at is not None and position >= self.eos_at
         yield target_pb2.GenerateEvent(
             finished=target_pb2.SessionFinished(
                 reason=target_pb2.FINISH_REASON_STOP if is_eos else target_pb2.FINISH_REASON_LENGTH,
                 stop_token_id=0 if is_eos else None,
+                stats=self.stats,
+                num_cached_tokens=self.num_cached_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=position,
                 queue_ms=1.5,
@@ -90,14 +106,33 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             )
         )
 
-    def _step(self, position: int, count: int) -> target_pb2.StepOutput:
-        token_ids = [self.script[at % len(self.script)] for at in range(position, position + count)]
+    def _prompt_chunks(self, request: target_pb2.GenerateRequest) -> list[target_pb2.PromptLogprobs]:
+        """Of two positions each."""
+        num_top = request.sampling.num_prompt_logprobs
+        positions = range(1, request.num_prompt_tokens)
+        return [
+            target_pb2.PromptLogprobs(
+                first_position=first,
+                logprobs=[token_logprobs(-0.5 * at, at, num_top) for at in positions[first - 1 : first + 1]],
+            )
+            for first in positions[::2]
+        ]
+
+    def _step(self, request: target_pb2.GenerateRequest, position: int, count: int) -> target_pb2.StepOutput:
+        script = self.script if self.script_of is None else self.script_of(request)
+        positions = range(position, position + count)
+        token_ids = [script[at % len(script)] for at in positions]
+        logprobs = None
+        if request.sampling.HasField("num_logprobs"):
+            num_top = request.sampling.num_logprobs
+            logprobs = [token_logprobs(self.logprob_of(request, at), at, num_top) for at in positions]
         return target_pb2.StepOutput(
             token_ids=token_ids,
             origins=[*[ACCEPTED] * (count - 1), BONUS if self.num_draft_tokens else PLAIN],
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_draft_tokens=count - 1 if self.num_accepted is None else self.num_accepted,
             step_ms=1.0,
+            logprobs=logprobs,
         )
 
     async def SetSpeculation(
@@ -134,6 +169,16 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             await asyncio.sleep(60)
         finally:
             self.num_open -= 1
+
+
+def token_logprobs(logprob: float, position: int, num_top: int) -> common_pb2.TokenLogprobs:
+    """Those of the fake's distribution at a position: token p + 1 first, then p + 2 and so on."""
+    return common_pb2.TokenLogprobs(
+        logprob=logprob,
+        rank=7,
+        top_token_ids=range(position + 1, position + 1 + num_top),
+        top_logprobs=[-0.25 * rank for rank in range(1, num_top + 1)],
+    )
 
 
 @asynccontextmanager

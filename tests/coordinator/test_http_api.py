@@ -18,6 +18,8 @@ from coordinator.http_api import create_app
 from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeDraft, eventually
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
 
 @asynccontextmanager
 async def listening(cluster: Cluster) -> AsyncIterator[str]:
@@ -220,13 +222,54 @@ class TestRefusals:
             ({"prompt": [1, 99999]}, "prompt"),
             ({"prompt": [1, True]}, "prompt"),
             ({"prompt": None}, "prompt"),
-            ({"n": 2}, "n"),
-            ({"logprobs": 0}, "logprobs"),
-            ({"echo": True}, "echo"),
-            ({"logit_bias": {"1": 5}}, "logit_bias"),
-            ({"best_of": 3}, "best_of"),
+            ({"typical_p": 0}, "typical_p"),
+            ({"presence_penalty": 2.5}, "presence_penalty"),
+            ({"frequency_penalty": -2.5}, "frequency_penalty"),
+            ({"repetition_penalty": 0}, "repetition_penalty"),
+            ({"logit_bias": {"1": 101}}, "logit_bias"),
+            ({"logit_bias": {"99999": 1}}, "logit_bias"),
+            ({"logit_bias": {"one": 1}}, "logit_bias"),
+            ({"logit_bias": {str(number): 0 for number in range(1025)}}, "logit_bias"),
+            ({"bad_words": [""]}, "bad_words"),
+            ({"bad_words": ["x"] * 257}, "bad_words"),
+            ({"bad_words": ["x " * 100]}, "bad_words"),
+            ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+            ({"stop_token_ids": [99999]}, "stop_token_ids"),
+            ({"min_tokens": 6}, "min_tokens"),
+            ({"min_tokens": -1}, "min_tokens"),
+            ({"top_k": 1 << 32}, "top_k"),
+            ({"n": 0}, "n"),
+            ({"n": 65}, "n"),
+            ({"best_of": 65}, "best_of"),
+            ({"n": 3, "best_of": 2}, "best_of"),
+            ({"best_of": 2, "stream": True}, "best_of"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"logprobs": True}, "logprobs"),
+            ({"prompt_logprobs": 21}, "prompt_logprobs"),
+            ({"logprobs_mode": "cooked"}, "logprobs_mode"),
+            ({"suffix": "x"}, "suffix"),
+            ({"guided_json": {}}, "guided_json"),
+            ({"response_format": {"type": "json_schema"}}, "response_format"),
+            ({"response_format": {"type": "xml"}}, "response_format.type"),
+            ({"structured_outputs": {}}, "structured_outputs"),
+            ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+            (
+                {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+                "structured_outputs.whitespace_pattern",
+            ),
+            ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+            ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+            ({"structured_outputs": {"regex": "a" * (1 << 18) + "a"}}, "structured_outputs"),
+            (
+                {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+                "structured_outputs",
+            ),
             ({"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
             ({"speculation": {"num_speculative_tokens": 33}}, "speculation.num_speculative_tokens"),
+            ({"speculation": {"num_draft_probs": 65}}, "speculation.num_draft_probs"),
+            ({"speculation": {"draft_probs_bits": 3}}, "speculation.draft_probs_bits"),
+            ({"speculation": {"acceptance_rule": "maybe"}}, "speculation.acceptance_rule"),
             ({"speculation": {"off": True}}, "speculation.off"),
             ({"request_id": "a\nb"}, "request_id"),
         ],
@@ -256,9 +299,27 @@ class TestRefusals:
                 {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
                 "messages[0].tool_calls",
             ),
-            ({"tools": [{"type": "function"}]}, "tools"),
-            ({"logprobs": True}, "logprobs"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+            (
+                {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+                "messages[0].tool_call_id",
+            ),
+            ({"tools": [{"type": "function"}]}, "tools[0].function"),
+            ({"tools": [TOOL, TOOL]}, "tools"),
+            ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+            (
+                {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+                "tool_choice",
+            ),
+            ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"functions": [{"name": "f"}]}, "functions"),
+            ({"echo": True}, "echo"),
+            ({"best_of": 2}, "best_of"),
+            ({"top_logprobs": 3}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"logprobs": 1}, "logprobs"),
             ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ],
     )
@@ -271,11 +332,12 @@ class TestRefusals:
         assert response.status_code == 400
         assert response.json()["error"]["param"].startswith(parameter)
 
-    async def test_neutral_values_of_unserved_parameters_are_accepted(self, clusters: ClusterFactory) -> None:
+    async def test_values_that_change_nothing_are_accepted(self, clusters: ClusterFactory) -> None:
         neutral: dict[str, Any] = {
             "n": 1, "best_of": 1, "echo": False, "suffix": None, "logprobs": None, "logit_bias": {},
             "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": [],
             "response_format": {"type": "text"}, "top_k": -1, "stop": None, "seed": None, "min_p": None,
+            "priority": 0, "store": False, "structured_outputs": None, "min_tokens": 0, "typical_p": 1,
         }  # fmt: skip
         async with clusters.open([clusters.target()]) as cluster:
             assert (await cluster.complete(**neutral)).status_code == 200
@@ -355,7 +417,7 @@ class TestAround:
         target = clusters.target(tokens_per_step=3, num_draft_tokens=4)
         async with clusters.open([target], [FakeDraft()]) as cluster:
             await cluster.complete()
-            await cluster.complete(n=2)
+            await cluster.complete(n=0)
             text = (await cluster.client.get("/metrics")).text
         labels = '{engine="coordinator",model_name="demo"}'
         for line in (

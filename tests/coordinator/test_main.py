@@ -23,6 +23,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from coordinator.__main__ import _parse
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry, WorkerLease
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -52,6 +53,11 @@ class TestRefusalsAtStart:
         done = run("--tokenizer", str(clusters.model_dir))
         assert done.returncode == 2
         assert "OUTRIDER_REDIS_URL" in done.stderr
+
+    def test_flags_become_settings(self, clusters: ClusterFactory) -> None:
+        given = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
+        assert not _parse(given)[0].seed_requests
+        assert _parse([*given, "--seed-requests"])[0].seed_requests
 
     def test_an_unreachable_redis_is_named(self, clusters: ClusterFactory) -> None:
         done = run("--tokenizer", str(clusters.model_dir), "--redis-url", "redis://:secret@127.0.0.1:1/0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.statistics import RequestTimes, SpeculationCounts
+from coordinator.statistics import RequestTimes, SpeculationCounts, times_to_json
 from coordinator.text_output import TextOutput
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from protos.outrider.v1 import common_pb2
@@ -58,7 +58,7 @@ def test_times_are_milliseconds_from_arrival() -> None:
     assert times.chunk(100.7) == pytest.approx(0.2)
     assert times.chunk(100.9) == pytest.approx(0.2)
     times.end_s = 101.0
-    shown = times.to_json(num_output_tokens=9)
+    shown = times_to_json([(times, 9)])
     assert shown["time_to_first_token_ms"] == pytest.approx(500)
     assert shown["generation_time_ms"] == pytest.approx(1000)
     assert shown["mean_itl_ms"] == pytest.approx(200)
@@ -80,6 +80,61 @@ def test_tokens_behind_a_stop_string_are_dropped(clusters: ClusterFactory) -> No
     assert len(visible.token_ids) == len(visible.origins) == len(visible.pieces) < len(token_ids)
     assert clusters.tokenizer.decode(made.token_ids) == "abc STOP"
     assert made.finish() == ""
+
+
+def test_the_first_min_tokens_are_shown_whatever_they_spell(clusters: ClusterFactory) -> None:
+    token_ids = clusters.tokenizer.encode("STOP a STOP b STOP")
+    num_first = len(clusters.tokenizer.encode("STOP a ST"))
+    for size in (1, 3, len(token_ids)):
+        made = TextOutput(
+            IncrementalDetokenizer(clusters.tokenizer), StopStringMatcher(["STOP"]), min_tokens=num_first
+        )
+        text = ""
+        for start in range(0, len(token_ids), size):
+            if not made.is_stopped:
+                step = token_ids[start : start + size]
+                text += made.push(step, [PLAIN] * len(step)).text
+        # The second one began too early to count.
+        assert text + made.finish() == "STOP a STOP b "
+        assert made.stop_string == "STOP"
+
+
+def test_an_end_before_min_tokens_matches_nothing(clusters: ClusterFactory) -> None:
+    token_ids = clusters.tokenizer.encode("a STOP")
+    made = TextOutput(IncrementalDetokenizer(clusters.tokenizer), StopStringMatcher(["STOP"]), min_tokens=100)
+    assert made.push(token_ids, [PLAIN] * len(token_ids)).text + made.finish() == "a STOP"
+    assert made.stop_string is None
+
+
+def test_counts_of_texts_add_up_and_what_is_unknown_of_one_is_unknown_of_all() -> None:
+    known, other = counts(), counts()
+    for made in (known, other):
+        made.add_end(common_pb2.SpeculationStats(num_hint_bytes=10, num_forced_tokens=1), is_complete=True)
+    both = SpeculationCounts.merged([known, other])
+    assert (both.num_steps, both.num_draft_tokens, both.num_hint_bytes, both.num_forced_tokens) == (
+        10,
+        36,
+        20,
+        2,
+    )
+    assert SpeculationCounts.merged([known, counts()]).num_hint_bytes is None
+    partial = counts()
+    partial.add_end(common_pb2.SpeculationStats(num_hint_bytes=10, num_stale_hints=4), is_complete=False)
+    assert (partial.num_hint_bytes, partial.num_stale_hints) == (None, 4)
+
+
+def test_times_of_texts_that_ran_side_by_side_are_not_added() -> None:
+    first, second = RequestTimes(arrival_s=0.0), RequestTimes(arrival_s=0.0)
+    for at in (1.0, 2.0, 3.0):
+        first.chunk(at)
+    for at in (1.5, 2.5):
+        second.chunk(at)
+    first.end_s, second.end_s = 3.0, 4.0
+    shown = times_to_json([(first, 3), (second, 2)])
+    assert shown["time_to_first_token_ms"] == pytest.approx(1000)
+    assert shown["generation_time_ms"] == pytest.approx(4000)
+    assert shown["mean_itl_ms"] == shown["time_per_output_token_ms"] == pytest.approx(1000)
+    assert shown["tokens_per_second"] == pytest.approx(5 / 4)
 
 
 def test_the_same_tokens_in_other_steps_are_the_same_text(clusters: ClusterFactory) -> None:

@@ -152,6 +152,7 @@ def item(params: SamplingParams, num_rows: int, speculation: SpeculationSettings
         5,
         before,
         first_draw=7,
+        primary_chance=0.7,
     )
 
 

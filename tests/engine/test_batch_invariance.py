@@ -10,6 +10,7 @@ from torch import nn
 from outrider.engine import linear as linear_module
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.linear import (
+    INT8_FORMS,
     PACKED_FORMS,
     PLAIN_FORMS,
     LinearForm,
@@ -32,6 +33,12 @@ class TestTheWholeEngine:
         engine = models.engine(family, dtype)
         assert batch_invariance_failures(engine) == []
         engine.allocator.check_integrity([])
+
+    def test_self_test_finds_nothing_with_int8_weights(self) -> None:
+        engine = load_model(models.engine_config(models.model_dir("llama"), "bfloat16", quantization="int8"))
+        assert batch_invariance_failures(engine) == []
+        assert not any(type(module) is nn.Linear for module in engine.model.modules())
+        assert type(engine.model.lm_head) is not linear_module.Int8Linear
 
     def test_self_test_notices_a_linear_that_depends_on_its_batch(self) -> None:
         """The check can fail."""
@@ -102,18 +109,20 @@ class Depends(nn.Module):
 
 
 class TestLinearLayers:
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")]
+    )
     @pytest.mark.parametrize(
         ("num_outputs", "width"), [(96, 64), (288, 64), (64, 192), (384, 1024), (192, 1500), (100, 2816)]
     )
     @pytest.mark.parametrize("bias", [True, False])
     def test_every_row_of_the_chosen_form_has_the_bits_it_has_alone(
-        self, num_outputs: int, width: int, dtype: str, bias: bool
+        self, num_outputs: int, width: int, dtype: str, quantization: str, bias: bool
     ) -> None:
         """All rows, for row counts that the self-test did not try as well."""
         torch.manual_seed(num_outputs + width)
         plain = nn.Linear(width, num_outputs, bias=bias, dtype=DTYPES[dtype]).requires_grad_(False)
-        form, holds = choose_form(plain)
+        form, holds = choose_form(plain, quantization)
         assert holds, "no form is batch-invariant on this machine"
         built = form.build(plain)
         inputs = torch.randn(300, width).to(DTYPES[dtype])
@@ -151,7 +160,7 @@ class TestLinearLayers:
             for count in (2, 3, 8, 17, 33, 64, 65, 129, 140):
                 assert torch.equal(built(rows[:count]), alone[:count]), f"{form.name}, {count} rows"
 
-    @pytest.mark.parametrize("form", [*PACKED_FORMS, *PLAIN_FORMS], ids=lambda form: form.name)
+    @pytest.mark.parametrize("form", [*PACKED_FORMS, *PLAIN_FORMS, *INT8_FORMS], ids=lambda form: form.name)
     @pytest.mark.parametrize("bias", [True, False])
     def test_every_form_computes_the_layer(self, form: linear_module.LinearForm, bias: bool) -> None:
         torch.manual_seed(0)

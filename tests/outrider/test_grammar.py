@@ -415,3 +415,14 @@ def test_a_tokenizer_without_known_bytes_refuses_grammars_by_name(tmp_path: Path
     with pytest.raises(InvalidRequest, match="cannot follow grammars") as refusal:
         compiler.check(GRAMMARS[0])
     assert refusal.value.parameter == "grammar"
+
+
+def test_json_within_a_lark_grammar_is_as_compact_as_json_alone() -> None:
+    grammar = 'start: "<call>" arguments\narguments: %json {"type": "object", "properties": {"a": {"type": "null"}}, '
+    grammar += '"required": ["a"], "additionalProperties": false}'
+    whole = TOKENIZER.encode('<call>{"a": null}', add_special_tokens=False).ids
+    spaced = TOKENIZER.encode('<call>{ "a": null}', add_special_tokens=False).ids
+    assert lark(grammar).num_valid(whole) == len(whole)
+    assert lark(grammar).num_valid(spaced) < len(spaced)
+    free = COMPILER.compile(GrammarSpec(GrammarKind.LARK, grammar, any_whitespace=True))
+    assert free.num_valid(spaced) == len(spaced)

@@ -92,6 +92,37 @@ class TestTokenizer:
     def test_decode_reverses_encode(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(tokenizer.encode("naïve 中文 😀\n")) == "naïve 中文 😀\n"
 
+    def test_the_bytes_of_tokens_add_up_to_the_text(self, tokenizer: Tokenizer) -> None:
+        text = "naïve 中文 😀 𓀀\n\t"
+        token_ids = tokenizer.encode(text)
+        assert b"".join(map(tokenizer.token_bytes, token_ids)) == text.encode()
+        assert any(b"\xf0" in tokenizer.token_bytes(token_id) for token_id in token_ids)
+
+    def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_none(
+        self, tokenizer: Tokenizer
+    ) -> None:
+        assert tokenizer.token_bytes(0) == b"<|end|>"
+        assert tokenizer.token_bytes(99999) == b""
+        assert tokenizer.added_token_ids == {"<|end|>": 0}
+        assert tokenizer.is_special(0)
+        assert not tokenizer.is_special(1)
+
+    def test_vocabularies_that_spell_bytes_are_read(self, model_dir: Path, tmp_path: Path) -> None:
+        def edit(description: Any) -> None:
+            description["decoder"] = {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                ],
+            }
+            description["model"]["vocab"].update({"<0xE4>": 400, "\u2581word": 401})
+
+        model = Tokenizer(edited(model_dir, tmp_path, edit))
+        assert model.token_bytes(400) == b"\xe4"
+        assert model.token_bytes(401) == b" word"
+
     def test_eos_ids_come_from_the_generation_config_first(self, tmp_path: Path) -> None:
         directory = write_model_dir(tmp_path)
         assert Tokenizer(directory).eos_token_ids == {0}
@@ -109,6 +140,11 @@ class TestTokenizer:
         template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}{{ mood }}"
         model = Tokenizer(write_model_dir(tmp_path, chat_template=template))
         assert model.render_chat([{"role": "user", "content": "hi"}], mood="!") == "user:hi<|end|>!"
+
+    def test_keywords_of_any_name_do_no_harm(self, tmp_path: Path) -> None:
+        model = Tokenizer(write_model_dir(tmp_path, chat_template="{{ messages[0].content }}"))
+        keywords: dict[str, Any] = {"messages": [], "self": 1}
+        assert model.render_chat([{"role": "user", "content": "hi"}], **keywords) == "hi"
 
     def test_a_template_may_refuse_the_messages(self, tmp_path: Path) -> None:
         model = Tokenizer(write_model_dir(tmp_path, chat_template="{{ raise_exception('no system role') }}"))

@@ -14,7 +14,7 @@ from outrider.hint_tree import HintTree
 from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, AcceptanceRule, DecodingMode, SpeculationSettings
 from protos.outrider.v1 import common_pb2, hints_pb2, target_pb2
 from target_worker.messages import HintsArrived
-from target_worker.server import parse_generate, parse_hints
+from target_worker.server import HintChannel, parse_generate, parse_hints
 
 VOCAB_SIZE = 50
 UINT32 = st.integers(0, 2**32 - 1)
@@ -25,7 +25,8 @@ def nodes(**columns: Any) -> hints_pb2.HintNodes:
     return hints_pb2.HintNodes(channel=4, base_len=3, **columns)
 
 
-SUBSCRIBED = hints_pb2.Subscribe(session_id="a", attachment=1, channel=4)
+def channel() -> HintChannel:
+    return HintChannel("a", attachment=1)
 
 
 class TestHints:
@@ -61,8 +62,7 @@ class TestHints:
                 st.sampled_from([0, 1, 32768, 65535, 65536, 2**32 - 1]), st.integers(0, 8)
             ),
         )
-        subscribed = hints_pb2.Subscribe(session_id="a", attachment=attachment, channel=4)
-        event = parse_hints(message, subscribed, VOCAB_SIZE, 1.0)
+        event = parse_hints(message, HintChannel("a", attachment), VOCAB_SIZE, 1.0)
         if event is None:
             return
         assert isinstance(event, HintsArrived)
@@ -84,7 +84,7 @@ class TestHints:
                 support_token_ids=[7, 5, 9],
                 support_weights=[60000, 5536, 65536],
             ),
-            SUBSCRIBED,
+            channel(),
             VOCAB_SIZE,
             1.0,
         )
@@ -126,7 +126,7 @@ class TestHints:
                 support_token_ids=token_ids,
                 support_weights=weights,
             ),
-            SUBSCRIBED,
+            channel(),
             VOCAB_SIZE,
             1.0,
         )
@@ -135,16 +135,24 @@ class TestHints:
 
     def test_a_token_outside_the_vocabulary_loses_its_own_node_only(self) -> None:
         message = nodes(node_ids=[1], parent_ids=[0], token_ids=[VOCAB_SIZE])
-        event = parse_hints(message, SUBSCRIBED, VOCAB_SIZE, 1.0)
+        event = parse_hints(message, channel(), VOCAB_SIZE, 1.0)
         assert event is not None
         assert event.hints == []
 
     def test_without_ids_nodes_are_counted_from_the_first(self) -> None:
         event = parse_hints(
-            nodes(first_node_id=5, parent_ids=[0, 5], token_ids=[1, 2]), SUBSCRIBED, VOCAB_SIZE, 1.0
+            nodes(first_node_id=5, parent_ids=[0, 5], token_ids=[1, 2]), channel(), VOCAB_SIZE, 1.0
         )
         assert event is not None
         assert [(hint.node_id, hint.parent_id) for hint in event.hints] == [(5, 0), (6, 5)]
+
+    def test_what_a_message_leaves_out_follows_from_the_one_before(self) -> None:
+        stream = channel()
+        first = nodes(first_node_id=5, parent_ids=[0, 5], token_ids=[1, 2])
+        second = hints_pb2.HintNodes(channel=4, parent_ids=[6], token_ids=[3])
+        events = [parse_hints(message, stream, VOCAB_SIZE, 1.0) for message in (first, second)]
+        assert events[1] is not None
+        assert (events[1].base_len, events[1].hints[0].node_id) == (3, 7)
 
 
 def request(**changes: Any) -> target_pb2.GenerateRequest:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from target_worker.speculation import AcceptanceHistory, HintTiming, StepCost, allot, best_wait
+from outrider.acceptance import AcceptanceHistory
+from target_worker.speculation import HintTiming, StepCost, allot, best_wait
 
 RATES = st.floats(0.01, 0.99)
 

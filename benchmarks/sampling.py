@@ -1,0 +1,138 @@
+"""Rejection sampling at temperature 1: what it gains and what it costs on the wire, `python -m benchmarks.sampling`.
+
+Variants of one request (acceptance rule, entries and precision of a hint's distribution) take turns on every prompt,
+so that a change of the machine's mood meets all of them. Bytes are those of the messages that bring hints, as the
+target counts them; tokens a step and the speed over plain decoding are what they buy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speedup import DEMO
+from benchmarks.worker_pair import Generation, WorkerPair, worker_pair
+from demo.corpus import held_out_prompts
+from demo.grow import grow
+from outrider.sampling_params import AcceptanceRule, SamplingParams, SpeculationSettings
+from outrider.tokenizer import Tokenizer
+
+
+def variant(text: str) -> SpeculationSettings:
+    """`RULE:ENTRIES:BITS`, such as block:8:8; 0 leaves a number to the worker. `coupled` needs none of them."""
+    if text == "coupled":
+        return SpeculationSettings()
+    rule, entries, bits = text.split(":")
+    return SpeculationSettings(
+        acceptance_rule=AcceptanceRule[rule.upper()],
+        num_draft_probs=int(entries),
+        draft_probs_bits=int(bits),
+    )
+
+
+async def measure(
+    pair: WorkerPair,
+    prompts: list[list[int]],
+    names: list[str],
+    temperature: float,
+    num_tokens: int,
+    rounds: int,
+) -> dict[str, list[Generation]]:
+    """Every prompt with every variant in turn, and plain; by name. One pass before the first is not counted."""
+    params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
+    seeds = itertools.count(1)
+    results: dict[str, list[Generation]] = {name: [] for name in ("plain", *names)}
+    for round_index in range(-1, rounds):
+        for prompt in prompts if round_index >= 0 else prompts[:3]:
+            for name in results:
+                speculation = None if name == "plain" else variant(name)
+                seed = next(seeds) if name == "coupled" else None
+                generation = await pair.generate(
+                    prompt, replace(params, seed=seed), use_draft=name != "plain", speculation=speculation
+                )
+                if round_index >= 0:
+                    results[name].append(generation)
+    return results
+
+
+def summarize(results: dict[str, list[Generation]]) -> dict[str, Any]:
+    plain = results["plain"]
+    summary: dict[str, Any] = {
+        "plain_tokens_per_s": round(statistics.median(each.decode_tokens_per_s for each in plain), 1)
+    }
+    for name, generations in results.items():
+        if name == "plain":
+            continue
+        stats = [each.finished.stats for each in generations]
+        num_tokens = sum(len(each.token_ids) for each in generations)
+        ratios = [
+            on.decode_tokens_per_s / off.decode_tokens_per_s
+            for on, off in zip(generations, plain, strict=True)
+        ]
+        quartiles = statistics.quantiles(ratios, n=4)
+        num_steps = sum(each.num_steps for each in stats)
+        summary[name] = {
+            "bytes_per_token": round(sum(each.num_hint_bytes for each in stats) / num_tokens, 1),
+            "tokens_per_step": round(num_tokens / num_steps, 2),
+            "hints_per_step": round(sum(each.num_draft_tokens for each in stats) / num_steps, 2),
+            "draft_acceptance_rate": round(
+                sum(each.num_accepted_draft_tokens for each in stats)
+                / max(sum(each.num_draft_tokens for each in stats), 1),
+                3,
+            ),
+            "speedup": round(quartiles[1], 2),
+            "speedup_quartiles": [round(quartiles[0], 2), round(quartiles[2], 2)],
+        }
+    return summary
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    target_dir = Path(arguments.target)
+    with tempfile.TemporaryDirectory() as scratch:
+        if arguments.grown:
+            target_dir = Path(scratch) / "grown"
+            grow(Path(arguments.target), target_dir)
+        tokenizer = Tokenizer(target_dir)
+        prompts = [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)]
+        async with worker_pair(
+            target_dir,
+            Path(arguments.draft),
+            target_arguments=["--cpu-affinity", "0", *arguments.target_argument],
+            draft_arguments=["--cpu-affinity", "1", *arguments.draft_argument],
+        ) as pair:
+            results = await measure(
+                pair, prompts, arguments.variant, arguments.temperature, arguments.tokens, arguments.rounds
+            )
+            return summarize(results)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", default=str(DEMO / "target"))
+    parser.add_argument("--draft", default=str(DEMO / "draft"))
+    parser.add_argument("--grown", action="store_true", help="grow the target to 275 M parameters first")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=100, help="per request (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="passes over the prompts (default %(default)s)")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        help="RULE:ENTRIES:BITS, 0 for the worker's choice, or coupled (default: a few)",
+    )
+    parser.add_argument("--target-argument", action="append", default=[], help="passed on")
+    parser.add_argument("--draft-argument", action="append", default=[], help="passed on")
+    arguments = parser.parse_args()
+    arguments.variant = arguments.variant or ["token:0:0", "block:0:0", "block:4:8", "block:32:16", "coupled"]
+    print(json.dumps(asyncio.run(run(arguments)), indent=1))
+
+
+if __name__ == "__main__":
+    main()

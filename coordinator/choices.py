@@ -1,0 +1,128 @@
+"""A request's texts side by side: `n` of them, or the likeliest `n` of `best_of`.
+
+Each text is a session of its own. All prefer one target, picked once, so that it can share the prompt's prefill among
+them; those for which it has no room go elsewhere. If one fails the request fails, and leaving cancels all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from coordinator.environment import Environment
+from coordinator.generation_request import GenerationSpec
+from coordinator.logprobs import mean_logprob
+from coordinator.request_session import Finished, News, RequestSession
+from coordinator.statistics import RequestTimes
+from coordinator.text_output import VisibleOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceNews:
+    """News of the text with this index, 0 to n - 1."""
+
+    index: int
+    news: News
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """The end of a request that went well: how each text generated ended, those included that best_of dropped."""
+
+    candidates: tuple[Finished, ...]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all texts generated."""
+        return sum(finished.num_output_tokens for finished in self.candidates)
+
+
+async def run_choices(
+    environment: Environment, spec: GenerationSpec, arrival_s: float
+) -> AsyncGenerator[ChoiceNews | RequestFinished]:
+    """Yields news of all texts as they come, then one RequestFinished. Raises what RequestSession.run raises.
+
+    With best_of nothing is yielded before all candidates have ended.
+    """
+    target = environment.router.pick_target(
+        environment.snapshot(),
+        environment.now_s(),
+        model=spec.model,
+        num_tokens=spec.num_tokens_max,
+        excluded=(),
+    )
+    sessions = [
+        RequestSession(environment, spec, arrival_s, index=index, preferred=target)
+        for index in range(spec.num_candidates)
+    ]
+    finished: dict[int, Finished] = {}
+    held: list[ChoiceNews] = []
+    is_ranking = spec.num_candidates > spec.num_choices
+    async with aclosing(_interleaved(sessions)) as items:
+        async for item in items:
+            if isinstance(item.news, Finished):
+                finished[item.index] = item.news
+            if is_ranking:
+                held.append(item)
+            else:
+                yield item
+    for item in _likeliest(held, spec.num_choices):
+        yield item
+    candidates = tuple(finished[index] for index in range(spec.num_candidates))
+    summary = RequestFinished(candidates)
+    environment.metrics.observe_end(
+        spec.model,
+        candidates[0].finish_reason,
+        len(spec.prompt_token_ids),
+        summary.num_output_tokens,
+        RequestTimes.merged([each.times for each in candidates]),
+    )
+    yield summary
+
+
+async def _interleaved(sessions: Sequence[RequestSession]) -> AsyncGenerator[ChoiceNews]:
+    if len(sessions) == 1:  # the usual request needs neither tasks nor a queue
+        async with aclosing(sessions[0].run()) as items:
+            async for news in items:
+                yield ChoiceNews(0, news)
+        return
+    # Bounded, so that a client that reads slowly slows the reading from the targets.
+    arrived: asyncio.Queue[ChoiceNews | Exception] = asyncio.Queue(len(sessions))
+    tasks = [asyncio.create_task(_pump(index, session, arrived)) for index, session in enumerate(sessions)]
+    try:
+        num_running = len(sessions)
+        while num_running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            num_running -= isinstance(item.news, Finished)
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _pump(index: int, session: RequestSession, arrived: asyncio.Queue[ChoiceNews | Exception]) -> None:
+    try:
+        async with aclosing(session.run()) as items:
+            async for news in items:
+                await arrived.put(ChoiceNews(index, news))
+    except Exception as error:  # raised again by the reader
+        await arrived.put(error)
+
+
+def _likeliest(held: Iterable[ChoiceNews], num_choices: int) -> list[ChoiceNews]:
+    """News of the candidates with the highest mean log probability per token, numbered by rank."""
+    by_index: dict[int, list[News]] = {}
+    for item in held:
+        by_index.setdefault(item.index, []).append(item.news)
+
+    def likelihood(index: int) -> float:
+        outputs = [news for news in by_index[index] if isinstance(news, VisibleOutput)]
+        return mean_logprob([each for output in outputs for each in output.logprobs])
+
+    ranked = sorted(by_index, key=lambda index: (-likelihood(index), index))[:num_choices]
+    return [ChoiceNews(rank, news) for rank, index in enumerate(ranked) for news in by_index[index]]

@@ -1,0 +1,181 @@
+"""The fields that completions and chat completions share, and what they mean for sampling. Pure.
+
+Bounds are those of `SamplingParams`, which checks itself; here they get the names that HTTP clients know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.generation_request import UINT32_MAX
+from coordinator.structured_output import ResponseFormat, StructuredOutputs
+from outrider.errors import InvalidRequest
+from outrider.sampling_params import AcceptanceRule, GrammarSpec, SamplingParams, SpeculationSettings
+
+
+class Body(BaseModel):
+    """Strict: a number in quotes is not a number. Unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Speculation(Body):
+    enabled: bool = True
+    num_speculative_tokens: int = 0  # most hints verified per step; 0 leaves it to the target
+    acceptance_rule: Literal["block", "token"] = "block"
+    num_draft_probs: int = 0  # entries of a hint's distribution; 0 leaves it to the draft worker
+    draft_probs_bits: int = 0  # their precision; 0 leaves it to the draft worker
+    plain: bool = False  # nothing is fed ahead of time, tokens that a grammar forces included
+    detail: bool = False  # token ids, origins and text pieces in every chunk, per-step counts at the end
+
+    def to_settings(self) -> SpeculationSettings:
+        """Raises InvalidRequest for a value out of its bounds."""
+        return SpeculationSettings(
+            enabled=self.enabled,
+            num_speculative_tokens=self.num_speculative_tokens,
+            acceptance_rule=AcceptanceRule[self.acceptance_rule.upper()],
+            num_draft_probs=self.num_draft_probs,
+            draft_probs_bits=self.draft_probs_bits,
+            is_plain=self.plain,
+        )
+
+
+class GenerationBody(Body):
+    """What completions and chat completions share."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
+
+    model: str = ""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0 and -1 keep all
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # by token id
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    speculation: Speculation = Field(default_factory=Speculation)
+
+    @property
+    def is_streaming(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def common_input(self, request_id: str, num_logprobs: int | None, logprobs_name: str) -> dict[str, Any]:
+        """Fields of a GenerationInput. Raises InvalidRequest; `logprobs_name` is what asked for `num_logprobs`."""
+        grammar, grammar_parameter = self._grammar()
+        try:
+            sampling, speculation = self._sampling(num_logprobs, grammar), self.speculation.to_settings()
+        except InvalidRequest as error:
+            raise _in_the_clients_words(error, logprobs_name) from error
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return {
+            "request_id": request_id,
+            "model": self.model,
+            "sampling": sampling,
+            "grammar_parameter": grammar_parameter,
+            "bad_words": tuple(self.bad_words or ()),
+            "n": 1 if self.n is None else self.n,
+            "stop": tuple(stop),
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "speculation": speculation,
+            "is_detailed": self.speculation.detail,
+        }
+
+    def _sampling(self, num_logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
+        if self.allowed_token_ids == []:
+            raise InvalidRequest("allowed_token_ids", "allowed_token_ids must hold at least one token id")
+        given = {
+            name: value
+            for name in (
+                "temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
+                "repetition_penalty", "min_tokens",
+            )
+            if (value := getattr(self, name)) is not None
+        }  # fmt: skip
+        return SamplingParams(
+            **given,
+            top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
+            logit_bias=_read_logit_bias(self.logit_bias or {}),
+            allowed_token_ids=frozenset(self.allowed_token_ids or ()),
+            seed=self.seed,
+            max_tokens=UINT32_MAX,
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            are_logprobs_processed=self.logprobs_mode == "processed",
+            grammar=grammar,
+        )
+
+    def _grammar(self) -> tuple[GrammarSpec | None, str]:
+        """The grammar asked for and the parameter that asked. Raises InvalidRequest when there are two."""
+        asked: dict[str, GrammarSpec] = {}
+        for name in ("response_format", "structured_outputs"):
+            wish: ResponseFormat | StructuredOutputs | None = getattr(self, name)
+            try:
+                grammar = None if wish is None else wish.to_grammar()
+            except InvalidRequest as error:
+                if error.parameter != "grammar":
+                    raise
+                raise InvalidRequest(name, f"{name}: {error.message}") from error
+            if grammar is not None:
+                asked[name] = grammar
+        if len(asked) > 1:
+            raise InvalidRequest(
+                "structured_outputs", "structured_outputs and response_format both say what the output may be"
+            )
+        name, grammar = next(iter(asked.items()), ("grammar", None))
+        return grammar, name
+
+
+def _read_logit_bias(by_name: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    bias: dict[int, float] = {}
+    for name, value in by_name.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            raise InvalidRequest("logit_bias", f"logit_bias: {name!r} is not a token id")
+        bias[int(name)] = value
+    return tuple(sorted(bias.items()))
+
+
+def _in_the_clients_words(error: InvalidRequest, logprobs_name: str) -> InvalidRequest:
+    """The same error under the name that the parameter has over HTTP."""
+    words = {"num_logprobs": logprobs_name, "num_prompt_logprobs": "prompt_logprobs"}
+    words |= {name: f"speculation.{name}" for name in Speculation.model_fields}
+    ours = error.parameter or ""
+    theirs = words.get(ours, ours)
+    return InvalidRequest(theirs or None, error.message.replace(ours, theirs, 1) if ours else error.message)

@@ -1,0 +1,45 @@
+"""What a text shows of its prompt: its words where they are echoed, its log probabilities where they were asked for.
+
+Pure. The target sends log probabilities with each chunk of its prefill; another target, after a replay, sends them
+again. They are shown once, complete, before anything else.
+"""
+
+from __future__ import annotations
+
+from coordinator.generation_request import GenerationSpec
+from coordinator.text_output import PromptOutput
+from outrider.errors import WorkerLost
+from protos.outrider.v1 import common_pb2, target_pb2
+
+
+class PromptScores:
+    """Of one text."""
+
+    def __init__(self, spec: GenerationSpec) -> None:
+        self._text = spec.prompt_text
+        self._num_expected = 0
+        if spec.sampling.num_prompt_logprobs is not None:
+            self._num_expected = len(spec.prompt_token_ids) - 1  # nothing stands before the first one
+        self._by_position: dict[int, common_pb2.TokenLogprobs] = {}
+        self._is_due = spec.prompt_text is not None or spec.sampling.num_prompt_logprobs is not None
+
+    def add(self, chunk: target_pb2.PromptLogprobs) -> None:
+        """Takes a chunk; a position that is known already, or is none of the prompt, changes nothing."""
+        for position, logprobs in enumerate(chunk.logprobs, chunk.first_position):
+            if 1 <= position <= self._num_expected:
+                self._by_position.setdefault(position, logprobs)
+
+    def shown(self) -> list[PromptOutput]:
+        """The one output about the prompt, when it is due; nothing from then on.
+
+        Raises WorkerLost when the target went on to the output without all that was asked for.
+        """
+        if not self._is_due:
+            return []
+        if len(self._by_position) < self._num_expected:
+            raise WorkerLost(
+                f"the target sent log probabilities of {len(self._by_position)} of {self._num_expected} prompt tokens"
+            )
+        self._is_due = False
+        logprobs = tuple(self._by_position[position] for position in sorted(self._by_position))
+        return [PromptOutput(self._text or "", logprobs)]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import __version__
+from outrider.cli.audit import audit
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command(rich_help_panel="One machine")(demo)
 app.command(rich_help_panel="One machine")(serve)
 app.command(rich_help_panel="One machine")(chat)
+app.command(rich_help_panel="A running server")(audit)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(target_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(draft_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(coordinator)

@@ -22,6 +22,7 @@ from outrider.grammar_position import Position
 from outrider.grammar_source import MAX_INTERSECTED_PATTERNS
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from tests.schemas.catalog import DIGIT, SCHEMAS, WORD, array, record
+from tests.schemas.validity import check
 from tests.schemas.walk import permitted_token_ids, walk_to_the_end
 
 TOKENIZER_JSON = Path(__file__).parents[2] / "demo" / "target" / "tokenizer.json"
@@ -178,12 +179,9 @@ def test_a_token_that_is_not_permitted_is_refused_and_changes_nothing(
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_any_permitted_walk_ends_in_text_that_the_schema_accepts(name: str) -> None:
     start = schema(SCHEMAS[name])
-    validator = jsonschema.Draft202012Validator(
-        SCHEMAS[name], format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-    )
     for seed in range(4):
         text = decode(walk_to_the_end(start.fork(), seed, EOS, num_tokens_max=600))
-        validator.validate(json.loads(text))
+        check(text, SCHEMAS[name])
 
 
 def test_the_catalog_holds_fifty_schemas() -> None:

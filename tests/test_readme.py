@@ -17,8 +17,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from coordinator.openai_schema import ChatBody, CompletionBody
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from tests.e2e.system import ROOT, System, environment, events_of, running_system, text_of
+from tests.exactness.cases import LARGE_CASES, SMALL_CASES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -103,6 +105,30 @@ def test_every_kind_of_call_has_an_example() -> None:
     assert [language for language, _ in blocks("How to call it")] == ["sh", "sh", "python", "python"]
     code = "\n".join(content for _, content in blocks("How to call it"))
     assert all(word in code for word in ("outrider serve", "curl ", "from openai import", "import grpc"))
+
+
+def test_the_exactness_table_has_every_parameter_and_cases_that_exist() -> None:
+    table = (
+        section("Exactly the same")
+        .split("| Parameter | Permitted | Shown by |\n|---|---|---|\n")[1]
+        .split("\n\n")[0]
+    )
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    about_text = (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()) - NOT_ABOUT_TEXT
+    assert named == about_text
+    shown = {name for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
+    paths = {name for name in shown if "/" in name}
+    assert all((ROOT / path).is_file() for path in paths)
+    assert shown - paths == (LARGE_CASES.keys() | SMALL_CASES.keys()) - {"none"}
+
+
+NOT_ABOUT_TEXT = {
+    "model", "prompt", "messages", "stream", "stream_options", "user", "request_id", "return_token_ids",
+    "return_tokens_as_token_ids", "skip_special_tokens", "chat_template_kwargs", "parallel_tool_calls",
+    "max_completion_tokens",
+}  # fmt: skip
+"""What is asked and how the answer is shown."""
 
 
 @pytest.mark.slow

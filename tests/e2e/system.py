@@ -160,6 +160,21 @@ class System:
     def text(self, prompt: str, **parameters: Any) -> str:
         return str(self.complete(prompt, **parameters)["choices"][0]["text"])
 
+    def chat(self, messages: list[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """The answer to a chat request, which must succeed; greedy unless told otherwise."""
+        response = self.post("/v1/chat/completions", {"messages": messages, "temperature": 0} | parameters)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def audit(self, *flags: object) -> dict[str, Any]:
+        """The report of `outrider audit`, which must end well."""
+        words = [sys.executable, "-m", "outrider", "audit", "--url", self.url, "--json", *map(str, flags)]
+        done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
+
     @contextmanager
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
         """The events of a streamed answer up to [DONE]; leaving early closes the connection."""

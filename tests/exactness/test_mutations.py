@@ -1,0 +1,144 @@
+"""The exactness tests fail when exactness is broken: each rule that they guard is broken in turn.
+
+Through the whole cores, with a real draft model; `tests/engine/test_verification.py` does the same for the rules by
+themselves. A mutation counts as caught when its p-value lies below what the family of exactness tests is held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from draft_worker import runner as draft_runner
+from outrider import randomness
+from outrider.engine import sampling, verification
+from outrider.hint_tree import DraftDistribution
+from target_worker import session as target_session
+from target_worker.hint_path import HintPath, choose_path
+from tests.exactness.cases import LARGE_PROMPTS, small_params
+from tests.exactness.drafts import make_draft
+from tests.exactness.in_process import SMALL, Manner
+from tests.exactness.test_every_parameter import (
+    FAMILY_ERROR_RATE,
+    FAMILY_SIZE,
+    MOST_STATISTICS,
+    check_same,
+    draw,
+    expected_distribution,
+    expected_outputs,
+    p_values,
+    run_texts,
+)
+
+NUM_SESSIONS = 1200
+CAUGHT = FAMILY_ERROR_RATE / (FAMILY_SIZE * MOST_STATISTICS)
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = verification.likelihood_ratio
+    monkeypatch.setattr(verification, "likelihood_ratio", lambda p, q, token: 1.5 * right(p, q, token))
+
+
+def recovers_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the residual."""
+    monkeypatch.setattr(verification, "residual", lambda p, q, scale: p)
+
+
+def one_key_for_all_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepting and recovering share a number."""
+    right = randomness.uniform
+    monkeypatch.setattr(verification, "uniform", lambda seed, *_: right(seed, 1, randomness.Purpose.ACCEPT))
+
+
+def draws_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft samples every hint with one number."""
+    right = sampling.sample_draft
+    monkeypatch.setattr(
+        draft_runner, "sample_draft", lambda distribution, seed, _: right(distribution, seed, 0)
+    )
+
+
+def truncates_after_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft samples from everything and sends the likeliest token beside what it sampled (I5)."""
+    right = draft_runner._sampled
+
+    def sampled(distribution: DraftDistribution, token_id: int, primary_chance: float) -> Any:
+        pairs = list(zip(distribution.token_ids, distribution.weights, strict=True))
+        kept = [pair for index, pair in enumerate(pairs) if index == 0 or pair[0] == token_id]
+        sent = DraftDistribution(tuple(t for t, _ in kept), tuple(w for _, w in kept))
+        return right(sent, token_id, primary_chance)
+
+    monkeypatch.setattr(draft_runner, "_sampled", sampled)
+
+
+def stops_at_unlikely_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much is verified depends on the hinted token's own probability (I4): (0.7, 0.3) becomes (0.85, 0.15)."""
+
+    def peeking(*arguments: Any) -> HintPath:
+        path = choose_path(*arguments)
+        for index, hint in enumerate(path.hints):
+            given = hint.distribution
+            if given and given.weights[given.token_ids.index(hint.token_id)] < 0.5 * given.total:
+                return HintPath(path.hints[:index], min(index, path.num_feedable))
+        return path
+
+    monkeypatch.setattr(target_session, "choose_path", peeking)
+
+
+MUTATIONS: list[Mutation] = [
+    accepts_too_much,
+    recovers_from_p,
+    one_key_for_all_decisions,
+    draws_come_back,
+    truncates_after_sampling,
+    stops_at_unlikely_hints,
+]
+
+
+def least_p_value(rule: str) -> float:
+    params = small_params("temperature-0.5")
+    drawn = draw(params, lambda batch: make_draft("good", SMALL, batch), rule, NUM_SESSIONS, 7, patience=1.0)
+    assert drawn.verified > NUM_SESSIONS / 4
+    return min(p_values(drawn.counts, expected_distribution(params), params.max_tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_sampled_text_shows_that_a_rule_is_broken(
+    mutate: Mutation, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    p = least_p_value(rule)
+    print("PV", mutate.__name__, rule, p)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_sampled_text_of_the_rules_as_they_are_shows_nothing(rule: str) -> None:
+    assert least_p_value(rule) > CAUGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["seed", "position", "purpose"])
+def test_coupled_text_shows_that_the_noise_has_another_key(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers share the mistake, so that hints are accepted as ever; the reference does not."""
+    right = randomness.key
+
+    def wrong(seed: int, position: int, purpose: Any) -> int:
+        given = {"seed": seed, "position": position, "purpose": purpose} | {forgotten: 0}
+        return right(given["seed"], given["position"], given["purpose"])
+
+    monkeypatch.setattr(sampling, "key", wrong)
+    results = run_texts("none", "coupled", "self", Manner(patience=1.0))
+    verified = sum(result.hint_counts()[0] for result in results)
+    assert sum(result.hint_counts()[1] for result in results) > 0.9 * verified > 0
+    for result, expected in zip(results, expected_outputs("none", "coupled") * 2, strict=True):
+        with pytest.raises(AssertionError, match="the reference says"):
+            check_same(result, expected)
+    assert len(results) == 2 * len(LARGE_PROMPTS)

@@ -18,6 +18,7 @@ import grpc.aio
 
 from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.errors import OutriderError
+from outrider.hint_wire import HintEncoder
 from outrider.worker_process import CHANNEL_OPTIONS
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 
@@ -36,7 +37,7 @@ class TargetLink:
         self.session_ids: set[str] = set()
         self._on_event = on_event
         self._channels: dict[str, int] = {}  # session id -> its number on this stream
-        self._said: dict[int, tuple[int, int]] = {}  # channel -> base_len of its last message, next node id
+        self._encoders: dict[int, HintEncoder] = {}  # by channel
         self._last_channel = 0
         self._forget_pending()
         self._has_dropped = False
@@ -48,10 +49,10 @@ class TargetLink:
         """Adds to the frame that leaves next; frames grow while the stream is busy."""
         match action:
             case Subscribe():
-                self._subscribe[action.session_id] = action
                 self._open_channel(action.session_id)
+                if action.session_id in self._channels:
+                    self._subscribe[action.session_id] = action
             case Unsubscribe():
-                self._subscribe.pop(action.session_id, None)
                 self.close_channel(action.session_id)
                 self._unsubscribe.add(action.session_id)
             case SendHints() if self._num_pending_nodes >= MAX_PENDING_NODES:
@@ -71,10 +72,10 @@ class TargetLink:
             if self._last_channel not in in_use:
                 break
         self._channels[session_id] = self._last_channel
-        self._said.pop(self._last_channel, None)
 
     def close_channel(self, session_id: str) -> None:
         self._channels.pop(session_id, None)
+        self._subscribe.pop(session_id, None)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -99,7 +100,7 @@ class TargetLink:
     async def _ride(self, channel: grpc.aio.Channel) -> None:
         """One stream, from its opening to its end."""
         self._take_frame()  # what an earlier stream did not take is said anew
-        self._said.clear()
+        self._encoders.clear()
         self._on_event(LinkOpened(self.address))
         call = hints_pb2_grpc.HintsStub(channel).Exchange()
         # Not a request iterator: grpc leaves one waiting when its call breaks, and it would take the next frame.
@@ -126,14 +127,17 @@ class TargetLink:
     def _take_frame(self) -> hints_pb2.HintFrame:
         frame = hints_pb2.HintFrame(unsubscribe=sorted(self._unsubscribe))
         for action in self._subscribe.values():
+            channel = self._channels[action.session_id]
+            self._encoders[channel] = HintEncoder()  # as the target's side of the channel starts anew
             frame.subscribe.add(
                 session_id=action.session_id,
                 attachment=action.attachment,
                 known_len=action.known_len,
-                channel=self._channels[action.session_id],
+                channel=channel,
             )
         for channel, hints in self._hints:
-            self._said[channel] = _add_nodes(frame.nodes.add(channel=channel), hints, self._said.get(channel))
+            encoder = self._encoders.setdefault(channel, HintEncoder())
+            encoder.encode(frame.nodes.add(channel=channel), hints.base_len, hints.hints)
         self._forget_pending()
         return frame
 
@@ -191,28 +195,6 @@ class TargetLinks:
 
 IDLE_S = 10.0
 """A link outlives its last session by this long, since the next one often comes soon."""
-
-
-def _add_nodes(
-    message: hints_pb2.HintNodes, action: SendHints, said: tuple[int, int] | None
-) -> tuple[int, int]:
-    """Fills in a message, leaving out what follows from the channel's last one; returns what the next may leave out."""
-    node_ids = [hint.node_id for hint in action.hints]
-    if said is None or said[0] != action.base_len:
-        message.base_len = action.base_len
-    if node_ids != list(range(node_ids[0], node_ids[0] + len(node_ids))):
-        message.node_ids.extend(node_ids)
-    elif message.base_len or said is None or said[1] != node_ids[0]:
-        message.first_node_id = node_ids[0]
-    message.parent_ids.extend([hint.parent_id for hint in action.hints])
-    message.token_ids.extend([hint.token_id for hint in action.hints])
-    if any(hint.distribution for hint in action.hints):
-        for hint in action.hints:
-            message.support_sizes.append(len(hint.distribution.token_ids) if hint.distribution else 0)
-            if hint.distribution:
-                message.support_token_ids.extend(hint.distribution.token_ids)
-                message.support_weights.extend(hint.distribution.weights)
-    return action.base_len, node_ids[-1] + 1
 
 
 def _commit_event(commit: hints_pb2.SessionCommit) -> CommitHeard:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.grammar import GrammarState
+from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import Hint, HintTree
 
 FORCED_NODE_ID = -1
@@ -50,19 +50,21 @@ def choose_path(
     for index, hint in enumerate(hints):
         if hint.token_id in stop_token_ids:
             return HintPath(hints[: index + 1], min(index, num_feedable))
-    if grammar is not None and hints:
-        num_valid = grammar.num_valid([hint.token_id for hint in hints])
-        return HintPath(hints[: num_valid + 1], min(num_valid, num_feedable))
+    if grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
+        return HintPath(hints, min(len(hints) - 1, num_feedable))
     return HintPath(hints, num_feedable)
 
 
 def _path_within(tree: HintTree | None, grammar: GrammarState, max_len: int) -> list[Hint]:
-    """Forced tokens where there are some, the draft's primary children elsewhere."""
+    """Forced tokens where there are some, the draft's primary children elsewhere, up to one that is not permitted."""
     hints: list[Hint] = []
     node_id = tree.cursor if tree is not None else None
     while len(hints) < max_len:
         said = [hint.token_id for hint in hints]
-        forced = grammar.forced_after(said, max_len - len(hints))
+        try:
+            forced = grammar.forced_after(said, max_len - len(hints))
+        except GrammarViolation:
+            break
         for token_id in forced:
             hints.append(Hint(FORCED_NODE_ID, FORCED_NODE_ID, token_id))
             follower = tree.child_saying(node_id, token_id) if tree is not None else None
@@ -73,7 +75,15 @@ def _path_within(tree: HintTree | None, grammar: GrammarState, max_len: int) -> 
         if primary is None:
             break
         hints.append(primary)
-        if grammar.num_valid([*said, primary.token_id]) == len(said):
+        if not _permits(grammar, [*said, primary.token_id]):
             break
         node_id = primary.node_id
     return hints
+
+
+def _permits(grammar: GrammarState, token_ids: list[int]) -> bool:
+    """Whether the grammar permits a path; one that runs into a limit of the parser counts as forbidden."""
+    try:
+        return grammar.num_valid(token_ids) == len(token_ids)
+    except GrammarViolation:
+        return False

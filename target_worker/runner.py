@@ -44,12 +44,25 @@ def _decide(item: StepItem, logits: torch.Tensor) -> Verdict | None:
     try:
         return verify(logits, item.hints, item.sampling, item.seed, item.text, item.acceptance_rule)
     except GrammarViolation:
-        logger.info("session %s: a limit of the grammar's parser; its hints are dropped", item.session_id)
+        logger.info("session %s: a limit of the grammar's parser; some hints are dropped", item.session_id)
+    # Where that is depends on the hints before it only, so that it biases nothing; these are still verified.
+    num_rows = max(_num_rows_within_limits(item), 1)
     try:
-        before = replace(item.text, continuations=[[]])
-        return verify(logits[:1], [], item.sampling, item.seed, before)
+        before = replace(item.text, continuations=item.text.continuations[:num_rows])
+        hints = item.hints[:num_rows]
+        return verify(logits[:num_rows], hints, item.sampling, item.seed, before, item.acceptance_rule)
     except GrammarViolation:
         return Verdict([], 0, 0)
+
+
+def _num_rows_within_limits(item: StepItem) -> int:
+    for row, continuation in enumerate(item.text.continuations):
+        try:
+            if item.text.grammar is not None:
+                item.text.grammar.masks([continuation])
+        except GrammarViolation:
+            return row
+    return item.num_decided
 
 
 def _score_prompt(item: StepItem, logits: torch.Tensor) -> list[TokenLogprobs]:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ import grpc.aio
 
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.grammar import GrammarCompiler, GrammarState
-from outrider.hint_tree import DraftDistribution, Hint
+from outrider.hint_wire import HintDecoder
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
@@ -45,7 +45,6 @@ from target_worker.messages import (
 
 MAX_SESSION_ID = 64  # characters
 MAX_CHANNEL = 65535
-MAX_NODES_PER_MESSAGE = 512  # as many as a hint tree keeps
 MAX_COMMITS_PER_FRAME = 256
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
@@ -262,52 +261,24 @@ def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
 
 @dataclass(slots=True)
 class HintChannel:
-    """One session on a draft worker's stream, and what its next message may leave out."""
+    """One session on a draft worker's stream."""
 
     session_id: str
     attachment: int
-    base_len: int = 0
-    next_node_id: int = 0
+    decoder: HintDecoder = field(default_factory=HintDecoder)
 
 
 def parse_hints(
     message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float
 ) -> HintsArrived | None:
-    """None when the message makes no sense; a bad distribution only loses its hint the distribution."""
-    num_nodes = len(message.token_ids)
-    if num_nodes > MAX_NODES_PER_MESSAGE or len(message.parent_ids) != num_nodes:
+    """None when the message makes no sense."""
+    hints = channel.decoder.decode(message, vocab_size)
+    if hints is None:
         return None
-    first_node_id = message.first_node_id or channel.next_node_id
-    node_ids = message.node_ids or range(first_node_id, first_node_id + num_nodes)
-    if len(node_ids) != num_nodes:
-        return None
-    sizes = message.support_sizes or [0] * num_nodes
-    num_entries = len(message.support_token_ids)
-    if len(sizes) != num_nodes or sum(sizes) != num_entries or len(message.support_weights) != num_entries:
-        return None
-    channel.base_len = message.base_len or channel.base_len
-    channel.next_node_id = node_ids[-1] + 1 if node_ids else first_node_id
-    hints, offset = [], 0
-    for node_id, parent_id, token_id, size in zip(
-        node_ids, message.parent_ids, message.token_ids, sizes, strict=True
-    ):
-        distribution = None
-        if size:
-            distribution = DraftDistribution(
-                tuple(message.support_token_ids[offset : offset + size]),
-                tuple(message.support_weights[offset : offset + size]),
-            )
-            offset += size
-            # Taken as certain, a hint with a bad distribution can cost acceptance but cannot bias the output.
-            if not distribution.is_valid(vocab_size) or token_id not in distribution.token_ids:
-                distribution = None
-        # A draft model's padded rows have no token here; what hangs below such a node is stale of itself.
-        if token_id < vocab_size:
-            hints.append(Hint(node_id, parent_id, token_id, distribution))
     return HintsArrived(
         channel.session_id,
         channel.attachment,
-        channel.base_len,
+        channel.decoder.base_len,
         hints,
         arrived_at,
         message.ByteSize(),

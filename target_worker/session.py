@@ -117,7 +117,7 @@ class Session:
 
     @property
     def is_listening(self) -> bool:
-        return self.speculation.enabled
+        return self.speculation.enabled and not self.speculation.is_plain
 
     def hint_path(self, num_speculative_tokens: int) -> HintPath:
         """What to verify next, one hint longer than may be fed: the last position is verified without being fed."""
@@ -125,10 +125,7 @@ class Session:
             return HintPath([], 0)
         tree = self.tree if self.is_listening else None
         limit = self.hint_limit(num_speculative_tokens)
-        try:
-            return choose_path(tree, self.grammar, self.stop_token_ids, limit)
-        except GrammarViolation:  # a limit of the parser, met on the way along the hints
-            return HintPath([], 0)
+        return choose_path(tree, self.grammar, self.stop_token_ids, limit)
 
     def text_before(self, hints: list[Hint], num_rows: int) -> TextBefore:
         """What stands before each of `num_rows` positions, `hints[i]` being said at the i-th."""
@@ -203,7 +200,7 @@ class Session:
         num_tried, num_held = self._learn(verdict, hints)
         token_ids: list[int] = []
         reason, stop_token_id = None, None
-        for token_id in verdict.token_ids:
+        for token_id in self._up_to_completion(verdict.token_ids):
             if token_id in self.stop_token_ids:
                 reason, stop_token_id = target_pb2.FINISH_REASON_STOP, token_id
                 break
@@ -235,6 +232,13 @@ class Session:
             stop_token_id,
         )
 
+    def _up_to_completion(self, token_ids: list[int]) -> list[int]:
+        """Without an end of sequence after a complete text: step by step the session would have ended before it."""
+        if self.grammar is None or len(token_ids) == 1 or token_ids[-1] not in self.end_token_ids:
+            return token_ids
+        is_late = _advance(self.grammar.fork(), token_ids[:-1]) == target_pb2.FINISH_REASON_STOP
+        return token_ids[:-1] if is_late else token_ids
+
     def _end_without_token(self) -> CommitOutcome:
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
         return CommitOutcome([], [], 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
@@ -265,11 +269,16 @@ class Session:
 
 def _advance(grammar: GrammarState, token_ids: list[int]) -> target_pb2.FinishReason | None:
     """Reads committed tokens; returns why they are the last, when the grammar makes them so."""
-    try:
-        grammar.advance(token_ids)
-    except GrammarViolation:  # a limit of the parser: the target's own tokens were permitted
-        return target_pb2.FINISH_REASON_NO_TOKEN
-    return target_pb2.FINISH_REASON_STOP if grammar.is_complete else None
+    is_read = False
+    for _ in range(2):  # guesses may have used up a limit of the parser; the second try has one of its own
+        try:
+            if not is_read:
+                grammar.advance(token_ids)
+                is_read = True
+            return target_pb2.FINISH_REASON_STOP if grammar.is_complete else None
+        except GrammarViolation:
+            continue
+    return target_pb2.FINISH_REASON_NO_TOKEN  # the target's own tokens were permitted, but there is no way on
 
 
 def _origins(verdict: Verdict, num_fed_hints: int) -> list[common_pb2.TokenOrigin]:

@@ -30,6 +30,11 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+class Quantization(StrEnum):
+    NONE = "none"
+    INT8 = "int8"
+
+
 class Affinity(StrEnum):
     AUTO = "auto"
     NONE = "none"
@@ -53,6 +58,8 @@ class Deployment:
     max_model_len: int | None = None
     served_model_name: str | None = None
     affinity: Affinity = Affinity.AUTO
+    quantization: Quantization = Quantization.NONE
+    seed_requests: bool = False
 
     @property
     def model_name(self) -> str:
@@ -94,6 +101,7 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
     target_flags = {
         "--num-speculative-tokens": deployment.num_speculative_tokens,
         "--served-model-name": deployment.model_name,
+        "--quantization": deployment.quantization.value,
     }
     specs = [
         _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags)
@@ -155,7 +163,7 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
     return ChildSpec(
         "coordinator",
         "coordinator",
-        (*module("coordinator"), *flatten(flags)),
+        (*module("coordinator"), *flatten(flags), *(["--seed-requests"] if deployment.seed_requests else [])),
         ready_timeout_s=COORDINATOR_READY_TIMEOUT_S,
         stop_grace_s=COORDINATOR_GRACE_S,
     )

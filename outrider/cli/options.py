@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.deployment import Affinity, Dtype
+from outrider.cli.deployment import Affinity, Dtype, Quantization
 
 _MODELS = "Models"
 _NETWORK = "Network"
@@ -33,6 +33,20 @@ NoDraft = Annotated[
     bool, typer.Option("--no-draft", help="Serve plainly, without a draft.", rich_help_panel=_MODELS)
 ]
 DtypeChoice = Annotated[Dtype, typer.Option(help="Type of the weights in memory.", rich_help_panel=_MODELS)]
+QuantizationChoice = Annotated[
+    Quantization,
+    typer.Option(
+        help="Of the target's weights while loading; int8 halves their memory.", rich_help_panel=_MODELS
+    ),
+]
+SeedRequests = Annotated[
+    bool,
+    typer.Option(
+        "--seed-requests",
+        help="Give sampled requests without a seed a random one, so that any of them can be repeated.",
+        rich_help_panel=_MODELS,
+    ),
+]
 ServedModelName = Annotated[
     str | None,
     typer.Option(

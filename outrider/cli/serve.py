@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deployment, Dtype
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deployment, Dtype, Quantization
 from outrider.cli.options import (
     CpuAffinity,
     Draft,
@@ -24,7 +24,9 @@ from outrider.cli.options import (
     NumSpeculativeTokens,
     NumTargetWorkers,
     Port,
+    QuantizationChoice,
     RedisUrl,
+    SeedRequests,
     ServedModelName,
     Target,
     Verbose,
@@ -40,8 +42,10 @@ def serve(
     draft: Draft = None,
     no_draft: NoDraft = False,
     dtype: DtypeChoice = Dtype.BFLOAT16,
+    quantization: QuantizationChoice = Quantization.NONE,
     served_model_name: ServedModelName = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
+    seed_requests: SeedRequests = False,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     grpc_port: GrpcPort = 9000,
@@ -76,6 +80,8 @@ def serve(
         max_model_len=max_model_len,
         served_model_name=served_model_name,
         affinity=cpu_affinity,
+        quantization=quantization,
+        seed_requests=seed_requests,
     )
     status = run_until_signalled(lambda: _serve(deployment, redis_url, log_dir, verbose))
     # Being asked to stop and having stopped is success; Ctrl-C keeps the status that shells expect.

@@ -110,9 +110,8 @@ def _penalize_repetition(logits: torch.Tensor, penalty: float, text: TextBefore)
     index, occurs = torch.from_numpy(token_ids), torch.from_numpy(counts > 0)
     scores = logits[:, index]
     penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
-    penalized = penalized.clamp(
-        max=torch.finfo(penalized.dtype).max
-    )  # a tiny penalty must not make infinities
+    # A tiny penalty must not make infinities: they have no softmax.
+    penalized = penalized.clamp(max=torch.finfo(penalized.dtype).max)
     return logits.index_copy(1, index, torch.where(occurs, penalized, scores))
 
 

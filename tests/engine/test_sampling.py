@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from outrider.engine import sampling
 from outrider.engine.sampling import (
@@ -37,6 +43,8 @@ def of_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
         scores = TopPLogitsWarper(params.top_p)(None, scores)
     if params.min_p > 0.0:
         scores = MinPLogitsWarper(params.min_p)(None, scores)
+    if params.typical_p < 1.0:
+        scores = TypicalLogitsWarper(params.typical_p)(None, scores)
     return torch.softmax(scores, dim=-1)
 
 
@@ -55,12 +63,26 @@ class TestProbabilities:
         top_k=st.sampled_from([0, 1, 2, 5, 40, 59, 60, 1000]),
         top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.99, 1.0]),
         min_p=st.sampled_from([0.0, 1e-4, 0.05, 0.3, 1.0]),
+        typical_p=st.sampled_from([1e-6, 0.3, 0.9, 1.0, 1.0]),
+        num_ruled_out=st.sampled_from([0, 30, 59]),
     )
     def test_they_are_those_of_transformers(
-        self, seed: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+        self,
+        seed: int,
+        spread: float,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        typical_p: float,
+        num_ruled_out: int,
     ) -> None:
-        logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(seed)) * spread
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(4, 60, generator=generator) * spread
+        logits[:, torch.randperm(60, generator=generator)[:num_ruled_out]] = -torch.inf
+        params = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p
+        )
         ours, theirs = probabilities(logits.clone(), params), of_transformers(logits.clone(), params)
         assert torch.equal(ours > 0, theirs > 0) or torch.allclose(ours, theirs, atol=1e-5)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -79,6 +101,32 @@ class TestProbabilities:
         together = probabilities(logits, params)
         for i in range(9):
             assert torch.equal(together[i], probabilities(logits[i : i + 1], params)[0])
+
+    @pytest.mark.parametrize("num_threads", [1, 2])
+    @pytest.mark.parametrize("vocab_size", [999, 32_003, 151_936])
+    def test_nor_do_a_large_vocabulary_and_several_threads_make_it_depend(
+        self, vocab_size: int, num_threads: int
+    ) -> None:
+        """I2: a reduction that is cut among threads by the number of rows would add up in another order."""
+        logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            for params in (
+                SamplingParams(temperature=0.8),
+                SamplingParams(temperature=0.8, top_k=50),
+                SamplingParams(temperature=1.3, top_p=0.9, min_p=0.01),
+                SamplingParams(temperature=0.9, typical_p=0.8),
+            ):
+                together = probabilities(logits, params)
+                scores = coupled_scores(together, 5, range(40, 44))
+                assert bool(torch.isfinite(together).all())
+                for i in (0, 3):
+                    alone = probabilities(logits[i : i + 1], params)
+                    assert torch.equal(together[i], alone[0])
+                    assert torch.equal(scores[i], coupled_scores(alone, 5, [40 + i])[0])
+        finally:
+            torch.set_num_threads(before)
 
     @pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-37, 1e-38, 1e-40, 1.4e-45])
     def test_permitted_but_tiny_temperature_means_the_most_likely_token(self, temperature: float) -> None:

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
-from outrider.grammar_position import Position
-from outrider.grammar_source import MAX_INTERSECTED_PATTERNS
+from outrider.grammar.position import Position
+from outrider.grammar.source import MAX_INTERSECTED_PATTERNS
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from tests.schemas.catalog import DIGIT, SCHEMAS, WORD, array, record
 from tests.schemas.validity import check

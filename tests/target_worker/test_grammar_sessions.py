@@ -12,7 +12,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from llguidance import LLParserLimits
 from scipy import stats
 
 from outrider.engine.kv_cache import BlockAllocator
@@ -28,7 +29,13 @@ from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_tree import ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint
 from outrider.randomness import mix
-from outrider.sampling_params import AcceptanceRule, GrammarKind, GrammarSpec, SamplingParams, SpeculationSettings
+from outrider.sampling_params import (
+    AcceptanceRule,
+    GrammarKind,
+    GrammarSpec,
+    SamplingParams,
+    SpeculationSettings,
+)
 from outrider.telemetry import TargetMetrics
 from protos.outrider.v1 import target_pb2
 from target_worker.messages import (
@@ -42,8 +49,8 @@ from target_worker.messages import (
 )
 from target_worker.runner import TargetCore
 from target_worker.scheduler import Scheduler
+from target_worker.speculation import StepCost
 from tests import models
-from tests.exactness.in_process import GivenCost
 from tests.schemas.walk import permitted_token_ids
 
 ERROR_RATE = 1e-4
@@ -85,8 +92,14 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(path, vocab_size=models.VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
 
 
-def compiled(name: str) -> GrammarState:
+@functools.cache
+def beginning(name: str) -> GrammarState:
     return compiler().compile(SPECS[name])
+
+
+def compiled(name: str) -> GrammarState:
+    """A state of one's own before the first token."""
+    return beginning(name).fork()
 
 
 def check_is_sentence(name: str, token_ids: Sequence[int]) -> None:
@@ -149,12 +162,17 @@ def hostile(running: Running) -> list[Hint]:
         distribution = DraftDistribution(tuple(support), tuple(weights))
         assert distribution.total <= WEIGHT_TOTAL_MAX
         token_id = rng.choices(support, weights)[0]
-        hints.append(
-            Hint(running.next_node_id, parent_id, token_id, distribution if is_sampled else None)
-        )
+        hints.append(Hint(running.next_node_id, parent_id, token_id, distribution if is_sampled else None))
         places.append((running.next_node_id, [*said, token_id]))
         running.next_node_id += 1
     return hints
+
+
+class FreeHints(StepCost):
+    """All hints are verified, and no clock has a say, so that a run repeats itself."""
+
+    def line(self) -> tuple[float, float]:
+        return 20.0, 1e-4
 
 
 def target_core(**limits: Any) -> TargetCore:
@@ -171,12 +189,13 @@ def target_core(**limits: Any) -> TargetCore:
     # An allocator of one's own: a test that fails leaves nothing behind in the engine.
     allocator = BlockAllocator(engine.allocator.num_blocks, engine.allocator.block_size)
     scheduler = Scheduler(SchedulerLimits(**(values | limits)), allocator, engine.vocab_size)
-    scheduler.cost = GivenCost()
-    scheduler.cost.token_ms = 1e-4  # hints for nothing: all are verified
+    scheduler.cost = FreeHints()
     return TargetCore(scheduler, engine, TargetMetrics("tiny", "target"))
 
 
-def run(starts: Sequence[tuple[str, StartSession]], draft: Draft | None = None, luck: int = 0) -> list[Running]:
+def run(
+    starts: Sequence[tuple[str, StartSession]], draft: Draft | None = None, luck: int = 0
+) -> list[Running]:
     """Sessions of (grammar's name, event) run together to their ends."""
     core = target_core()
     world: dict[str, Running] = {}
@@ -236,44 +255,45 @@ def start(
 
 MODES = ["greedy", "coupled", "rejection"]
 DRAFTS: dict[str, Draft | None] = {"none": None, "hostile": hostile}
-ALL = [(name, draft) for name in SPECS for draft in DRAFTS]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True], ids=["", "ignore-eos"])
 @pytest.mark.parametrize("rule", AcceptanceRule)
-@pytest.mark.parametrize(("name", "draft"), ALL)
-def test_sampled_output_is_always_a_sentence(
-    name: str, draft: str, rule: AcceptanceRule, ignore_eos: bool
-) -> None:
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_sampled_output_is_always_a_sentence(draft: str, rule: AcceptanceRule, ignore_eos: bool) -> None:
     starts = [
-        (name, start(f"s{i}", "rejection", rule=rule, seed=mix(i), ignore_eos=ignore_eos)) for i in range(8)
+        (name, start(f"{name}{i}", "rejection", rule=rule, seed=mix(i), ignore_eos=ignore_eos))
+        for name in SPECS
+        for i in range(4)
     ]
     for running in run(starts, DRAFTS[draft]):
         output, reason, _ = running.facts()
         assert reason == STOP
         if ignore_eos and output[-1:] == [EOS]:
             output = output[:-1]  # said where the text might have gone on, and not hidden
-        check_is_sentence(name, output)
+        check_is_sentence(running.grammar_name, output)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True], ids=["", "ignore-eos"])
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
-@pytest.mark.parametrize("name", SPECS)
-def test_neither_forced_tokens_nor_a_hostile_draft_change_what_is_said(
-    name: str, mode: str, ignore_eos: bool
-) -> None:
+def test_neither_forced_tokens_nor_a_hostile_draft_change_what_is_said(mode: str, ignore_eos: bool) -> None:
     """I2, down to how the session ended."""
-    (plain,) = run([(name, start("a", mode, is_plain=True, ignore_eos=ignore_eos))])
-    assert plain.ended is not None
-    assert plain.ended.stats.num_forced_tokens == plain.ended.stats.num_draft_tokens == 0
-    assert plain.ended.reason == STOP
-    if not ignore_eos:
-        check_is_sentence(name, plain.output)
-    (alone,) = run([(name, start("a", mode, ignore_eos=ignore_eos))])
-    assert alone.facts() == plain.facts()
-    for luck in range(4):
-        (hinted,) = run([(name, start("a", mode, ignore_eos=ignore_eos))], hostile, luck)
-        assert hinted.facts() == plain.facts()
+
+    def starts(prefix: str, *, is_plain: bool = False) -> list[tuple[str, StartSession]]:
+        return [
+            (name, start(f"{prefix}{name}", mode, is_plain=is_plain, ignore_eos=ignore_eos)) for name in SPECS
+        ]
+
+    plain = {running.grammar_name: running for running in run(starts("plain", is_plain=True))}
+    for name, running in plain.items():
+        assert running.ended is not None
+        assert running.ended.stats.num_forced_tokens == running.ended.stats.num_draft_tokens == 0
+        assert running.ended.reason == STOP
+        if not ignore_eos:
+            check_is_sentence(name, running.output)
+    copies = [each for number in range(3) for each in starts(f"{number}")]
+    for running in [*run(starts("alone")), *run(copies, hostile)]:
+        assert running.facts() == plain[running.grammar_name].facts(), running.grammar_name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -309,7 +329,7 @@ def test_a_session_that_was_moved_goes_on_as_if_it_had_stayed(name: str, mode: s
 
 def test_committed_tokens_that_leave_the_grammar_are_refused() -> None:
     core = target_core()
-    wrong = int(tokenizer().token_to_id("x"))
+    wrong = tokenizer().encode("x").ids[0]
     event = replace(start("a", "greedy", output=[wrong]), grammar=compiled("short"))
     (action,) = core.handle(event, 0.0)
     assert isinstance(action, SessionRefused)
@@ -323,7 +343,11 @@ def test_committed_tokens_that_leave_the_grammar_are_refused() -> None:
 def test_a_text_that_is_too_short_for_its_grammar_ends_by_length() -> None:
     for draft in DRAFTS.values():
         (running,) = run([("constant", start("a", "greedy", max_tokens=5))], draft)
-        assert running.facts() == (compiled("constant").forced_after([], 5), target_pb2.FINISH_REASON_LENGTH, None)
+        assert running.facts() == (
+            compiled("constant").forced_after([], 5),
+            target_pb2.FINISH_REASON_LENGTH,
+            None,
+        )
 
 
 def test_parameters_that_forbid_what_the_grammar_asks_for_end_the_session_cleanly() -> None:
@@ -391,7 +415,7 @@ TEMPERATURE = 2.0
     [(AcceptanceRule.BLOCK, "none"), (AcceptanceRule.BLOCK, "hostile"), (AcceptanceRule.TOKEN, "hostile")],
 )
 def test_sampled_sentences_follow_the_masked_distribution(rule: AcceptanceRule, draft: str) -> None:
-    num_samples = 1500
+    num_samples = 2500
     starts = [
         ("short", start(f"s{i}", "rejection", rule=rule, seed=mix(i), temperature=TEMPERATURE))
         for i in range(num_samples)
@@ -407,7 +431,86 @@ def test_sampled_sentences_follow_the_masked_distribution(rule: AcceptanceRule, 
 
 def test_another_temperature_would_be_noticed() -> None:
     starts = [
-        ("short", start(f"s{i}", "rejection", seed=mix(i), temperature=TEMPERATURE)) for i in range(1000)
+        ("short", start(f"s{i}", "rejection", seed=mix(i), temperature=TEMPERATURE)) for i in range(600)
     ]
     counts = Counter(tuple(running.output) for running in run(starts))
     assert p_value(counts, exact_distribution("short", 1.3)) < ERROR_RATE
+
+
+# Limits of the parser.
+
+LIMITED = """start: "z" rest
+rest: "x" "y"* | "a" many
+many: one*
+one: "b" | "b" "b" | one "c"
+"""
+"""Ambiguous: after "za", the more b the more places the parser has to keep."""
+
+
+def limits(**options: Any) -> LLParserLimits:
+    return LLParserLimits(**options, step_max_items=16)
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a grammar whose parser gives up soon."""
+    monkeypatch.setattr("outrider.grammar.state.LLParserLimits", limits)
+    monkeypatch.setitem(SPECS, "limited", GrammarSpec(GrammarKind.LARK, LIMITED))
+    yield "limited"
+    beginning.cache_clear()
+
+
+def token(character: str) -> int:
+    (token_id,) = tokenizer().encode(character).ids
+    return int(token_id)
+
+
+def into_the_limit(running: Running) -> list[Hint]:
+    """After "z" it says "x", or "a" and so many "b" that the parser gives up, as the target's own chances are."""
+    if len(running.output) != 1:
+        return []
+    chance = exact_chance_of_a(running.event.sampling.temperature or 1.0)
+    weights = (int(chance * 60_000), 60_000 - int(chance * 60_000))
+    distribution = DraftDistribution((token("a"), token("x")), weights)
+    said = running.rng.choices(distribution.token_ids, weights)
+    hints = [Hint(1, ROOT_ID, said[0], distribution)]
+    if said == [token("a")]:
+        hints += [Hint(i, i - 1, token("b")) for i in range(2, 7)]
+    return hints
+
+
+@functools.cache
+def exact_chance_of_a(temperature: float) -> float:
+    with torch.inference_mode():
+        ids = torch.tensor([[*PROMPT, token("z")]])
+        logits = models.random_model("llama")(input_ids=ids, use_cache=False).logits[0, -1].double()
+    return float(torch.softmax(logits[[token("a"), token("x")]] / temperature, dim=-1)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_text_that_runs_into_a_limit_of_the_parser_ends_and_the_worker_goes_on(
+    limited: str, mode: str
+) -> None:
+    """I7: a request's grammar must not end the model thread."""
+    bias = ((token("a"), 100.0), (token("b"), 50.0), (EOS, -100.0))
+    for draft in (None, into_the_limit):
+        starts = [(limited, start("a", mode, logit_bias=bias)), ("person", start("b", mode))]
+        running, other = run(starts, draft)
+        output, reason, _ = running.facts()
+        assert reason == target_pb2.FINISH_REASON_NO_TOKEN
+        assert output[:3] == [token("z"), token("a"), token("b")]
+        check_is_sentence("person", other.output)
+
+
+@pytest.mark.parametrize("rule", AcceptanceRule)
+def test_guesses_that_run_into_a_limit_of_the_parser_bias_nothing(limited: str, rule: AcceptanceRule) -> None:
+    """Dropped, and the token drawn anew, a guess would lower the chance of what it said."""
+    num_samples = 1500
+    starts = [
+        (limited, start(f"s{i}", "rejection", rule=rule, seed=mix(i), temperature=TEMPERATURE, max_tokens=8))
+        for i in range(num_samples)
+    ]
+    counts = Counter(running.output[1] for running in run(starts, into_the_limit, luck=1))
+    assert set(counts) == {token("a"), token("x")}
+    test = stats.binomtest(counts[token("a")], num_samples, exact_chance_of_a(TEMPERATURE))
+    assert test.pvalue > ERROR_RATE

@@ -131,8 +131,9 @@ class World:
             asked = self.starts[item.session_id]
             assert len(item.token_ids) > 0
             assert item.kv.length <= self.limits.max_model_len + self.limits.num_speculative_tokens
-            if item.num_logits > 1:
-                assert item.num_logits - 1 <= self.limits.num_speculative_tokens
+            assert item.num_fed_hints <= self.limits.num_speculative_tokens
+            assert item.num_logits == item.num_decided or item.prompt_targets
+            assert len(item.prompt_targets) <= item.num_logits
             assert item.seed == asked.seed
 
     def run_until_idle(self, max_turns: int = 3000) -> None:
@@ -492,6 +493,18 @@ class TestHints:
         assert (stats.num_draft_tokens, stats.num_spec_steps, stats.num_steps) == (0, 0, 12)
         assert world.last_step is not None
         assert all(not item.hints for item in world.last_step.items)
+
+    def test_a_plain_session_verifies_nothing_and_tells_its_draft_worker_to_rest(self) -> None:
+        """Whether speculation is enabled beside or not: nobody would ever look at the hints."""
+        for is_enabled in (True, False):
+            speculation = SpeculationSettings(is_enabled, is_plain=True)
+            stats = self.hinted(speculation).ended["a"].stats
+            assert (stats.num_draft_tokens, stats.num_spec_steps, stats.num_steps) == (0, 0, 12)
+            world = World()
+            world.tell(start(speculation=speculation))
+            (told,) = world.tell(SubscribeDraft(1, "a", 1, 3))
+            assert isinstance(told, CommitPublished)
+            assert not told.is_listening
 
     def test_a_requests_own_limit_is_kept(self) -> None:
         stats = self.hinted(SpeculationSettings(num_speculative_tokens=2)).ended["a"].stats

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits
 
 from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.grammar_position import GrammarViolation, Position, Vocabulary
-from outrider.grammar_source import to_llguidance
-from outrider.grammar_tokenizer import load_tokenizer
+from outrider.grammar.position import GrammarViolation, Position, Vocabulary
+from outrider.grammar.source import to_llguidance
+from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarSpec
 
 __all__ = ["GrammarCompiler", "GrammarState", "GrammarViolation"]

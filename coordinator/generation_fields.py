@@ -27,12 +27,11 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    enabled: bool = True
+    enabled: bool = True  # False: nothing is fed ahead of time, not even tokens that a grammar forces
     num_speculative_tokens: int = 0  # most hints verified per step; 0 leaves it to the target
     acceptance_rule: Literal["block", "token"] = "block"
     num_draft_probs: int = 0  # entries of a hint's distribution; 0 leaves it to the draft worker
     draft_probs_bits: int = 0  # their precision; 0 leaves it to the draft worker
-    plain: bool = False  # nothing is fed ahead of time, tokens that a grammar forces included
     detail: bool = False  # token ids, origins and text pieces in every chunk, per-step counts at the end
 
     def to_settings(self) -> SpeculationSettings:
@@ -43,7 +42,7 @@ class Speculation(Body):
             acceptance_rule=AcceptanceRule[self.acceptance_rule.upper()],
             num_draft_probs=self.num_draft_probs,
             draft_probs_bits=self.draft_probs_bits,
-            is_plain=self.plain,
+            is_plain=not self.enabled,
         )
 
 

@@ -93,7 +93,8 @@ class RequestSession:
         self._environment = environment
         self._spec = spec
         self._deadline_s = arrival_s + spec.deadline_s
-        self._controller = FallbackController(environment.policy, is_enabled=request.speculation.enabled)
+        self._is_plain = request.speculation.is_plain or not request.speculation.enabled
+        self._controller = FallbackController(environment.policy, is_enabled=not self._is_plain)
         self._output = TextOutput(
             IncrementalDetokenizer(
                 environment.tokenizer,
@@ -310,7 +311,8 @@ class RequestSession:
 
     def _speculation(self) -> common_pb2.SpeculationParams:
         speculation = self._spec.request.speculation
-        return dataclasses.replace(speculation, enabled=self._controller.is_listening).to_proto()
+        is_listening = self._controller.is_listening
+        return dataclasses.replace(speculation, enabled=is_listening, is_plain=self._is_plain).to_proto()
 
     def _committed(self) -> list[int]:
         return [*self._spec.prompt_token_ids, *self._output.token_ids]

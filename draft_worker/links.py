@@ -37,6 +37,7 @@ class TargetLink:
         self.session_ids: set[str] = set()
         self._on_event = on_event
         self._channels: dict[str, int] = {}  # session id -> its number on this stream
+        self._session_ids: dict[int, str] = {}  # and the other way round
         self._encoders: dict[int, HintEncoder] = {}  # by channel
         self._last_channel = 0
         self._forget_pending()
@@ -64,17 +65,17 @@ class TargetLink:
 
     def _open_channel(self, session_id: str) -> None:
         """Takes numbers in turn, so that one comes back long after hints under its old meaning have gone."""
-        in_use = set(self._channels.values())
-        if session_id in self._channels or len(in_use) >= NUM_CHANNELS:
+        if session_id in self._channels or len(self._channels) >= NUM_CHANNELS:
             return
         while True:
             self._last_channel = self._last_channel % NUM_CHANNELS + 1
-            if self._last_channel not in in_use:
+            if self._last_channel not in self._session_ids:
                 break
         self._channels[session_id] = self._last_channel
+        self._session_ids[self._last_channel] = session_id
 
     def close_channel(self, session_id: str) -> None:
-        self._channels.pop(session_id, None)
+        self._session_ids.pop(self._channels.pop(session_id, 0), None)
         self._subscribe.pop(session_id, None)
 
     async def close(self) -> None:
@@ -109,7 +110,9 @@ class TargetLink:
             async for frame in call:
                 self._num_failures = 0
                 for commit in frame.commits:
-                    self._on_event(_commit_event(commit))
+                    session_id = self._session_ids.get(commit.channel)
+                    if session_id is not None:  # else it has left meanwhile
+                        self._on_event(_commit_event(session_id, commit))
         finally:
             call.cancel()
             writer.cancel()
@@ -197,12 +200,12 @@ IDLE_S = 10.0
 """A link outlives its last session by this long, since the next one often comes soon."""
 
 
-def _commit_event(commit: hints_pb2.SessionCommit) -> CommitHeard:
+def _commit_event(session_id: str, commit: hints_pb2.SessionCommit) -> CommitHeard:
     return CommitHeard(
-        commit.session_id,
+        session_id,
         commit.from_len,
         list(commit.token_ids),
-        commit.is_listening,
+        not commit.is_paused,
         commit.is_finished,
         commit.num_tried_hints,
         commit.num_held_hints,

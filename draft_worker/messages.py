@@ -180,3 +180,5 @@ class DraftLimits:
             raise ConfigurationError("--max-num-seqs and --max-lookahead must be at least 1")
         if not 1 <= self.max_nodes <= MAX_TREE_NODES:
             raise ConfigurationError(f"--max-nodes is {self.max_nodes}; permitted: 1 to {MAX_TREE_NODES}")
+        if not 0.0 <= self.min_sampled_reach <= 1.0:
+            raise ConfigurationError(f"--min-sampled-reach is {self.min_sampled_reach:g}; permitted: 0 to 1")

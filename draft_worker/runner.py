@@ -18,7 +18,7 @@ from outrider.telemetry import DraftMetrics
 
 NUM_CHILDREN = 5
 """One primary child and up to four alternatives: beside a slow target the draft has time for unlikely branches."""
-NUM_DRAFT_PROBS = 8
+NUM_DRAFT_PROBS = 6
 """Entries of a hint's distribution in rejection mode, where the request does not say."""
 DRAFT_PROBS_BITS = 8
 """Their precision, likewise."""

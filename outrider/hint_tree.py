@@ -112,9 +112,6 @@ class HintTree:
                 self._cursor = hint.node_id
                 self._cursor_children = []
             return False
-        if on_path and hint.parent_id != self._cursor:
-            self.num_stale += 1
-            return False
         self._nodes[hint.node_id] = _Node(hint, depth)
         self._children_of(hint.parent_id).append(hint.node_id)
         return True

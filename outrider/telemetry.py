@@ -57,6 +57,9 @@ class TargetMetrics(_Metrics):
         )
         self.num_bad_hints = self._counter("bad_hint_messages", "Hint messages that made no sense")
         self.num_hint_bytes = self._counter("hint_bytes", "Bytes of the messages that brought hints")
+        self.num_commit_bytes = self._counter(
+            "commit_bytes", "Bytes of the messages that told draft workers of commits"
+        )
         self.num_forced_tokens = self._counter(
             "grammar_forced_tokens", "Tokens that a grammar forced and that cost no step of their own"
         )

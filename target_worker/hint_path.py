@@ -25,6 +25,14 @@ class HintPath:
     hints: list[Hint]
     num_feedable: int
 
+    def gains(self, acceptance: float) -> list[float]:
+        """Per feedable hint, the chance that it and all before it hold; what a grammar forces is certain."""
+        chance, chances = 1.0, []
+        for hint in self.hints[: self.num_feedable]:
+            chance *= 1.0 if is_forced(hint) else acceptance
+            chances.append(chance)
+        return chances
+
     def for_step(self, num_fed: int) -> list[Hint]:
         """What a step verifies that feeds `num_fed`: one more stands last where there is one."""
         return self.hints[: num_fed + 1]

@@ -18,6 +18,7 @@ from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
 from outrider.grammar import GrammarViolation
+from protos.outrider.v1 import target_pb2
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
 from target_worker.messages import (
@@ -43,7 +44,7 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
-from target_worker.session import CommitOutcome, Session
+from target_worker.session import Session
 from target_worker.speculation import StepCost, allot, best_wait
 
 
@@ -114,9 +115,12 @@ class Scheduler:
         except GrammarViolation as violation:
             error = InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}")
             return [SessionRefused(event.session_id, error)]
+        actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
         self._sessions[session.session_id] = session
         self._waiting.append(session)
-        actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
+        if session.is_text_complete():  # it moved here after its last token and before its last word
+            self._early.take(session.session_id)
+            return [*actions, self._end(session, target_pb2.FINISH_REASON_STOP)]
         for early in self._early.take(session.session_id):
             actions += self.handle(early, now)
         return actions
@@ -325,12 +329,8 @@ class Scheduler:
         hint_budget = budget // 2 if prefilling else budget
         limit = self.limits.num_speculative_tokens
         paths = [session.hint_path(limit) for session in decoding]
-        num_fed = allot(
-            [session.acceptance.rate for session in decoding],
-            [path.num_feedable for path in paths],
-            self.cost,
-            max(hint_budget, 0),
-        )
+        gains = [path.gains(session.acceptance.rate) for session, path in zip(decoding, paths, strict=True)]
+        num_fed = allot(gains, self.cost, max(hint_budget, 0))
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
             items.append(_item(session, path, fed))
@@ -406,21 +406,22 @@ class Scheduler:
         actions += [
             replace(each, num_tried=outcome.num_tried, num_held=outcome.num_held) for each in published
         ]
-        if is_finished:
-            actions.append(self._end(session, outcome))
+        if outcome.reason is not None:
+            actions.append(self._end(session, outcome.reason, outcome.stop_token_id))
         else:
             path = session.tree.primary_path(self.limits.num_speculative_tokens)
             session.timing.on_commit(now, len(path))
         return actions
 
-    def _end(self, session: Session, outcome: CommitOutcome) -> SessionEnded:
-        assert outcome.reason is not None
+    def _end(
+        self, session: Session, reason: target_pb2.FinishReason, stop_token_id: int | None = None
+    ) -> SessionEnded:
         self._remove(session)
         first_step_at = session.first_step_at or session.arrived_at
         return SessionEnded(
             session.session_id,
-            outcome.reason,
-            outcome.stop_token_id,
+            reason,
+            stop_token_id,
             session.num_prompt_tokens,
             session.num_output_tokens,
             session.num_cached_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +56,7 @@ class DraftStream:
     """Commits on their way to one draft worker, gathered into frames while it is slow to take them."""
 
     def __init__(self) -> None:
+        self.channels: dict[str, int] = {}  # session id -> its number on this stream
         self._pending: list[hints_pb2.SessionCommit] = []
         self._wake = asyncio.Event()
         self.is_overrun = False
@@ -90,6 +92,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._metrics = metrics
         self._grammars = grammars
         self._callers: dict[str, asyncio.Queue[Action]] = {}
+        self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
         self._thread: ModelThread[Event, Action] | None = None
@@ -106,14 +109,26 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         """Takes the scheduler's actions, on the event loop."""
         for action in actions:
             if isinstance(action, CommitPublished):
-                stream = self._streams.get(action.stream_id)
-                if stream is not None:
-                    stream.put(_commit_message(action))
+                self._publish(action)
                 continue
             self._count(action)
             caller = self._callers.get(action.session_id)
             if caller is not None:
                 caller.put_nowait(action)  # bounded by the session's max_tokens
+
+    def _publish(self, action: CommitPublished) -> None:
+        stream = self._streams.get(action.stream_id)
+        channel = stream.channels.get(action.session_id) if stream is not None else None
+        if stream is None or channel is None:
+            return
+        message = _commit_message(action, channel)
+        stream.put(message)
+        num_bytes = message.ByteSize()
+        self._metrics.num_commit_bytes.inc(num_bytes)
+        if action.session_id in self._callers:
+            self._num_commit_bytes[action.session_id] += num_bytes
+        if action.is_finished:
+            del stream.channels[action.session_id]
 
     def _submit(self, event: Event, *, is_release: bool = False) -> None:
         assert self._thread is not None
@@ -150,12 +165,15 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 if isinstance(action, SessionRefused):
                     has_ended = True
                     raise action.error
-                has_ended = isinstance(action, SessionEnded)
+                if isinstance(action, SessionEnded):
+                    has_ended = True
+                    action.stats.num_hint_bytes += self._num_commit_bytes[event.session_id]
                 yield _event_message(action)
         except OutriderError as error:
             await abort(context, error)
         finally:
             del self._callers[event.session_id]
+            self._num_commit_bytes.pop(event.session_id, None)
             if not has_ended:
                 self._submit(CancelSession(event.session_id), is_release=True)
 
@@ -184,7 +202,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         stream_id, stream = self._next_stream_id, DraftStream()
         self._next_stream_id += 1
         self._streams[stream_id] = stream
-        reader = asyncio.create_task(self._read_hints(request_iterator, stream_id))
+        reader = asyncio.create_task(self._read_hints(request_iterator, stream_id, stream))
         reader.add_done_callback(lambda _: stream.close())
         try:
             while not reader.done():
@@ -200,14 +218,18 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             del self._streams[stream_id]
             self._submit(CloseStream(stream_id), is_release=True)
 
-    async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId) -> None:
+    async def _read_hints(
+        self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId, stream: DraftStream
+    ) -> None:
         channels: dict[int, HintChannel] = {}
         async for frame in frames:
             for session_id in frame.unsubscribe:
+                stream.channels.pop(session_id, None)
                 self._submit(UnsubscribeDraft(stream_id, session_id))
             for subscribe in frame.subscribe:
                 if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
                     channels[subscribe.channel] = HintChannel(subscribe.session_id, subscribe.attachment)
+                    stream.channels[subscribe.session_id] = subscribe.channel
                     self._submit(
                         SubscribeDraft(
                             stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
@@ -285,12 +307,12 @@ def parse_hints(
     )
 
 
-def _commit_message(action: CommitPublished) -> hints_pb2.SessionCommit:
+def _commit_message(action: CommitPublished, channel: int) -> hints_pb2.SessionCommit:
     return hints_pb2.SessionCommit(
-        session_id=action.session_id,
+        channel=channel,
         from_len=action.from_len,
         token_ids=action.token_ids,
-        is_listening=action.is_listening,
+        is_paused=not action.is_listening,
         is_finished=action.is_finished,
         num_tried_hints=action.num_tried,
         num_held_hints=action.num_held,

@@ -138,6 +138,10 @@ class Session:
             self.grammar,
         )
 
+    def is_text_complete(self) -> bool:
+        """Whether the grammar permits nothing after the output that there is."""
+        return self.grammar is not None and _advance(self.grammar, []) is not None
+
     def has_forced_hints(self) -> bool:
         """Whether the grammar alone says what comes next, so that no draft worker has to be waited for."""
         if self.grammar is None or self.speculation.is_plain:

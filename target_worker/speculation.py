@@ -46,28 +46,26 @@ class StepCost:
         return max(mean_ms - slope * mean_tokens, 0.05 * mean_ms), slope
 
 
-def allot(acceptance: Sequence[float], available: Sequence[int], cost: StepCost, budget: int) -> list[int]:
+def allot(gains: Sequence[Sequence[float]], cost: StepCost, budget: int) -> list[int]:
     """Hints to feed per session, so that expected tokens per millisecond are greatest over the whole batch.
 
-    The i-th hint of a session with acceptance a is worth a**i tokens and costs one more token fed; it is taken as
-    long as that beats the batch's rate without it. At most `available[s]` for session s and `budget` in all.
+    `gains[s][i]` is the chance that hints 0 to i of session s hold, which is how many tokens hint i is worth; it never
+    rises along a session. A hint costs one more token fed, and is taken as long as it beats the batch's rate without
+    it. At most `budget` in all.
     """
     fixed_ms, token_ms = cost.line()
-    counts = [0] * len(acceptance)
-    tokens = float(len(acceptance))
-    step_ms = fixed_ms + token_ms * len(acceptance)
+    counts = [0] * len(gains)
+    tokens = float(len(gains))
+    step_ms = fixed_ms + token_ms * len(gains)
+    # Of equal gains the earlier in its session comes first: none can be fed without those before it.
     candidates = sorted(
-        (
-            (rate**i, session, i)
-            for session, rate in enumerate(acceptance)
-            for i in range(1, available[session] + 1)
-        ),
-        reverse=True,
+        ((gain, i, session) for session, own in enumerate(gains) for i, gain in enumerate(own)),
+        key=lambda candidate: (-candidate[0], candidate[1]),
     )
-    for gain, session, i in candidates[:budget]:
+    for gain, _, session in candidates[:budget]:
         if gain * step_ms <= tokens * token_ms:
             break
-        counts[session] = i
+        counts[session] += 1
         tokens += gain
         step_ms += token_ms
     return counts

@@ -60,7 +60,6 @@ async def test_the_draft_worker_is_told_the_same_and_how_to_send_distributions(
     target, draft = clusters.target(step_s=0.005), FakeDraft()
     speculation = {
         "acceptance_rule": "token", "num_draft_probs": 8, "draft_probs_bits": 6, "num_speculative_tokens": 5,
-        "plain": True,
     }  # fmt: skip
     async with clusters.open([target], [draft]) as cluster:
         await cluster.complete(speculation=speculation, min_p=0.5)
@@ -70,9 +69,17 @@ async def test_the_draft_worker_is_told_the_same_and_how_to_send_distributions(
     assert told.num_prompt_tokens == target.requests[0].num_prompt_tokens == len(told.token_ids)
     expected = common_pb2.SpeculationParams(
         enabled=True, num_speculative_tokens=5, acceptance_rule=common_pb2.ACCEPTANCE_RULE_TOKEN,
-        num_draft_probs=8, draft_probs_bits=6, plain=True,
+        num_draft_probs=8, draft_probs_bits=6,
     )  # fmt: skip
     assert told.speculation == target.requests[0].speculation == expected
+
+
+async def test_without_speculation_nothing_is_fed_ahead_and_no_draft_asked(clusters: ClusterFactory) -> None:
+    target, draft = clusters.target(), FakeDraft()
+    async with clusters.open([target], [draft]) as cluster:
+        await cluster.complete(speculation={"enabled": False})
+    assert target.requests[0].speculation == common_pb2.SpeculationParams(enabled=False, plain=True)
+    assert draft.requests == []
 
 
 class TestBadWords:

@@ -52,6 +52,11 @@ class TestStepCost:
         assert token_ms > 0
 
 
+def gains(rates: list[float], available: list[int]) -> list[list[float]]:
+    """Of hints that hold independently, each with its session's rate."""
+    return [[rate**i for i in range(1, most + 1)] for rate, most in zip(rates, available, strict=True)]
+
+
 class TestAllot:
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(
@@ -65,7 +70,7 @@ class TestAllot:
     ) -> None:
         rates, available = [rate for rate, _ in sessions], [n for _, n in sessions]
         cost = fitted(fixed_ms, fixed_ms * share)
-        counts = allot(rates, available, cost, budget)
+        counts = allot(gains(rates, available), cost, budget)
         assert all(0 <= count <= most for count, most in zip(counts, available, strict=True))
         assert sum(counts) <= budget
         best = max(
@@ -76,15 +81,18 @@ class TestAllot:
         assert tokens_per_ms(rates, counts, cost) == pytest.approx(best, rel=1e-9)
 
     def test_zero_is_a_valid_answer(self) -> None:
-        assert allot([0.1, 0.05], [5, 5], fitted(1.0, 0.9), 20) == [0, 0]
+        assert allot(gains([0.1, 0.05], [5, 5]), fitted(1.0, 0.9), 20) == [0, 0]
 
     def test_nothing_to_allot(self) -> None:
-        assert allot([], [], StepCost(), 0) == []
-        assert allot([0.9], [0], StepCost(), 5) == [0]
-        assert allot([0.9], [5], StepCost(), 0) == [0]
+        assert allot([], StepCost(), 0) == []
+        assert allot(gains([0.9], [0]), StepCost(), 5) == [0]
+        assert allot(gains([0.9], [5]), StepCost(), 0) == [0]
 
     def test_an_idle_machine_verifies_what_there_is(self) -> None:
-        assert allot([0.9, 0.9], [4, 2], fitted(50.0, 0.01), 100) == [4, 2]
+        assert allot(gains([0.9, 0.9], [4, 2]), fitted(50.0, 0.01), 100) == [4, 2]
+
+    def test_certain_hints_come_first_and_in_their_order(self) -> None:
+        assert allot([[1.0, 1.0, 1.0, 0.2], [0.9, 0.8]], fitted(50.0, 0.01), 3) == [3, 0]
 
 
 class TestAcceptanceHistory:

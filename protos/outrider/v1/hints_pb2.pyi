@@ -57,19 +57,19 @@ class CommitFrame(_message.Message):
     def __init__(self, commits: _Optional[_Iterable[_Union[SessionCommit, _Mapping]]] = ...) -> None: ...
 
 class SessionCommit(_message.Message):
-    __slots__ = ("session_id", "from_len", "token_ids", "is_listening", "is_finished", "num_tried_hints", "num_held_hints")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("channel", "from_len", "token_ids", "is_paused", "is_finished", "num_tried_hints", "num_held_hints")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
     FROM_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IS_LISTENING_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_TRIED_HINTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_HINTS_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
+    channel: int
     from_len: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    is_listening: bool
+    is_paused: bool
     is_finished: bool
     num_tried_hints: int
     num_held_hints: int
-    def __init__(self, session_id: _Optional[str] = ..., from_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., is_listening: _Optional[bool] = ..., is_finished: _Optional[bool] = ..., num_tried_hints: _Optional[int] = ..., num_held_hints: _Optional[int] = ...) -> None: ...
+    def __init__(self, channel: _Optional[int] = ..., from_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., is_paused: _Optional[bool] = ..., is_finished: _Optional[bool] = ..., num_tried_hints: _Optional[int] = ..., num_held_hints: _Optional[int] = ...) -> None: ...

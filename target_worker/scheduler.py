@@ -11,14 +11,14 @@ of such events is kept and replayed.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
-from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
+from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarViolation
 from protos.outrider.v1 import target_pb2
+from target_worker.admission import Places, check_request
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
 from target_worker.messages import (
@@ -57,24 +57,22 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.cost = StepCost()
         self._sessions: dict[str, Session] = {}
-        self._waiting: deque[Session] = deque()
-        self._running: dict[str, Session] = {}
-        self._num_reserved_blocks = 0
+        self._places = Places(limits, allocator)
         self._early = EarlyEvents(limits)
         self._wait_deadline: float | None = None
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._places.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._places.waiting)
 
     @property
     def kv_usage(self) -> float:
         """Share of KV blocks that are reserved."""
-        return self._num_reserved_blocks / (self.allocator.num_blocks - 1)
+        return self._places.num_reserved_blocks / (self.allocator.num_blocks - 1)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event. Errors of a session are answered with an action, never raised."""
@@ -100,24 +98,27 @@ class Scheduler:
     # Admission.
 
     def _start(self, event: StartSession, now: float) -> list[Action]:
-        error = self._objection(event)
-        if error is not None:
-            return [SessionRefused(event.session_id, error)]
         try:
+            if event.session_id in self._sessions:
+                raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
+            check_request(event, self.limits, self.vocab_size)
+            self._places.check_room(event)
             session = Session.from_event(
                 event,
                 max_model_len=self.limits.max_model_len,
                 end_of_sequence_ids=self.limits.end_of_sequence_ids,
                 kv=KVSequence(self.allocator),
-                num_reserved_blocks=self._num_blocks_for(event),
+                num_reserved_blocks=self._places.num_blocks_for(event),
                 now=now,
             )
-        except GrammarViolation as violation:
-            error = InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}")
+        except OutriderError as error:
             return [SessionRefused(event.session_id, error)]
+        except GrammarViolation as violation:
+            refusal = InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}")
+            return [SessionRefused(event.session_id, refusal)]
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
         self._sessions[session.session_id] = session
-        self._waiting.append(session)
+        self._places.waiting.append(session)
         if session.is_text_complete():  # it moved here after its last token and before its last word
             self._early.take(session.session_id)
             return [*actions, self._end(session, target_pb2.FINISH_REASON_STOP)]
@@ -125,84 +126,9 @@ class Scheduler:
             actions += self.handle(early, now)
         return actions
 
-    def _objection(self, event: StartSession) -> OutriderError | None:
-        limits = self.limits
-        num_tokens = len(event.token_ids)
-        if event.session_id in self._sessions:
-            return InvalidRequest("session_id", f"session {event.session_id} is already running here")
-        if not 0 < event.num_prompt_tokens <= num_tokens:
-            return InvalidRequest(
-                "token_ids", f"{event.num_prompt_tokens} prompt tokens of {num_tokens} token ids"
-            )
-        if num_tokens >= limits.max_model_len:
-            return InvalidRequest(
-                "token_ids",
-                f"{num_tokens} tokens leave no room to generate: the longest context is {limits.max_model_len}",
-            )
-        if num_tokens - event.num_prompt_tokens >= event.sampling.max_tokens:
-            return InvalidRequest("max_tokens", "as many tokens as max_tokens permits are already committed")
-        if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
-            return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
-        try:
-            event.sampling.check_vocabulary(self.vocab_size)
-        except InvalidRequest as error:
-            return error
-        if self._num_blocks_for(event) > self.allocator.num_blocks - 1:
-            capacity = (self.allocator.num_blocks - 1) * self.allocator.block_size
-            return InvalidRequest(
-                "max_tokens", f"prompt and output do not fit the KV cache of {capacity} tokens"
-            )
-        if len(self._waiting) >= limits.max_num_waiting:
-            return Overloaded(f"{len(self._waiting)} sessions wait already", retry_after_s=1.0)
-        return None
-
-    def _num_blocks_for(self, event: StartSession) -> int:
-        """KV blocks for the session at its longest, hints being verified included."""
-        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, self.limits.max_model_len)
-        return self.allocator.blocks_for(longest + self.limits.num_speculative_tokens + 1)
-
-    def _promote_waiting(self, now: float) -> None:
-        """Gives waiting sessions a place, first come first served, as long as their whole length fits.
-
-        One whose prompt is just being computed for another session lets others pass, and then shares the result.
-        """
-        for session in list(self._waiting):
-            if len(self._running) >= self.limits.max_num_seqs:
-                return
-            if self._num_reserved_blocks + session.num_reserved_blocks > self.allocator.num_blocks - 1:
-                return
-            if self._shares_prefix(session):
-                if self._is_prefix_under_way(session):
-                    continue
-                session.adopt_prefix()
-            self._waiting.remove(session)
-            self._num_reserved_blocks += session.num_reserved_blocks
-            session.first_step_at = now
-            self._running[session.session_id] = session
-
-    def _shares_prefix(self, session: Session) -> bool:
-        # Log probabilities of the prompt need its forward pass.
-        return self.limits.enable_prefix_caching and session.sampling.num_prompt_logprobs is None
-
-    def _is_prefix_under_way(self, session: Session) -> bool:
-        """Whether a running session's prefill is about to compute the first block that this one lacks."""
-        computing = [
-            other for other in self._running.values() if other.num_pending > 1 and self._shares_prefix(other)
-        ]
-        if not computing:
-            return False
-        digests = session.known_digests(session.committed_len - 1)
-        missing = self.allocator.num_published(digests)
-        if missing == len(digests):
-            return False
-        return any(digests[missing] in other.known_digests(other.committed_len) for other in computing)
-
     def _remove(self, session: Session) -> None:
         del self._sessions[session.session_id]
-        if self._running.pop(session.session_id, None) is not None:
-            self._num_reserved_blocks -= session.num_reserved_blocks
-        else:
-            self._waiting.remove(session)
+        self._places.remove(session)
         session.kv.free()
 
     def _cancel(self, session_id: str) -> list[Action]:
@@ -266,8 +192,8 @@ class Scheduler:
 
     def next_step(self, now: float) -> Step | WaitForHints | None:
         """What to run now: a step, nothing until some moment, or nothing until an event comes."""
-        self._promote_waiting(now)
-        if not self._running:
+        self._places.promote(now)
+        if not self._places.running:
             return None
         wait_until = self._wait_for_hints(now)
         if wait_until is not None:
@@ -277,11 +203,11 @@ class Scheduler:
 
     def _wait_for_hints(self, now: float) -> float | None:
         """The moment to wait for, or None to go on. One step waits `hint_wait_ms_max` at the most, in all."""
-        if any(session.num_pending > 1 for session in self._running.values()):
+        if any(session.num_pending > 1 for session in self._places.running.values()):
             return None  # prefill is work enough
         hoping = [
             session
-            for session in self._running.values()
+            for session in self._places.running.values()
             if session.can_expect_hints() and not session.has_forced_hints()
         ]
         if not hoping:
@@ -322,8 +248,8 @@ class Scheduler:
     def _compose(self) -> Step:
         """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`."""
         budget = self.limits.max_num_batched_tokens
-        decoding = [session for session in self._running.values() if session.num_pending == 1]
-        prefilling = [session for session in self._running.values() if session.num_pending > 1]
+        decoding = [session for session in self._places.running.values() if session.num_pending == 1]
+        prefilling = [session for session in self._places.running.values() if session.num_pending > 1]
         budget -= len(decoding)
         # Hints never take more than half of what is left while prompts wait, nor all of it.
         hint_budget = budget // 2 if prefilling else budget
@@ -377,8 +303,8 @@ class Scheduler:
                 actions.append(PromptScored(session.session_id, first, logprobs))
             if verdict is not None:
                 actions += self._commit(session, item, verdict, result.step_ms, now)
-            if self._shares_prefix(session):
-                session.publish_blocks()
+            if self._places.shares_prefix(session):
+                session.blocks.publish(session.token_ids)
         return actions
 
     def _commit(

@@ -6,8 +6,9 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
 from outrider.acceptance import AcceptanceHistory
-from outrider.engine.kv_cache import Digest, KVSequence, block_digests
+from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
+from outrider.engine.prefix_cache import TextBlocks
 from outrider.engine.verification import Verdict
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import Hint, HintTree
@@ -53,7 +54,7 @@ class Session:
     end_token_ids: frozenset[int]  # what min_tokens rules out
     grammar: GrammarState | None  # having read all output
     arrived_at: float  # shell's clock, seconds
-    kv: KVSequence
+    blocks: TextBlocks
     num_reserved_blocks: int
     tree: HintTree = field(default_factory=HintTree)
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)
@@ -63,8 +64,6 @@ class Session:
     first_step_at: float | None = None
     first_token_at: float | None = None
     num_cached_tokens: int = 0  # of the prompt, whose KV was there already
-    digests: list[Digest] = field(default_factory=list)  # of the full blocks of `token_ids`, as far as known
-    num_offered_blocks: int = 0  # of `kv`, which later prompts may begin with
 
     @classmethod
     def from_event(
@@ -94,9 +93,13 @@ class Session:
             end_token_ids=sampling.stop_token_ids | end_of_sequence_ids,
             grammar=event.grammar,
             arrived_at=now,
-            kv=kv,
+            blocks=TextBlocks(kv),
             num_reserved_blocks=num_reserved_blocks,
         )
+
+    @property
+    def kv(self) -> KVSequence:
+        return self.blocks.kv
 
     @property
     def decoding_mode(self) -> DecodingMode:
@@ -156,27 +159,6 @@ class Session:
         if self.sampling.num_prompt_logprobs is None:
             return []
         return self.token_ids[start + 1 : min(start + num_tokens + 1, self.num_prompt_tokens)]
-
-    def adopt_prefix(self) -> None:
-        """Begins with KV blocks that an earlier prompt left, as far as they go; the last token is always fed."""
-        digests = self.known_digests(len(self.token_ids) - 1)
-        num_published = self.kv.allocator.num_published(digests)
-        self.kv.adopt(digests[:num_published])
-        self.num_cached_tokens = min(self.kv.length, self.num_prompt_tokens)
-
-    def publish_blocks(self) -> None:
-        """Offers the blocks that the last step filled with committed tokens."""
-        num_full = self.kv.length // self.kv.allocator.block_size
-        if num_full > self.num_offered_blocks:
-            self.kv.publish(self.known_digests(self.kv.length)[:num_full], self.num_offered_blocks)
-            self.num_offered_blocks = num_full
-
-    def known_digests(self, length: int) -> list[Digest]:
-        """Digests of the full blocks of the first `length` tokens."""
-        size = self.kv.allocator.block_size
-        if len(self.digests) < length // size:
-            self.digests = block_digests(self.token_ids[:length], size, self.digests)
-        return self.digests
 
     def can_expect_hints(self) -> bool:
         """Whether a draft worker follows the session and is heard."""

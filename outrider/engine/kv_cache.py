@@ -2,16 +2,14 @@
 
 A sequence's KV lives in fixed-size blocks; entry `i` of a sequence is slot `block_ids[i // block_size] *
 block_size + i % block_size` of every layer's cache. Blocks are reference-counted, so that forked sequences share
-what they have in common (paged attention, Kwon et al. 2309.06180). A full block of final text can be published under
-a digest of all text up to its end; a later sequence that begins with the same text takes it over instead of computing
-it again. A published block that nobody references is kept until its place is needed, the longest unused one first.
+what they have in common (paged attention, Kwon et al. 2309.06180). A full block can be published under a digest for
+other sequences to begin with; one that nobody references is kept until its place is needed, the longest unused first.
 
 Invariants: a block that more than one sequence references, or that is published, is never written.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,17 +22,7 @@ NULL_BLOCK = 0
 
 
 Digest = bytes
-"""Names a block by the tokens of its sequence from the first one to the block's last; 16 bytes."""
-
-
-def block_digests(token_ids: Sequence[int], block_size: int, known: Sequence[Digest] = ()) -> list[Digest]:
-    """Digests of all full blocks of a text, of which the first `len(known)` are known already."""
-    digests = list(known)
-    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
-        content = np.asarray(token_ids[start : start + block_size], dtype=np.int64).tobytes()
-        previous = digests[-1] if digests else b""
-        digests.append(hashlib.blake2b(previous + content, digest_size=16).digest())
-    return digests
+"""Names a block by the tokens of its sequence from the first one to the block's last (`prefix_cache`)."""
 
 
 class OutOfBlocksError(Exception):

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.engine.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError, block_digests
+from outrider.engine.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError
+from outrider.engine.prefix_cache import block_digests
 
 
 class KVCacheMachine(RuleBasedStateMachine):

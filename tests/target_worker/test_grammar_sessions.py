@@ -218,7 +218,7 @@ def run(
         take(core.handle(replace(event, grammar=compiled(name)), 0.0))
     for _ in range(20_000):
         if draft is not None:
-            for session_id in list(core.scheduler._running):
+            for session_id in list(core.scheduler._places.running):
                 running = world[session_id]
                 if running.rng.random() < 0.8 and (hints := draft(running)):
                     core.handle(HintsArrived(session_id, 1, len(running.text), hints, 0.0), 0.0)

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from outrider.engine.kv_cache import BlockAllocator, Digest, block_digests
+from outrider.engine.kv_cache import BlockAllocator, Digest
+from outrider.engine.prefix_cache import block_digests
 from outrider.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import SpeculationSettings
 from target_worker.messages import (
@@ -91,7 +92,7 @@ class World(PlainWorld):
 
     @property
     def running(self) -> set[str]:
-        return set(self.scheduler._running)
+        return set(self.scheduler._places.running)
 
     def turns(self, count: int) -> None:
         for _ in range(count):

@@ -1,0 +1,68 @@
+"""KV blocks that sequences which begin alike share. Pure.
+
+A full block of final text is published under a digest of all text up to its end; a later sequence that begins with
+the same text takes it over instead of computing it again. That changes no bit of what follows, because KV entries do
+not depend on how they were computed (invariant I2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outrider.engine.kv_cache import Digest, KVSequence
+
+
+def block_digests(token_ids: Sequence[int], block_size: int, known: Sequence[Digest] = ()) -> list[Digest]:
+    """Digests of all full blocks of a text, of which the first `len(known)` are known already."""
+    digests = list(known)
+    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+        content = np.asarray(token_ids[start : start + block_size], dtype=np.int64).tobytes()
+        previous = digests[-1] if digests else b""
+        digests.append(hashlib.blake2b(previous + content, digest_size=16).digest())
+    return digests
+
+
+@dataclass(slots=True)
+class TextBlocks:
+    """One sequence's KV as far as it holds final text, which others may begin with."""
+
+    kv: KVSequence
+    _digests: list[Digest] = field(
+        default_factory=list
+    )  # of the text's full blocks, as far as they were asked for
+    _num_published: int = 0
+
+    def adopt(self, token_ids: Sequence[int]) -> int:
+        """Begins with what others published of this text; returns how many entries that are.
+
+        The last token's entry is left out always: its logits are wanted, so it has to be computed.
+        """
+        digests = self.digests(token_ids[:-1])
+        self.kv.adopt(digests[: self.kv.allocator.num_published(digests)])
+        return self.kv.length
+
+    def publish(self, token_ids: Sequence[int]) -> None:
+        """Offers the blocks that have been filled since; `token_ids` is the text, final as far as there is KV."""
+        num_full = self.kv.length // self.kv.allocator.block_size
+        if num_full > self._num_published:
+            digests = self.digests(token_ids[: self.kv.length])
+            self.kv.publish(digests[:num_full], self._num_published)
+            self._num_published = num_full
+
+    def first_missing(self, token_ids: Sequence[int]) -> Digest | None:
+        """The first block of this text that nobody has published; None when all are to be had."""
+        digests = self.digests(token_ids[:-1])
+        num_published = self.kv.allocator.num_published(digests)
+        return digests[num_published] if num_published < len(digests) else None
+
+    def digests(self, token_ids: Sequence[int]) -> list[Digest]:
+        """Of the full blocks of a text, which must go on as those before it did."""
+        size = self.kv.allocator.block_size
+        num_full = len(token_ids) // size
+        if len(self._digests) < num_full:
+            self._digests = block_digests(token_ids, size, self._digests)
+        return self._digests[:num_full]

@@ -137,8 +137,9 @@ def merged(pieces: Sequence[Piece]) -> Piece:
         whole.finish_reason = piece.finish_reason or whole.finish_reason
         whole.stop_reason = piece.stop_reason if piece.stop_reason is not None else whole.stop_reason
         if piece.logprobs is not None:
-            before = whole.logprobs or {}
-            whole.logprobs = {name: before.get(name, []) + values for name, values in piece.logprobs.items()}
+            whole.logprobs = {} if whole.logprobs is None else whole.logprobs
+            for name, values in piece.logprobs.items():
+                whole.logprobs.setdefault(name, []).extend(values)
         for delta in piece.tool_calls:
             if "id" in delta:
                 call = {name: value for name, value in delta.items() if name != "index"}

@@ -136,6 +136,11 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidRequest(None, f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidRequest(None, "the body must be a JSON object")
+    if b"\\ud" in raw.lower() or b"\xed" in raw:  # half of a surrogate pair is no text, but JSON can spell it
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise InvalidRequest(None, f"the body is not valid JSON: {error}") from error
     content = without_neutral(content, kind.neutral, "")
     if isinstance(content.get("structured_outputs"), dict):
         content["structured_outputs"] = without_neutral(

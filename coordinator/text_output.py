@@ -37,7 +37,7 @@ class VisibleOutput:
 
 
 class TextOutput:
-    """One request's output so far. After a stop string matched, `stop_reason` is set and tokens are refused."""
+    """One request's output so far. After a stop string matched, `stop_string` is set and further tokens are dropped."""
 
     def __init__(
         self, detokenizer: IncrementalDetokenizer, matcher: StopStringMatcher, min_tokens: int = 0

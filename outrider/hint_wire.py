@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.hint_tree import DraftDistribution, Hint
+from outrider.sampling_params import MAX_DRAFT_PROBS
 from protos.outrider.v1 import hints_pb2
 
 MAX_NODES_PER_MESSAGE = 512  # as many as a hint tree keeps
@@ -79,7 +80,10 @@ class HintDecoder:
         sizes = message.support_sizes or [num_entries, *[0] * (num_nodes - 1)][:num_nodes]
         if len(node_ids) != num_nodes or len(sizes) != num_nodes or sum(sizes) != num_entries:
             return None
-        if len(message.token_ids) != sum(size == 0 for size in sizes):
+        if (
+            len(message.token_ids) != sum(size == 0 for size in sizes)
+            or max(sizes, default=0) > MAX_DRAFT_PROBS
+        ):
             return None
         self.base_len = message.base_len or self.base_len
         self.next_node_id = node_ids[-1] + 1 if node_ids else first

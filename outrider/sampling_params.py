@@ -260,8 +260,11 @@ class SpeculationSettings:
 
 
 def _check(name: str, value: float, holds: bool, permitted: str) -> None:
-    if not holds or not math.isfinite(value):
-        raise InvalidRequest(name, f"{name} is {value:g}; permitted: {permitted}")
+    # A client's integer may be too large for a float.
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    if not holds or not is_finite:
+        shown = str(value) if isinstance(value, int) else f"{value:g}"
+        raise InvalidRequest(name, f"{name} is {shown}; permitted: {permitted}")
 
 
 def _check_count(name: str, count: int, most: int) -> None:

@@ -7,6 +7,7 @@ Calls become events for the scheduler, its actions become messages.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ from target_worker.messages import (
     TokensCommitted,
     UnsubscribeDraft,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID = 64  # characters
 MAX_CHANNEL = 65535
@@ -211,8 +214,11 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                     await abort(context, Overloaded("this draft worker does not read its commits"))
                 if frame.commits:
                     yield frame
-            if isinstance(error := reader.exception(), OutriderError):
+            error = reader.exception()
+            if isinstance(error, OutriderError):
                 await abort(context, error)
+            elif error is not None:
+                logger.info("a draft worker's stream broke: %s", error)
         finally:
             reader.cancel()
             del self._streams[stream_id]
@@ -228,6 +234,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 self._submit(UnsubscribeDraft(stream_id, session_id))
             for subscribe in frame.subscribe:
                 if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
+                    before = channels.get(subscribe.channel)
+                    if before is not None and stream.channels.get(before.session_id) == subscribe.channel:
+                        del stream.channels[before.session_id]  # its commits would be taken for this one's
                     channels[subscribe.channel] = HintChannel(subscribe.session_id, subscribe.attachment)
                     stream.channels[subscribe.session_id] = subscribe.channel
                     self._submit(

@@ -82,13 +82,15 @@ def _check_schema(schema: Any) -> None:
     num_patterns, has_intersections, multiples = 0, False, set()
     for node in _objects(schema):
         num_patterns += sum(isinstance(node.get(name), str) for name in _PATTERNS)
-        num_patterns += len(node.get("patternProperties") or ())
+        # Perhaps the name of a property, so that it may be anything.
+        by_pattern = node.get("patternProperties")
+        num_patterns += len(by_pattern) if isinstance(by_pattern, dict) else 0
         all_of = node.get("allOf")
         has_intersections |= isinstance(all_of, list) and len(all_of) > 1
         has_intersections |= len(_APPLICATORS & node.keys()) > 1
         has_intersections |= bool(_APPLICATORS & node.keys()) and bool(_CONSTRAINTS & node.keys())
         multiple = node.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple:
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and multiple:
             multiples.add(abs(Fraction(str(multiple))))
     if has_intersections and num_patterns > MAX_INTERSECTED_PATTERNS:
         raise InvalidRequest(
@@ -101,8 +103,8 @@ def _check_schema(schema: Any) -> None:
     if common > MAX_COMMON_MULTIPLE:
         raise InvalidRequest(
             "grammar",
-            f"the multipleOf of the JSON schema have {common:.4g} as their common multiple, counted in their last "
-            f"decimal; permitted: {MAX_COMMON_MULTIPLE}",
+            f"the multipleOf of the JSON schema have {min(common, 10**300):.4g} as their common multiple, counted in "
+            f"their last decimal; permitted: {MAX_COMMON_MULTIPLE}",
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits
 
-from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.errors import ConfigurationError, InvalidRequest, Overloaded
 from outrider.grammar.position import GrammarViolation, Position, Vocabulary
 from outrider.grammar.source import to_llguidance
 from outrider.grammar.tokenizer import load_tokenizer
@@ -29,6 +29,7 @@ from outrider.sampling_params import GrammarSpec
 __all__ = ["GrammarCompiler", "GrammarState", "GrammarViolation"]
 
 COMPILER_STACK_BYTES: Final = 512 * 2**20
+MAX_COMPILING: Final = 4  # at once, each with a stack of that size
 MAX_LEXER_STATES: Final = 50_000  # of one sequence, 1 to 2 kB each
 
 _T = TypeVar("_T")
@@ -45,6 +46,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._lock = threading.Lock()
+        self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
         self._loaded: Vocabulary | None = None
 
     def check(self, spec: GrammarSpec) -> None:
@@ -52,13 +54,21 @@ class GrammarCompiler:
         self.compile(spec)
 
     def compile(self, spec: GrammarSpec) -> GrammarState:
-        """The state before the first token. Raises as `check` does."""
+        """The state before the first token. Raises as `check` does, and Overloaded when there is no room for it."""
         try:
             vocabulary = self._vocabulary()
         except ConfigurationError as error:
             raise InvalidRequest("grammar", f"this model cannot follow grammars: {error}") from error
         grammar = to_llguidance(spec)
+        try:
+            with self._compiling:
+                return self._start(vocabulary, grammar)
+        except InvalidRequest:
+            raise
+        except (RuntimeError, MemoryError) as error:  # no thread or no stack to be had
+            raise Overloaded(f"no room to compile the grammar now: {error}", retry_after_s=1.0) from error
 
+    def _start(self, vocabulary: Vocabulary, grammar: str) -> GrammarState:
         def start() -> Position:
             limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
             return Position(

@@ -239,6 +239,9 @@ class TestRefusals:
             ({"min_tokens": 6}, "min_tokens"),
             ({"min_tokens": -1}, "min_tokens"),
             ({"top_k": 1 << 32}, "top_k"),
+            ({"top_k": 10**400}, "top_k"),
+            ({"seed": 10**400}, "seed"),
+            ({"logprobs": 10**400}, "logprobs"),
             ({"n": 0}, "n"),
             ({"n": 65}, "n"),
             ({"best_of": 65}, "best_of"),
@@ -342,7 +345,13 @@ class TestRefusals:
         async with clusters.open([clusters.target()]) as cluster:
             assert (await cluster.complete(**neutral)).status_code == 200
 
-    @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"[" * 100_000, b""])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"{", b"[1]", b"\xff", b"[" * 100_000, b"", b'{"prompt": "\\uD800"}', b'{"prompt": "\xed\xa0\x80"}',
+            b'{"prompt": "x", "structured_outputs": {"choice": ["\\udfff"]}}',
+        ],
+    )  # fmt: skip
     async def test_a_body_that_is_no_json_object_is_refused(
         self, clusters: ClusterFactory, content: bytes
     ) -> None:
@@ -350,6 +359,14 @@ class TestRefusals:
             response = await cluster.client.post("/v1/completions", content=content)
         assert response.status_code == 400
         assert "JSON" in response.json()["error"]["message"]
+
+    @pytest.mark.parametrize("prompt", [b"\\ud83d\\ude00", "\ud55c\uad6d".encode()])
+    async def test_characters_that_look_like_half_a_pair_are_welcome(
+        self, clusters: ClusterFactory, prompt: bytes
+    ) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            response = await cluster.client.post("/v1/completions", content=b'{"prompt": "' + prompt + b'"}')
+        assert response.status_code == 200
 
     async def test_a_body_beyond_all_bounds_is_refused(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:

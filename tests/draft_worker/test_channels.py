@@ -261,6 +261,10 @@ class Raw:
     async def write(self, *nodes: hints_pb2.HintNodes, **columns: Any) -> None:
         await self._call.write(hints_pb2.HintFrame(nodes=nodes, **columns))
 
+    async def read(self) -> list[hints_pb2.SessionCommit]:
+        async with asyncio.timeout(WAIT_S):
+            return list((await self._call.read()).commits)
+
 
 @contextlib.asynccontextmanager
 async def raw_stream() -> AsyncIterator[tuple[Target, Raw]]:
@@ -316,6 +320,18 @@ async def test_a_message_that_makes_no_sense_does_not_shift_those_after_it() -> 
         await made.until(lambda: len(made.hints()) == 2)
         assert made.hints()[1] == ("a", 1, 3, Hint(2, 1, 8))
         assert made.num_bad == 1
+
+
+async def test_a_channel_that_is_given_again_brings_no_commits_of_its_earlier_session() -> None:
+    async with raw_stream() as (made, raw):
+        for name in "ab":
+            await raw.write(subscribe=[hints_pb2.Subscribe(session_id=name, attachment=1, channel=4)])
+        await made.until(lambda: len(made.subscriptions()) == 2)
+        stream_id = next(event.stream_id for event in made.events if isinstance(event, target.SubscribeDraft))
+        for name, token_id in (("a", 7), ("b", 8)):
+            published = target.CommitPublished(stream_id, name, 5, [token_id], True, False)
+            made.servicer.dispatch([published])
+        assert [list(commit.token_ids) for commit in await raw.read()] == [[8]]
 
 
 class TestChannelNumbers:

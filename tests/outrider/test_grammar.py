@@ -301,6 +301,9 @@ def test_the_text_of_a_control_token_is_spelled_out() -> None:
         ),
         (GrammarKind.JSON_SCHEMA, '{"enum": []}', "empty"),
         (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 9999991}', "multipleOf"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "object", "patternProperties": 5}', "patternProperties"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": true}', "multipleOf"),
+        (GrammarKind.JSON_SCHEMA, '{"anyOf": [{"multipleOf": 1e-300}, {"multipleOf": 1e300}]}', "multipleOf"),
         (GrammarKind.REGEX, "(", "unclosed group"),
         (GrammarKind.REGEX, "(" * 100_000 + ")" * 100_000, "invalid regex"),
         (GrammarKind.LARK, "", "no start rule"),
@@ -318,6 +321,12 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
         COMPILER.check(GrammarSpec(kind, text))
     assert refusal.value.parameter == "grammar"
     assert "<non-verbose" not in refusal.value.message
+
+
+def test_properties_may_be_called_like_keywords() -> None:
+    names = ("patternProperties", "multipleOf", "pattern", "allOf")
+    state = schema({"type": "object", "properties": dict.fromkeys(names, True), "required": [*names]})
+    assert state.num_valid(encode('{"patternProperties": 1, "multipleOf": 2, "pattern": 3, "allOf": 4}')) > 4
 
 
 def test_patterns_that_a_string_must_match_all_at_once_are_bounded() -> None:

@@ -19,10 +19,10 @@ from protos.outrider.v1 import common_pb2
     [
         ("temperature", [-0.001, 2.001, math.nan, math.inf, -math.inf]),
         ("top_p", [0.0, -1.0, 1.0001, math.nan, math.inf]),
-        ("top_k", [-1]),
+        ("top_k", [-1, -(10**400)]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("max_tokens", [0, -3]),
-        ("seed", [-1, 2**64]),
+        ("seed", [-1, 2**64, 10**400]),
         ("stop_token_ids", [frozenset(range(MAX_STOP_TOKEN_IDS + 1))]),
     ],
 )

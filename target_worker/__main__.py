@@ -103,7 +103,9 @@ async def serve(arguments: argparse.Namespace) -> None:
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        servicer = TargetServicer(info, metrics, grammars)
+        servicer = TargetServicer(
+            info, metrics, grammars, has_room=lambda: scheduler.num_waiting < limits.max_num_waiting
+        )
         thread = process.make_thread(TargetCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)

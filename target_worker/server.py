@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,11 +89,17 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
     """Serves outrider.v1.Target and outrider.v1.Hints."""
 
     def __init__(
-        self, info: common_pb2.WorkerInfo, metrics: TargetMetrics, grammars: GrammarCompiler
+        self,
+        info: common_pb2.WorkerInfo,
+        metrics: TargetMetrics,
+        grammars: GrammarCompiler,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`has_room` says, from the event loop, whether another session could wait; the scheduler has the last word."""
         self._info = info
         self._metrics = metrics
         self._grammars = grammars
+        self._has_room = has_room
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
@@ -151,6 +157,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 raise Unavailable("this worker is draining")
             event = parse_generate(request)
             if event.sampling.grammar is not None:
+                if not self._has_room():  # a refusal comes before any work
+                    raise Overloaded("too many sessions wait already", retry_after_s=1.0)
                 event = replace(event, grammar=await self._compile(event.sampling.grammar))
             # After the last wait, so that of two calls with one id the second finds the first.
             if event.session_id in self._callers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,20 +11,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
-from outrider.sampling_params import MAX_STOP_TOKEN_IDS, DecodingMode, SamplingParams
+from outrider.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    DecodingMode,
+    GrammarKind,
+    GrammarSpec,
+    SamplingParams,
+)
 from protos.outrider.v1 import common_pb2
 
 
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.001, 2.001, math.nan, math.inf, -math.inf]),
+        ("temperature", [-0.001, 2.001, math.nan, math.inf, -math.inf, 1e-46]),
         ("top_p", [0.0, -1.0, 1.0001, math.nan, math.inf]),
         ("top_k", [-1, -(10**400)]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("max_tokens", [0, -3]),
         ("seed", [-1, 2**64, 10**400]),
         ("stop_token_ids", [frozenset(range(MAX_STOP_TOKEN_IDS + 1))]),
+        ("typical_p", [0.0, 1.1, math.nan]),
+        ("presence_penalty", [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.1, 2.1, math.inf]),
+        ("repetition_penalty", [0.0, -1.0, 10.1, math.nan]),
+        ("logit_bias", [((1, 100.5),), ((1, math.nan),), tuple((i, 0.0) for i in range(MAX_LOGIT_BIAS + 1))]),
+        ("bad_words", [((),), ((1,) * (MAX_BAD_WORD_TOKENS + 1),), ((1,),) * (MAX_BAD_WORDS + 1)]),
+        ("allowed_token_ids", [frozenset(range(MAX_ALLOWED_TOKEN_IDS + 1))]),
+        ("min_tokens", [-1, 17]),
+        ("num_logprobs", [-1, 21]),
+        ("num_prompt_logprobs", [-1, 21]),
     ],
 )
 def test_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
@@ -57,6 +78,9 @@ def test_decoding_mode_follows_from_temperature_and_seed() -> None:
     assert SamplingParams(temperature=0.5, seed=0).decoding_mode is DecodingMode.COUPLED
 
 
+UINT32 = st.integers(0, 2**32 - 1)
+
+
 @settings(max_examples=100, derandomize=True)
 @given(
     temperature=st.floats(0, 2, width=32),
@@ -65,13 +89,29 @@ def test_decoding_mode_follows_from_temperature_and_seed() -> None:
     min_p=st.floats(0, 1, width=32),
     seed=st.none() | st.integers(0, 2**64 - 1),
     max_tokens=st.integers(1, 2**31),
-    stop_token_ids=st.frozensets(st.integers(0, 2**32 - 1), max_size=MAX_STOP_TOKEN_IDS),
+    stop_token_ids=st.frozensets(UINT32, max_size=MAX_STOP_TOKEN_IDS),
     ignore_eos=st.booleans(),
+    typical_p=st.floats(0.001953125, 1, width=32),
+    presence_penalty=st.floats(-2, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    repetition_penalty=st.floats(0.001953125, 10, width=32),
+    logit_bias=st.dictionaries(UINT32, st.floats(-100, 100, width=32), max_size=5).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    bad_words=st.lists(st.lists(UINT32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    allowed_token_ids=st.frozensets(UINT32, max_size=5),
+    min_tokens=st.integers(0, 1),
+    num_logprobs=st.none() | st.integers(0, 20),
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
+    are_logprobs_processed=st.booleans(),
+    grammar=st.none()
+    | st.builds(GrammarSpec, st.sampled_from(GrammarKind), st.text(max_size=5), st.booleans()),
 )
 def test_nothing_is_lost_on_the_wire(**values: Any) -> None:
     params = SamplingParams(**values)
     message = common_pb2.SamplingParams.FromString(params.to_proto().SerializeToString())
     assert SamplingParams.from_proto(message) == params
+    assert values.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def test_an_empty_message_is_refused_instead_of_meaning_something() -> None:

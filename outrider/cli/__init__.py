@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import __version__
-from outrider.cli.audit import audit
+from outrider.cli.audit.command import audit
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 from outrider.audit import Divergence, Run, Verdict
 from outrider.cli import app
-from outrider.cli.audit_requests import (
+from outrider.cli.audit.auditor import Auditor
+from outrider.cli.audit.requests import (
     CHAT,
     COMPLETIONS,
     DEFAULT_SEED,
@@ -29,7 +30,6 @@ from outrider.cli.audit_requests import (
     replay_way,
     run_body,
 )
-from outrider.cli.auditor import Auditor
 from outrider.errors import InvalidRequest
 from protos.outrider.v1 import target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from outrider.audit import Divergence, Run, Verdict, compare, is_reproduced, judge, margin
-from outrider.cli.audit_findings import Finding, RequestReport, Surroundings
-from outrider.cli.audit_requests import (
+from outrider.cli.audit.findings import Finding, RequestReport, Surroundings
+from outrider.cli.audit.requests import (
     AuditRequest,
     ReplayWay,
     can_show_the_end,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outrider.audit import Divergence, HintCounts, Margin, Run, Verdict, exit_code, worst
-from outrider.cli.audit_requests import AuditRequest, ReplayWay
+from outrider.cli.audit.requests import AuditRequest, ReplayWay
 
 
 @dataclass(frozen=True, slots=True)

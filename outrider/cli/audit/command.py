@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import typer
@@ -15,10 +15,27 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.audit import exit_code
-from outrider.cli import audit_report
-from outrider.cli.audit_findings import RequestReport, as_dict, num_verified
-from outrider.cli.audit_requests import AuditRequest, Overrides, audit_request, read_bodies
-from outrider.cli.auditor import Auditor, new_audit_client
+from outrider.cli.audit import report as audit_report
+from outrider.cli.audit.auditor import Auditor, new_audit_client
+from outrider.cli.audit.findings import RequestReport, as_dict, num_verified
+from outrider.cli.audit.options import (
+    DEFAULT_MAX_TOKENS,
+    ApiKey,
+    AsJson,
+    Concurrency,
+    MaxTokens,
+    Model,
+    Prompt,
+    PromptFile,
+    Repeat,
+    Requests,
+    RequireSpeculation,
+    Seed,
+    Temperature,
+    TimeoutS,
+    Url,
+)
+from outrider.cli.audit.requests import AuditRequest, Overrides, audit_request, read_bodies
 from outrider.cli.demo_prompts import DEMO_PROMPTS
 from outrider.cli.progress import Progress
 from outrider.errors import InvalidRequest
@@ -29,102 +46,23 @@ BUILT_IN_PROMPTS = (
     "Speculative decoding leaves the output of a large language model as it is, because",
     "one two three one two three one two three one two",
 )
-DEFAULT_MAX_TOKENS = 100
-
-_ASKING = "What to ask"
-_ASKED = "Whom to ask"
-_RESULT = "What to make of it"
 
 
 def audit(
-    url: Annotated[
-        str,
-        typer.Option(help="Address of the server, as `outrider serve` printed it.", rich_help_panel=_ASKED),
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="OUTRIDER_API_KEY", help="Sent as a bearer token.", rich_help_panel=_ASKED),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model to ask for.", show_default="each request's, else the only one", rich_help_panel=_ASKED
-        ),
-    ] = None,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for one answer.", rich_help_panel=_ASKED)
-    ] = 120.0,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A text to continue; may be given more than once.",
-            show_default="a few built-in ones",
-            rich_help_panel=_ASKING,
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="A file that is one prompt.",
-            show_default=False,
-            rich_help_panel=_ASKING,
-        ),
-    ] = None,
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<file>|-",
-            help="Bodies of /v1/completions or /v1/chat/completions, one JSON object a line; - for standard input.",
-            show_default=False,
-            rich_help_panel=_ASKING,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Longest output, tokens.",
-            show_default=f"each request's, {DEFAULT_MAX_TOKENS} for prompts",
-            rich_help_panel=_ASKING,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=2.0, show_default="each request's, 0 for prompts", rich_help_panel=_ASKING),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="For sampled requests that have none.",
-            show_default="a fixed one",
-            rich_help_panel=_ASKING,
-        ),
-    ] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Runs with speculation per request.", rich_help_panel=_ASKING)
-    ] = 1,
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=256,
-            help="Requests at once; with more than 1 they share the server's batches.",
-            rich_help_panel=_ASKING,
-        ),
-    ] = 1,
-    require_speculation: Annotated[
-        bool,
-        typer.Option(
-            "--require-speculation", help="Fail when no hint was verified at all.", rich_help_panel=_RESULT
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Report as one JSON object on standard output.", rich_help_panel=_RESULT),
-    ] = False,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    model: Model = None,
+    timeout_s: TimeoutS = 120.0,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    requests: Requests = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    repeat: Repeat = 1,
+    concurrency: Concurrency = 1,
+    require_speculation: RequireSpeculation = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a running server: does speculation change what it says?
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.audit import ROUNDING_NATS, Divergence, Run, Verdict
-from outrider.cli.audit_findings import Finding, RequestReport
-from outrider.cli.audit_requests import ReplayWay
+from outrider.cli.audit.findings import Finding, RequestReport
+from outrider.cli.audit.requests import ReplayWay
 
 _STYLES: Final = {
     Verdict.IDENTICAL: "green",

@@ -1,0 +1,1 @@
+"""`outrider audit`: does speculation change what a running server says?"""

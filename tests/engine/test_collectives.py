@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +32,9 @@ def _all_reduce(part: torch.Tensor) -> torch.Tensor:
 
 def _rank(rank: int, num_ranks: int, meeting_point: str, dtype: torch.dtype, results: str) -> None:
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        "lo0" if sys.platform == "darwin" else "lo"
+    )  # whatever the host is called
     distributed.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=num_ranks)
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(200, 96, generator=generator).to(dtype)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.speedup import DEMO
-from demo.grow import grow
+from benchmarks.target_model import add_target_arguments, target_model
 from outrider.engine.model import Engine, EngineConfig, SequenceChunk, load_model
 from outrider.worker_process import pin_to_cores
 
@@ -82,17 +80,12 @@ def summarize(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, default=DEMO / "target")
-    parser.add_argument("--grown", action="store_true", help="grow the target to 275 M parameters first")
+    add_target_arguments(parser)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     pin_to_cores("0")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        model_dir = arguments.target
-        if arguments.grown:
-            model_dir = Path(scratch) / "grown"
-            grow(arguments.target, model_dir)
+    with target_model(arguments) as model_dir:
         print(json.dumps(measure(model_dir, arguments.rounds), indent=1))
 
 

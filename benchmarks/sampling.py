@@ -12,15 +12,13 @@ import asyncio
 import itertools
 import json
 import statistics
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speedup import DEMO
+from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from benchmarks.worker_pair import Generation, WorkerPair, worker_pair
 from demo.corpus import held_out_prompts
-from demo.grow import grow
 from outrider.sampling_params import AcceptanceRule, SamplingParams, SpeculationSettings
 from outrider.tokenizer import Tokenizer
 
@@ -94,11 +92,7 @@ def summarize(results: dict[str, list[Generation]]) -> dict[str, Any]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    target_dir = Path(arguments.target)
-    with tempfile.TemporaryDirectory() as scratch:
-        if arguments.grown:
-            target_dir = Path(scratch) / "grown"
-            grow(Path(arguments.target), target_dir)
+    with target_model(arguments) as target_dir:
         tokenizer = Tokenizer(target_dir)
         prompts = [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)]
         async with worker_pair(
@@ -115,9 +109,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", default=str(DEMO / "target"))
+    add_target_arguments(parser)
     parser.add_argument("--draft", default=str(DEMO / "draft"))
-    parser.add_argument("--grown", action="store_true", help="grow the target to 275 M parameters first")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=100, help="per request (default %(default)s)")

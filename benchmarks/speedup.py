@@ -11,19 +11,16 @@ import argparse
 import asyncio
 import json
 import statistics
-import tempfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from benchmarks.worker_pair import Generation, WorkerPair, WorkerProcessHandle, worker_pair
 from demo.corpus import held_out_prompts
-from demo.grow import grow
 from outrider.sampling_params import SamplingParams
 from outrider.tokenizer import Tokenizer
-
-DEMO = Path(__file__).resolve().parents[1] / "demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +114,7 @@ def _bound(line: str) -> str:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    target_dir = Path(arguments.target)
-    with tempfile.TemporaryDirectory() as scratch:
-        if arguments.grown:
-            target_dir = Path(scratch) / "grown"
-            grow(Path(arguments.target), target_dir)
+    with target_model(arguments) as target_dir:
         tokenizer = Tokenizer(target_dir)
         prompts = [
             tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=arguments.seed)
@@ -138,9 +131,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", default=str(DEMO / "target"))
+    add_target_arguments(parser)
     parser.add_argument("--draft", default=str(DEMO / "draft"))
-    parser.add_argument("--grown", action="store_true", help="grow the target to 275 M parameters first")
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="which prompts")
     parser.add_argument("--tokens", type=int, default=100, help="per request (default %(default)s)")

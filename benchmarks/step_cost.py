@@ -9,12 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
-from benchmarks.speedup import DEMO
-from demo.grow import grow
+from benchmarks.target_model import add_target_arguments, target_model
 from outrider.engine.model import Engine, EngineConfig, SequenceChunk, load_model
 from outrider.worker_process import pin_to_cores
 
@@ -40,16 +37,11 @@ def measure(engine: Engine, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", type=Path, default=DEMO / "target")
-    parser.add_argument("--grown", action="store_true", help="grow the target to 275 M parameters first")
+    add_target_arguments(parser)
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     pin_to_cores("0")
-    with tempfile.TemporaryDirectory() as scratch:
-        model_dir = arguments.target
-        if arguments.grown:
-            model_dir = Path(scratch) / "grown"
-            grow(arguments.target, model_dir)
+    with target_model(arguments) as model_dir:
         step_ms = measure(load_model(EngineConfig(model_dir)), arguments.rounds)
     ratio = round(step_ms[str(NUM_TOKENS[-1])] / step_ms["1"], 2)
     print(json.dumps({"step_ms_by_num_tokens": step_ms, "eight_over_one": ratio}, indent=1))

@@ -96,6 +96,10 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         try:
             event = self._parse(request)
             if event.sampling.grammar is not None:
+                if (
+                    self._scheduler.num_sessions >= self._scheduler.num_slots
+                ):  # a refusal comes before any work
+                    raise Overloaded("all draft slots are taken", retry_after_s=1.0)
                 grammar = await asyncio.to_thread(self._grammars.compile, event.sampling.grammar)
                 event = replace(event, grammar=grammar)
                 self._check_free(event.session_id)

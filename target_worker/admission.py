@@ -97,5 +97,5 @@ class Places:
             return False
         missing = session.blocks.first_missing(session.token_ids)
         return missing is not None and any(
-            missing in other.blocks.digests(other.token_ids) for other in computing
+            missing in other.blocks.digests(other.token_ids, other.committed_len) for other in computing
         )

@@ -11,8 +11,6 @@ of such events is kept and replayed.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
 from outrider.errors import InvalidRequest, NotFound, OutriderError
@@ -137,7 +135,7 @@ class Scheduler:
         if session is None:
             return []
         self._remove(session)
-        return [*self._publish(session, session.committed_len, [], is_finished=True)]
+        return self._publish(session, session.committed_len, [], is_finished=True)
 
     # Hints and those who send them.
 
@@ -148,7 +146,7 @@ class Scheduler:
         if event.speculation.enabled and not session.is_listening:
             session.forget_the_draft(now)
         session.speculation = event.speculation
-        return [*self._publish(session, session.committed_len, [], is_finished=False)]
+        return self._publish(session, session.committed_len, [], is_finished=False)
 
     def _subscribe(self, event: SubscribeDraft, now: float) -> list[Action]:
         session = self._sessions.get(event.session_id)
@@ -328,10 +326,14 @@ class Scheduler:
                 )
             )
         is_finished = outcome.reason is not None
-        published = self._publish(session, from_len, outcome.token_ids, is_finished=is_finished)
-        actions += [
-            replace(each, num_tried=outcome.num_tried, num_held=outcome.num_held) for each in published
-        ]
+        actions += self._publish(
+            session,
+            from_len,
+            outcome.token_ids,
+            is_finished=is_finished,
+            num_tried=outcome.num_tried,
+            num_held=outcome.num_held,
+        )
         if outcome.reason is not None:
             actions.append(self._end(session, outcome.reason, outcome.stop_token_id))
         else:
@@ -357,8 +359,15 @@ class Scheduler:
         )
 
     def _publish(
-        self, session: Session, from_len: int, token_ids: list[int], *, is_finished: bool
-    ) -> list[CommitPublished]:
+        self,
+        session: Session,
+        from_len: int,
+        token_ids: list[int],
+        *,
+        is_finished: bool,
+        num_tried: int = 0,
+        num_held: int = 0,
+    ) -> list[Action]:
         return [
             CommitPublished(
                 stream_id,
@@ -367,6 +376,8 @@ class Scheduler:
                 token_ids,
                 session.is_listening,
                 is_finished=is_finished,
+                num_tried=num_tried,
+                num_held=num_held,
             )
             for stream_id in session.subscribers
         ]

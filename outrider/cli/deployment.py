@@ -60,6 +60,7 @@ class Deployment:
     affinity: Affinity = Affinity.AUTO
     quantization: Quantization = Quantization.NONE
     seed_requests: bool = False
+    enable_prefix_caching: bool = True
 
     @property
     def model_name(self) -> str:
@@ -103,8 +104,9 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
     }
+    target_words = () if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)
     specs = [
-        _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags)
+        _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags, target_words)
         for i, own in enumerate(plan.targets)
     ]
     if deployment.draft is not None:
@@ -123,6 +125,7 @@ def _worker_spec(
     cores: tuple[int, ...],
     run_id: str,
     extra: Mapping[str, object],
+    extra_words: Sequence[str] = (),
 ) -> ChildSpec:
     flags: dict[str, object] = {
         "--model": model,
@@ -142,7 +145,7 @@ def _worker_spec(
     return ChildSpec(
         f"{role}-{index}",
         role,
-        (*module(f"{role}_worker"), *flatten(flags)),
+        (*module(f"{role}_worker"), *flatten(flags), *extra_words),
         environment,
         ready_timeout_s=WORKER_READY_TIMEOUT_S,
         stop_grace_s=WORKER_GRACE_S,

@@ -41,9 +41,8 @@ class BlockAllocator:
         self._num_references = [0] * num_blocks
         self._published: dict[Digest, int] = {}
         self._digests: dict[int, Digest] = {}  # of published blocks
-        self._unused: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published, not referenced; longest unused first
+        # Published and not referenced, the longest unused first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:

@@ -31,9 +31,8 @@ class TextBlocks:
     """One sequence's KV as far as it holds final text, which others may begin with."""
 
     kv: KVSequence
-    _digests: list[Digest] = field(
-        default_factory=list
-    )  # of the text's full blocks, as far as they were asked for
+    # Of the text's full blocks, as far as they were asked for.
+    _digests: list[Digest] = field(default_factory=list)
     _num_published: int = 0
 
     def adopt(self, token_ids: Sequence[int]) -> int:
@@ -41,7 +40,7 @@ class TextBlocks:
 
         The last token's entry is left out always: its logits are wanted, so it has to be computed.
         """
-        digests = self.digests(token_ids[:-1])
+        digests = self.digests(token_ids, len(token_ids) - 1)
         self.kv.adopt(digests[: self.kv.allocator.num_published(digests)])
         return self.kv.length
 
@@ -49,20 +48,19 @@ class TextBlocks:
         """Offers the blocks that have been filled since; `token_ids` is the text, final as far as there is KV."""
         num_full = self.kv.length // self.kv.allocator.block_size
         if num_full > self._num_published:
-            digests = self.digests(token_ids[: self.kv.length])
-            self.kv.publish(digests[:num_full], self._num_published)
+            self.kv.publish(self.digests(token_ids, self.kv.length), self._num_published)
             self._num_published = num_full
 
     def first_missing(self, token_ids: Sequence[int]) -> Digest | None:
         """The first block of this text that nobody has published; None when all are to be had."""
-        digests = self.digests(token_ids[:-1])
+        digests = self.digests(token_ids, len(token_ids) - 1)
         num_published = self.kv.allocator.num_published(digests)
         return digests[num_published] if num_published < len(digests) else None
 
-    def digests(self, token_ids: Sequence[int]) -> list[Digest]:
-        """Of the full blocks of a text, which must go on as those before it did."""
+    def digests(self, token_ids: Sequence[int], length: int) -> list[Digest]:
+        """Of the full blocks of a text's first `length` tokens; the text must go on as those before it did."""
         size = self.kv.allocator.block_size
-        num_full = len(token_ids) // size
+        num_full = length // size
         if len(self._digests) < num_full:
-            self._digests = block_digests(token_ids, size, self._digests)
+            self._digests = block_digests(token_ids[:length], size, self._digests)
         return self._digests[:num_full]

@@ -64,10 +64,16 @@ def test_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
         {"min_p": 1.0},
         {"seed": 2**64 - 1},
         {"stop_token_ids": frozenset(range(MAX_STOP_TOKEN_IDS))},
+        {"typical_p": 1.0, "presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 10.0},
+        {"logit_bias": tuple((token_id, -100.0) for token_id in range(MAX_LOGIT_BIAS))},
+        {"bad_words": ((1,) * MAX_BAD_WORD_TOKENS,) * MAX_BAD_WORDS},
+        {"allowed_token_ids": frozenset(range(MAX_ALLOWED_TOKEN_IDS))},
+        {"min_tokens": 16, "max_tokens": 16, "num_logprobs": 0, "num_prompt_logprobs": 20},
     ],
 )
 def test_bounds_themselves_are_permitted(values: dict[str, Any]) -> None:
-    SamplingParams(**values)
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
 
 
 def test_decoding_mode_follows_from_temperature_and_seed() -> None:

@@ -31,10 +31,11 @@ def table(reports: Sequence[RequestReport], caption: str) -> Table:
     made = Table(title="Speculation on trial, the same requests plain and speculated", caption=caption)
     made.add_column("request")
     made.add_column("ends in")
-    made.add_column("mode")
+    made.add_column("mode", no_wrap=True)
     for column in ("tokens", "runs", "hints", "accepted", "tokens a step"):
         made.add_column(column, justify="right")
-    made.add_column("verdict")
+    # However narrow the terminal, this word is to be read.
+    made.add_column("verdict", no_wrap=True, min_width=max(len(_shown(verdict)) for verdict in Verdict))
     for report in reports:
         plain, hints, verdict = report.plain, report.hints, report.verdict
         made.add_row(

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SPECULATIVE_TOKENS = 32
 MAX_DRAFT_PROBS = 64
-LEAST_FLOAT32 = 2.0**-149  # above 0
+FLOAT32_ZERO_MAX = 2.0**-150  # float32 rounds this and everything nearer to 0 to it
 
 
 class DecodingMode(enum.Enum):
@@ -262,7 +262,9 @@ class SpeculationSettings:
 
 def _check(name: str, value: float, holds: bool, permitted: str) -> None:
     # A client's integer may be too large for a float, and its float too small for the workers', which would read 0.
-    is_readable = isinstance(value, int) or (math.isfinite(value) and not 0.0 < abs(value) < LEAST_FLOAT32)
+    is_readable = isinstance(value, int) or (
+        math.isfinite(value) and not 0.0 < abs(value) <= FLOAT32_ZERO_MAX
+    )
     if not holds or not is_readable:
         shown = str(value) if isinstance(value, int) else f"{value:g}"
         raise InvalidRequest(name, f"{name} is {shown}; permitted: {permitted}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 
 from outrider.worker_process import (
     WorkerProcess,
     add_worker_arguments,
     engine_config,
+    leave,
     model_name,
     record_from_info,
     run_worker,
@@ -128,4 +128,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -208,27 +208,35 @@ def choose_form(linear: nn.Linear, quantization: str = "none") -> tuple[LinearFo
     return (forms if quantization != "none" else PLAIN_FORMS)[0], False
 
 
-def make_batch_invariant(
-    model: nn.Module, quantization: str = "none", output_layer: nn.Module | None = None
-) -> dict[str, str]:
+class LinearForms:
+    """Builds linear layers in the form that is batch-invariant here, tried once per shape.
+
+    `report` names the form by shape, `"OUTxIN" -> name`, with " (NOT batch-invariant)" where none held.
+    """
+
+    def __init__(self, quantization: str = "none") -> None:
+        self._quantization = quantization
+        self._chosen: dict[tuple[int, int, bool, str], LinearForm] = {}
+        self.report: dict[str, str] = {}
+
+    def build(self, linear: nn.Linear, *, is_output: bool = False) -> nn.Module:
+        """All but the output layer are quantized as asked: rounding errors there go straight into the logits."""
+        quantization = "none" if is_output else self._quantization
+        shape = (linear.out_features, linear.in_features, linear.bias is not None, quantization)
+        if shape not in self._chosen:
+            self._chosen[shape], holds = choose_form(linear, quantization)
+            label = f"{linear.out_features}x{linear.in_features}"
+            self.report[label] = self._chosen[shape].name + ("" if holds else " (NOT batch-invariant)")
+        return self._chosen[shape].build(linear)
+
+
+def make_batch_invariant(model: nn.Module, forms: LinearForms, output_layer: nn.Module | None = None) -> None:
     """Replaces every linear layer of `model` by the form that holds for its shape, in place.
 
-    All but `output_layer` are quantized as asked: rounding errors there go straight into the logits.
-
-    Returns the form's name by shape, `"OUTxIN" -> name`, with " (NOT batch-invariant)" where none held. The original
-    weights are released as their packed copies are made; tied weights stay, because the embedding needs them.
+    The original weights are released as their packed copies are made; tied weights stay, because the embedding needs
+    them.
     """
-    chosen: dict[tuple[int, int, bool, str], LinearForm] = {}
-    report: dict[str, str] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            own = "none" if child is output_layer else quantization
-            shape = (child.out_features, child.in_features, child.bias is not None, own)
-            if shape not in chosen:
-                chosen[shape], holds = choose_form(child, own)
-                label = f"{child.out_features}x{child.in_features}"
-                report[label] = chosen[shape].name + ("" if holds else " (NOT batch-invariant)")
-            setattr(parent, name, chosen[shape].build(child))
-    return report
+            if type(child) is nn.Linear:
+                setattr(parent, name, forms.build(child, is_output=child is output_layer))

@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from outrider.engine.attention import ATTENTION_NAME, QueryBlock, plan_step
+from outrider.engine.decoder import FusedDecoder, why_not
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
-from outrider.engine.linear import make_batch_invariant
+from outrider.engine.linear import LinearForms, make_batch_invariant
 from outrider.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class EngineConfig:
     kv_cache_bytes: int = 2 * 2**30  # most memory for KV
     num_threads: int = 1  # torch intra-op threads
     quantization: str = "none"  # of the linear layers' weights, the output layer's excepted
+    use_kernels: bool = True  # where the model and the machine permit (`decoder`)
 
     def __post_init__(self) -> None:
         if self.quantization not in QUANTIZATIONS:
@@ -105,6 +107,13 @@ class Engine:
             for _ in range(self.num_layers)
         ]
 
+        self._fused: FusedDecoder | None = None
+
+    def fuse(self, forms: LinearForms) -> None:
+        """Moves the weights into a `FusedDecoder`, which runs all steps from then on."""
+        num_positions = self.max_model_len + LOOKAHEAD_ENTRIES
+        self._fused = FusedDecoder(self.model, self.caches, num_positions, self.config.block_size, forms)
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Runs one step and returns float32 logits.  # [sum of num_logits, vocab_size]
@@ -112,19 +121,18 @@ class Engine:
         Logits come in the order of `chunks`, each chunk's in the order of its tokens. When no chunk wants any, there
         is one row without meaning.
         """
-        token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
-        layout = plan_step([chunk.query_block() for chunk in chunks], self.caches)
-        ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
-        wanted = np.concatenate(
-            [np.arange(end - chunk.num_logits, end) for end, chunk in zip(ends, chunks, strict=True)]
-        )
-        if len(wanted) == 0:  # the output layer wants at least one row
-            wanted = np.zeros(1, dtype=np.int64)
+        token_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids])
+        wanted = _wanted_rows(chunks)
+        blocks = [chunk.query_block() for chunk in chunks]
+        if self._fused is not None:
+            rows = None if wanted is None else torch.tensor(wanted)
+            return self._fused.forward(token_ids, blocks, rows).float()
+        layout = plan_step(blocks, self.caches)
         logits: torch.Tensor = self.model(
-            input_ids=torch.from_numpy(token_ids).unsqueeze(0),
+            input_ids=token_ids.unsqueeze(0),
             position_ids=layout.positions,
             use_cache=False,
-            logits_to_keep=torch.from_numpy(wanted),
+            logits_to_keep=0 if wanted is None else torch.tensor(wanted),
             outrider_layout=layout,
         ).logits
         if layout.num_calls != self.num_layers:
@@ -153,6 +161,18 @@ class Engine:
 
     def new_sequence(self) -> KVSequence:
         return KVSequence(self.allocator)
+
+
+def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
+    """Rows whose logits are wanted, None for all of them."""
+    wanted: list[int] = []
+    num_rows = 0
+    for chunk in chunks:
+        num_rows += len(chunk.token_ids)
+        wanted += range(num_rows - chunk.num_logits, num_rows)
+    if len(wanted) == num_rows:
+        return None
+    return wanted or [0]  # the output layer wants at least one row
 
 
 LOOKAHEAD_ENTRIES = 256
@@ -226,8 +246,14 @@ def load_model(config: EngineConfig) -> Engine:
     expected = _reference_logits(model)
     model.set_attn_implementation(ATTENTION_NAME)
     engine = Engine(model, config)
-    forms = make_batch_invariant(model, config.quantization, model.get_output_embeddings())
-    logger.info("linear layers: %s", forms)
+    forms = LinearForms(config.quantization)
+    obstacle = why_not(model) if config.use_kernels else "told not to"
+    if obstacle is None:
+        engine.fuse(forms)
+    else:
+        logger.info("without compiled kernels: %s", obstacle)
+        make_batch_invariant(model, forms, model.get_output_embeddings())
+    logger.info("linear layers: %s", forms.report)
     _check_against(engine, expected)
     return engine
 

@@ -1,0 +1,394 @@
+// What lies between the matrix products of a decoder layer, for CPUs. `kernels.py` says what each function does.
+//
+// Every output row is computed from its own inputs by the same operations in the same order, whatever else is in the
+// batch: loops over rows share loaded keys and values, never a sum. That makes them batch-invariant (invariant I2) by
+// construction. Vectors are GCC's portable ones; the compiler clones each entry point for the processors below and the
+// right one is chosen when the library is loaded.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONED
+#endif
+#define EXPORT extern "C" CLONED __attribute__((visibility("default")))
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int MAX_QUERIES = 8;  // that share one pass over the keys
+constexpr int MAX_HEAD_VECTORS = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint16_t UnalignedHalves __attribute__((vector_size(32), aligned(2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+INLINE Floats load(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
+INLINE Floats load(const BFloat16* from) {
+  const Halves halves = *reinterpret_cast<const UnalignedHalves*>(from);
+  return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+// To the nearest, ties to even; what is not a number stays so.
+INLINE Halves rounded(Floats values) {
+  const Words bits = reinterpret_cast<Words>(values);
+  const Words up = bits + 0x7fff + ((bits >> 16) & 1);
+  const Words chosen = (values != values) ? Words{} + 0x7fc00000 : up;
+  return __builtin_convertvector(chosen >> 16, Halves);
+}
+
+INLINE void store(float* to, Floats values) { *reinterpret_cast<UnalignedFloats*>(to) = values; }
+INLINE void store(BFloat16* to, Floats values) { *reinterpret_cast<UnalignedHalves*>(to) = rounded(values); }
+
+// The value as it would be after a trip through memory.
+INLINE Floats as_stored(const float*, Floats values) { return values; }
+INLINE Floats as_stored(const BFloat16*, Floats values) {
+  return reinterpret_cast<Floats>(__builtin_convertvector(rounded(values), Words) << 16);
+}
+
+// The first `count` values; zeros follow.
+template <typename T>
+INLINE Floats load_some(const T* from, int count) {
+  T padded[LANES] = {};
+  std::memcpy(padded, from, count * sizeof(T));
+  return load(padded);
+}
+template <typename T>
+INLINE void store_some(T* to, Floats values, int count) {
+  T padded[LANES];
+  store(padded, values);
+  std::memcpy(to, padded, count * sizeof(T));
+}
+
+INLINE Floats broadcast(float value) { return value - Floats{}; }
+
+INLINE float sum(Floats v) {
+  v += __builtin_shuffle(v, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  v += __builtin_shuffle(v, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  v += __builtin_shuffle(v, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  v += __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+  return v[0];
+}
+
+INLINE float maximum(const float* values, int32_t count) {
+  Floats found = broadcast(values[0]);
+  int32_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const Floats some = load(values + i);
+    found = some > found ? some : found;
+  }
+  float highest = found[0];
+  for (int lane = 1; lane < LANES; ++lane) highest = std::max(highest, found[lane]);
+  for (; i < count; ++i) highest = std::max(highest, values[i]);
+  return highest;
+}
+
+INLINE Floats exponential(Floats x) {
+  // exp(x) = 2^n * exp(r), |r| <= ln(2)/2, with the polynomial of Cephes' expf.
+  const Floats lowest = broadcast(-87.0f), highest = broadcast(88.0f);
+  const Ints is_tiny = x < lowest;
+  x = x < lowest ? lowest : x;
+  x = x > highest ? highest : x;
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = (x * 1.44269504088896341f + magic) - magic;
+  const Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats p = broadcast(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return is_tiny ? Floats{} : p * reinterpret_cast<Floats>(exponent);
+}
+
+template <typename T>
+INLINE void add_rms_norm(T* residual, const T* addend, const T* weight, T* output, int64_t num_rows, int64_t width, float epsilon) {
+  const int64_t whole = width / LANES * LANES;
+  const int rest = static_cast<int>(width - whole);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    T* own = residual + row * width;
+    const T* added = addend == nullptr ? nullptr : addend + row * width;
+    T* out = output + row * width;
+    Floats squares{};
+    for (int64_t i = 0; i < whole; i += LANES) {
+      Floats value = load(own + i);
+      if (added != nullptr) {
+        value = as_stored(own, value + load(added + i));
+        store(own + i, value);
+      }
+      squares += value * value;
+    }
+    if (rest != 0) {
+      Floats value = load_some(own + whole, rest);
+      if (added != nullptr) {
+        value = as_stored(own, value + load_some(added + whole, rest));
+        store_some(own + whole, value, rest);
+      }
+      squares += value * value;
+    }
+    const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
+    for (int64_t i = 0; i < whole; i += LANES) {
+      store(out + i, as_stored(own, load(own + i) * factor) * load(weight + i));
+    }
+    if (rest != 0) {
+      store_some(out + whole, as_stored(own, load_some(own + whole, rest) * factor) * load_some(weight + whole, rest), rest);
+    }
+  }
+}
+
+template <typename T>
+INLINE void silu_mul(const T* gate_up, T* output, int64_t num_rows, int64_t width) {
+  const int64_t whole = width / LANES * LANES;
+  const int rest = static_cast<int>(width - whole);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const T *gate = gate_up + 2 * row * width, *up = gate + width;
+    T* out = output + row * width;
+    for (int64_t i = 0; i < whole; i += LANES) {
+      const Floats g = load(gate + i);
+      store(out + i, g / (1.0f + exponential(-g)) * load(up + i));
+    }
+    if (rest != 0) {
+      const Floats g = load_some(gate + whole, rest);
+      store_some(out + whole, g / (1.0f + exponential(-g)) * load_some(up + whole, rest), rest);
+    }
+  }
+}
+
+// One head: root mean square norm where there is a weight, then rotation of its first 2 * half values.
+template <typename T>
+INLINE void rotate(const T* from, T* to, const T* norm, float epsilon, const float* cosine, const float* sine, int64_t half, int64_t head_dim) {
+  float head[MAX_HEAD_VECTORS * LANES];
+  Floats squares{};
+  for (int64_t i = 0; i < head_dim; i += LANES) {
+    const Floats value = load(from + i);
+    store(head + i, value);
+    squares += value * value;
+  }
+  if (norm != nullptr) {
+    const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(head_dim) + epsilon);
+    for (int64_t i = 0; i < head_dim; i += LANES) {
+      store(head + i, as_stored(from, as_stored(from, load(head + i) * factor) * load(norm + i)));
+    }
+  }
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int count = static_cast<int>(std::min<int64_t>(LANES, half - i));
+    const Floats a = load_some(head + i, count), b = load_some(head + half + i, count);
+    const Floats c = load_some(cosine + i, count), s = load_some(sine + i, count);
+    store_some(to + i, a * c - b * s, count);
+    store_some(to + half + i, b * c + a * s, count);
+  }
+  for (int64_t i = 2 * half; i < head_dim; i += LANES) {
+    const int count = static_cast<int>(std::min<int64_t>(LANES, head_dim - i));
+    store_some(to + i, load_some(head + i, count), count);
+  }
+}
+
+struct Shape {
+  int64_t num_heads, num_kv_heads, head_dim, rotary_half, window;
+  float scale, softcap, norm_epsilon;
+};
+
+struct Step {
+  int64_t num_rows, num_members;
+  const int32_t *positions, *write_slots;        // [num_rows]
+  const int32_t* members;                        // [num_members][6], see Member
+  const int32_t *tables, *paths;                 // block tables; entries of tree nodes
+  int64_t block_size;
+};
+
+// Rows that see the same keys, each up to its own position. Key `p` is entry `p` of the sequence, or from `tree_start`
+// on the entry that `paths` names.
+struct Member {
+  int32_t first_row, num_rows, first_position, table, tree_start, path;
+};
+
+template <typename T>
+INLINE void rotate_and_store(T* qkv, const Step& step, const Shape& shape, const float* cosines, const float* sines, const T* query_norm, const T* key_norm, T* keys, T* values) {
+  const int64_t d = shape.head_dim, kv_width = shape.num_kv_heads * d;
+  const int64_t width = shape.num_heads * d + 2 * kv_width;
+  for (int64_t row = 0; row < step.num_rows; ++row) {
+    const float* cosine = cosines + step.positions[row] * shape.rotary_half;
+    const float* sine = sines + step.positions[row] * shape.rotary_half;
+    T* own = qkv + row * width;
+    for (int64_t head = 0; head < shape.num_heads; ++head) {
+      rotate(own + head * d, own + head * d, query_norm, shape.norm_epsilon, cosine, sine, shape.rotary_half, d);
+    }
+    const T* own_keys = own + shape.num_heads * d;
+    const int64_t slot = step.write_slots[row];
+    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+      rotate(own_keys + head * d, keys + slot * kv_width + head * d, key_norm, shape.norm_epsilon, cosine, sine, shape.rotary_half, d);
+    }
+    std::memcpy(values + slot * kv_width, own_keys + kv_width, kv_width * sizeof(T));
+  }
+}
+
+// Attention of up to MAX_QUERIES queries over one KV head. `num_keys[q]` are visible to query q, none before
+// `first_key[q]`. `scores` holds MAX_QUERIES rows of `stride` floats.
+template <typename T, int VECTORS>
+INLINE void attend(const T* const* queries, T* const* outputs, int num_queries, const int32_t* first_key, const int32_t* num_keys, const int32_t* slots, const T* keys, const T* values, int64_t kv_width, const Shape& shape, float* scores, int64_t stride) {
+  int32_t begin = first_key[0], end = num_keys[0];
+  Floats query[MAX_QUERIES][VECTORS];
+  for (int q = 0; q < num_queries; ++q) {
+    begin = std::min(begin, first_key[q]);
+    end = std::max(end, num_keys[q]);
+    UNROLL for (int v = 0; v < VECTORS; ++v) query[q][v] = load(queries[q] + v * LANES);
+  }
+  for (int32_t p = begin; p < end; ++p) {
+    const T* key = keys + slots[p] * kv_width;
+    Floats own[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; ++v) own[v] = load(key + v * LANES);
+    for (int q = 0; q < num_queries; ++q) {
+      Floats product = query[q][0] * own[0];
+      UNROLL for (int v = 1; v < VECTORS; ++v) product += query[q][v] * own[v];
+      scores[q * stride + p] = sum(product) * shape.scale;
+    }
+  }
+  float factor[MAX_QUERIES];
+  for (int q = 0; q < num_queries; ++q) {
+    float* own = scores + q * stride;
+    // Aligned to the row's own first key, so that the order of the sum is its own too.
+    const int32_t count = num_keys[q] - first_key[q];
+    float* row = own + first_key[q];
+    if (shape.softcap > 0.0f) {
+      for (int32_t i = 0; i < count; ++i) row[i] = std::tanh(row[i] / shape.softcap) * shape.softcap;
+    }
+    const float highest = maximum(row, count);
+    Floats total{};
+    for (int32_t i = 0; i < count; i += LANES) {
+      const int rest = std::min(LANES, count - i);
+      if (rest == LANES) {
+        const Floats weight = exponential(load(row + i) - highest);
+        store(row + i, weight);
+        total += weight;
+      } else {
+        Floats weight = exponential(load_some(row + i, rest) - highest);
+        store_some(row + i, weight, rest);
+        total += load_some(row + i, rest);
+      }
+    }
+    for (int32_t p = begin; p < first_key[q]; ++p) own[p] = 0.0f;
+    for (int32_t p = num_keys[q]; p < end; ++p) own[p] = 0.0f;
+    factor[q] = 1.0f / sum(total);
+  }
+  // Few enough at a time for their sums to stay in registers. A weight of zero adds an exact zero.
+  constexpr int TOGETHER = VECTORS <= 4 ? 4 : 2;
+  for (int first = 0; first < num_queries; first += TOGETHER) {
+    const int count = std::min(TOGETHER, num_queries - first);
+    Floats sums[TOGETHER][VECTORS] = {};
+    if (count == TOGETHER) {
+      for (int32_t p = begin; p < end; ++p) {
+        const T* value = values + slots[p] * kv_width;
+        Floats own[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; ++v) own[v] = load(value + v * LANES);
+        UNROLL for (int q = 0; q < TOGETHER; ++q) {
+          const float weight = scores[(first + q) * stride + p];
+          UNROLL for (int v = 0; v < VECTORS; ++v) sums[q][v] += own[v] * weight;
+        }
+      }
+    } else {
+      for (int q = 0; q < count; ++q) {
+        for (int32_t p = begin; p < end; ++p) {
+          const T* value = values + slots[p] * kv_width;
+          const float weight = scores[(first + q) * stride + p];
+          UNROLL for (int v = 0; v < VECTORS; ++v) sums[q][v] += load(value + v * LANES) * weight;
+        }
+      }
+    }
+    for (int q = 0; q < count; ++q) {
+      UNROLL for (int v = 0; v < VECTORS; ++v) store(outputs[first + q] + v * LANES, sums[q][v] * factor[first + q]);
+    }
+  }
+}
+
+template <typename T, int VECTORS>
+INLINE void attend_members(const T* qkv, T* output, const Step& step, const Shape& shape, const T* keys, const T* values, float* scores, int64_t stride, int32_t* slots, int64_t first_member, int64_t last_member) {
+  const int64_t d = shape.head_dim, kv_width = shape.num_kv_heads * d;
+  const int64_t width = shape.num_heads * d + 2 * kv_width, share = shape.num_heads / shape.num_kv_heads;
+  for (int64_t number = first_member; number < last_member; ++number) {
+    Member member;
+    std::memcpy(&member, step.members + number * 6, sizeof member);
+    const int32_t* table = step.tables + member.table;
+    const int32_t longest = member.first_position + member.num_rows;
+    for (int32_t p = 0; p < longest; ++p) {
+      const int64_t entry = p < member.tree_start ? p : step.paths[member.path + p - member.tree_start];
+      slots[p] = static_cast<int32_t>(table[entry / step.block_size] * step.block_size + entry % step.block_size);
+    }
+    for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
+      const int64_t total = share * member.num_rows;
+      for (int64_t first = 0; first < total; first += MAX_QUERIES) {
+        const int count = static_cast<int>(std::min<int64_t>(MAX_QUERIES, total - first));
+        const T* queries[MAX_QUERIES];
+        T* outputs[MAX_QUERIES];
+        int32_t first_key[MAX_QUERIES], num_keys[MAX_QUERIES];
+        for (int q = 0; q < count; ++q) {
+          const int64_t row = (first + q) / share, head = kv_head * share + (first + q) % share;
+          queries[q] = qkv + (member.first_row + row) * width + head * d;
+          outputs[q] = output + (member.first_row + row) * shape.num_heads * d + head * d;
+          num_keys[q] = member.first_position + static_cast<int32_t>(row) + 1;
+          first_key[q] = shape.window > 0 ? std::max<int32_t>(0, num_keys[q] - static_cast<int32_t>(shape.window)) : 0;
+        }
+        attend<T, VECTORS>(queries, outputs, count, first_key, num_keys, slots, keys + kv_head * d, values + kv_head * d, kv_width, shape, scores, stride);
+      }
+    }
+  }
+}
+
+template <typename T>
+INLINE bool attend_any(const T* qkv, T* output, const Step& step, const Shape& shape, const T* keys, const T* values, float* scores, int64_t stride, int32_t* slots, int64_t first_member, int64_t last_member) {
+#define ATTEND(VECTORS) \
+  case VECTORS: \
+    attend_members<T, VECTORS>(qkv, output, step, shape, keys, values, scores, stride, slots, first_member, last_member); \
+    return true;
+  switch (shape.head_dim / LANES) {
+    ATTEND(1)
+    ATTEND(2)
+    ATTEND(4)
+    ATTEND(8)
+  }
+#undef ATTEND
+  return false;
+}
+
+}  // namespace
+
+EXPORT int32_t kernels_version() { return 1; }
+
+EXPORT void add_rms_norm_bfloat16(BFloat16* residual, const BFloat16* addend, const BFloat16* weight, BFloat16* output, int64_t num_rows, int64_t width, float epsilon) {
+  add_rms_norm(residual, addend, weight, output, num_rows, width, epsilon);
+}
+EXPORT void add_rms_norm_float32(float* residual, const float* addend, const float* weight, float* output, int64_t num_rows, int64_t width, float epsilon) {
+  add_rms_norm(residual, addend, weight, output, num_rows, width, epsilon);
+}
+EXPORT void silu_mul_bfloat16(const BFloat16* gate_up, BFloat16* output, int64_t num_rows, int64_t width) {
+  silu_mul(gate_up, output, num_rows, width);
+}
+EXPORT void silu_mul_float32(const float* gate_up, float* output, int64_t num_rows, int64_t width) {
+  silu_mul(gate_up, output, num_rows, width);
+}
+EXPORT void rotate_and_store_bfloat16(BFloat16* qkv, const Step* step, const Shape* shape, const float* cosines, const float* sines, const BFloat16* query_norm, const BFloat16* key_norm, BFloat16* keys, BFloat16* values) {
+  rotate_and_store(qkv, *step, *shape, cosines, sines, query_norm, key_norm, keys, values);
+}
+EXPORT void rotate_and_store_float32(float* qkv, const Step* step, const Shape* shape, const float* cosines, const float* sines, const float* query_norm, const float* key_norm, float* keys, float* values) {
+  rotate_and_store(qkv, *step, *shape, cosines, sines, query_norm, key_norm, keys, values);
+}
+EXPORT bool attend_bfloat16(const BFloat16* qkv, BFloat16* output, const Step* step, const Shape* shape, const BFloat16* keys, const BFloat16* values, float* scores, int64_t stride, int32_t* slots, int64_t first_member, int64_t last_member) {
+  return attend_any(qkv, output, *step, *shape, keys, values, scores, stride, slots, first_member, last_member);
+}
+EXPORT bool attend_float32(const float* qkv, float* output, const Step* step, const Shape* shape, const float* keys, const float* values, float* scores, int64_t stride, int32_t* slots, int64_t first_member, int64_t last_member) {
+  return attend_any(qkv, output, *step, *shape, keys, values, scores, stride, slots, first_member, last_member);
+}

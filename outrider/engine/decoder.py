@@ -255,7 +255,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     ).requires_grad_(False)
     joined.weight.copy_(torch.cat([linear.weight for linear in linears]))
     if has_bias:
-        biases = [
+        biases: list[torch.Tensor] = [
             linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
             for linear in linears
         ]

@@ -4,12 +4,16 @@ The tree hangs below the committed tokens. Its nodes are of two kinds: *fed* nod
 their KV entry and their children exist; the others are the frontier. KV entries `[0, num_prefix)` belong to
 committed tokens, those after it to fed nodes, in the order they were fed; `entry_nodes` names them.
 
+An alternative becomes a node, and is sent, only when its turn to be fed has come: without a continuation it would be
+of no use to the target. Until then its parent remembers it.
+
 Invariants: while `num_prefix == len(token_ids)` the cursor is fed; otherwise the tokens without KV are pending
 and the tree is empty. Every node that is kept was sent, so the target's cursor can go wherever ours can.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +23,7 @@ from outrider.acceptance import AcceptanceHistory
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
 from outrider.grammar import GrammarState, GrammarViolation
-from outrider.hint_tree import ROOT_ID, Hint
+from outrider.hint_tree import ROOT_ID, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 
 
@@ -29,7 +33,23 @@ class DraftNode:
     depth: int  # below the root; it guesses position base_len + depth - 1
     reach: float  # estimated chance that the committed tokens come this way
     children: list[int] = field(default_factory=list)
+    alternatives: list[tuple[int, float]] = field(default_factory=list)  # (token, chance), not nodes yet
     entry: int | None = None  # index of its KV entry, once fed
+    is_sent: bool = False
+
+
+def _root() -> DraftNode:
+    return DraftNode(Hint(ROOT_ID, ROOT_ID, -1), depth=0, reach=1.0)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """Something to feed next: a node, or an alternative of one that is to become a node."""
+
+    cost: float  # minus its reach: the likeliest comes first
+    number: int  # of equal ones the older comes first
+    node_id: int = field(compare=False)
+    token_id: int | None = field(compare=False)  # of the alternative below `node_id`; None: the node itself
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +66,15 @@ class DraftSession:
     kv: KVSequence
     limits: DraftLimits
     base_len: int = 0
-    cursor: int = ROOT_ID
-    cursor_depth: int = 0
+    cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0
-    nodes: dict[int, DraftNode] = field(default_factory=dict)
-    cursor_children: list[int] = field(default_factory=list)
+    nodes: dict[int, DraftNode] = field(default_factory=dict)  # below the cursor
+    candidates: list[_Candidate] = field(default_factory=list)  # a heap
+    num_candidates: int = 0  # that there ever were
     entry_nodes: list[int] = field(default_factory=list)
     next_node_id: int = 1
     num_draws: int = 0  # random numbers used; none is used twice
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)  # of primary children
-    num_expanding: int = 0  # nodes in the step that runs
     is_listened_to: bool = True
     num_roots: int = 1
     num_sent_nodes: int = 0
@@ -79,6 +98,14 @@ class DraftSession:
         return self.sampling.stop_token_ids | own
 
     @property
+    def cursor(self) -> int:
+        return self.cursor_node.hint.node_id
+
+    @property
+    def cursor_children(self) -> list[int]:
+        return self.cursor_node.children
+
+    @property
     def num_pending(self) -> int:
         """Committed tokens without KV; the last of them is the cursor's."""
         return len(self.token_ids) - self.num_prefix
@@ -95,9 +122,8 @@ class DraftSession:
             if child is None:
                 is_lost = True
                 continue
-            path.append(self.nodes[child])
-            self.cursor, self.cursor_depth = child, self.nodes[child].depth
-            self.cursor_children = self.nodes[child].children
+            self.cursor_node = self.nodes[child]
+            path.append(self.cursor_node)
         self.token_ids.extend(token_ids)
         self._read(token_ids)
         fed = [node.entry for node in path if node.entry is not None]
@@ -119,8 +145,8 @@ class DraftSession:
     def _plant(self) -> None:
         """Starts a new tree at the end of the committed tokens."""
         self.base_len = len(self.token_ids)
-        self.cursor, self.cursor_depth = ROOT_ID, 0
-        self.nodes, self.cursor_children, self.entry_nodes = {}, [], []
+        self.cursor_node = _root()
+        self.nodes, self.candidates, self.entry_nodes = {}, [], []
         self.next_node_id = 1
         self.num_roots += 1
 
@@ -128,10 +154,12 @@ class DraftSession:
         """Makes the cursor the root and keeps everything below it: for a target that may have missed nodes."""
         for child in self.cursor_children:
             self.nodes[child].hint = replace(self.nodes[child].hint, parent_id=ROOT_ID)
+        depth = self.cursor_node.depth
         for node in self.nodes.values():
-            node.depth -= self.cursor_depth
-        self.base_len += self.cursor_depth
-        self.cursor, self.cursor_depth = ROOT_ID, 0
+            node.depth -= depth
+        self.base_len += depth
+        self.cursor_node = replace(self.cursor_node, hint=_root().hint, depth=0)
+        self._collect_candidates()
 
     def _fed_below_cursor(self) -> list[int]:
         """Node ids in the order of their KV entries."""
@@ -164,14 +192,47 @@ class DraftSession:
     def _keep_below_cursor(self) -> None:
         kept: dict[int, DraftNode] = {}
         pending = list(self.cursor_children)
-        cursor_reach = self.nodes[self.cursor].reach if self.cursor in self.nodes else 1.0
         while pending:
             node_id = pending.pop()
             node = self.nodes[node_id]
-            node.reach /= cursor_reach
+            node.reach /= self.cursor_node.reach
             kept[node_id] = node
             pending.extend(node.children)
+        self.cursor_node.reach = 1.0
         self.nodes = kept
+        self._collect_candidates()
+
+    def _collect_candidates(self) -> None:
+        self.candidates = []
+        for node in (self.cursor_node, *self.nodes.values()):
+            self._offer(node)
+
+    def _offer(self, node: DraftNode) -> None:
+        """Makes a node that is not fed, or a fed one's alternatives, candidates, as far as they are worth feeding."""
+        if node.entry is None and node is not self.cursor_node:
+            self._offer_one(node, node.reach, None)
+            return
+        least = max(self.limits.min_chance, self._min_reach)
+        for token_id, chance in node.alternatives:
+            if node.reach * chance >= least:
+                self._offer_one(node, node.reach * chance, token_id)
+
+    def _offer_one(self, node: DraftNode, reach: float, token_id: int | None) -> None:
+        depth, said = node.depth, node.hint.token_id
+        if token_id is not None:
+            depth, said = depth + 1, token_id
+        if self._may_feed(depth, reach, said):
+            self.num_candidates += 1
+            candidate = _Candidate(-reach, self.num_candidates, node.hint.node_id, token_id)
+            heapq.heappush(self.candidates, candidate)
+
+    def _may_feed(self, depth: int, reach: float, token_id: int) -> bool:
+        return depth < self._deepest() and reach >= self._min_reach and token_id not in self.stop_token_ids
+
+    def _deepest(self) -> int:
+        """Nodes of this depth are not fed."""
+        max_len = min(self.limits.max_model_len - 1, self.num_prompt_tokens + self.sampling.max_tokens)
+        return min(self.cursor_node.depth + self.limits.max_lookahead, max_len - self.base_len)
 
     # Growing.
 
@@ -187,25 +248,41 @@ class DraftSession:
         return self._item(token_ids, [self.cursor] if is_last else [], [[]] if is_last else [])
 
     def frontier(self, max_nodes: int) -> list[int]:
-        """At most `max_nodes` nodes to expand next: the end of the primary path, then the likeliest others."""
-        if self.num_pending or len(self.nodes) >= self.limits.max_nodes:
+        """At most `max_nodes` nodes to feed next: the end of the primary path, then the likeliest others."""
+        if self.num_pending:
             return []
-        max_len = min(self.limits.max_model_len - 1, self.num_prompt_tokens + self.sampling.max_tokens)
-        deepest = min(self.cursor_depth + self.limits.max_lookahead, max_len - self.base_len)
-        open_nodes = [
-            node_id
-            for node_id, node in self.nodes.items()
-            if node.entry is None
-            and node.depth < deepest
-            and node.reach >= self._min_reach
-            and node.hint.token_id not in self.stop_token_ids
-        ]
-        primary_tip = self._primary_tip()
-        chosen = sorted(
-            open_nodes, key=lambda node_id: (node_id == primary_tip, self.nodes[node_id].reach), reverse=True
-        )
-        # Each expansion adds a primary child at least.
-        return chosen[: min(max_nodes, self.limits.max_nodes - len(self.nodes))]
+        chosen: list[int] = []
+        room = self.limits.max_nodes - len(self.nodes)  # a node that is fed gets a primary child
+        tip = self._primary_tip()
+        if tip is not None and room > 0 and self._may_feed(tip.depth, tip.reach, tip.hint.token_id):
+            chosen.append(tip.hint.node_id)
+            room -= 1
+        while self.candidates and len(chosen) < max_nodes and room > 0:
+            candidate = heapq.heappop(self.candidates)
+            if candidate.token_id is None:
+                if candidate.node_id not in chosen and self.nodes[candidate.node_id].entry is None:
+                    chosen.append(candidate.node_id)
+                    room -= 1
+            elif room > 1:
+                chosen.append(self._take_up(candidate.node_id, candidate.token_id, -candidate.cost))
+                room -= 2
+        return chosen
+
+    def _take_up(self, parent_id: int, token_id: int, reach: float) -> int:
+        """Makes an alternative a node."""
+        parent = self.cursor_node if parent_id == self.cursor else self.nodes[parent_id]
+        parent.alternatives = [other for other in parent.alternatives if other[0] != token_id]
+        return self._add_node(parent, token_id, reach, None).hint.node_id
+
+    def _add_node(
+        self, parent: DraftNode, token_id: int, reach: float, distribution: DraftDistribution | None
+    ) -> DraftNode:
+        hint = Hint(self.next_node_id, parent.hint.node_id, token_id, distribution)
+        self.next_node_id += 1
+        node = DraftNode(hint, parent.depth + 1, reach)
+        self.nodes[hint.node_id] = node
+        parent.children.append(hint.node_id)
+        return node
 
     @property
     def _min_reach(self) -> float:
@@ -213,13 +290,12 @@ class DraftSession:
         is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
         return self.limits.min_sampled_reach if is_sampled else 0.0
 
-    def _primary_tip(self) -> int | None:
+    def _primary_tip(self) -> DraftNode | None:
         """The last node of the primary path below the cursor, when it is not fed yet."""
-        children, tip = self.cursor_children, None
-        while children:
-            tip = children[0]
-            children = self.nodes[tip].children
-        return tip if tip is not None and self.nodes[tip].entry is None else None
+        tip = self.cursor_node
+        while tip.children:
+            tip = self.nodes[tip.children[0]]
+        return tip if tip is not self.cursor_node and tip.entry is None else None
 
     def grow_item(self, node_ids: list[int]) -> StepItem:
         """Feeds frontier nodes, each seeing the committed tokens, its ancestors and itself."""
@@ -246,7 +322,6 @@ class DraftSession:
         """Feeds tokens and expands nodes; `continuations` are the texts from the cursor to each of them."""
         first_draw = self.num_draws
         self.num_draws += len(node_ids)
-        self.num_expanding = len(node_ids)
         end_token_ids = self.sampling.stop_token_ids | self.limits.end_of_sequence_ids
         return StepItem(
             self.session_id,
@@ -275,28 +350,20 @@ class DraftSession:
         self.num_prefix += num_fed
 
     def add_children(self, node_id: int, expansion: Expansion) -> list[Hint]:
-        """Attaches a node's children as its expansion says; returns them as they are to be sent."""
-        if node_id == self.cursor:
-            depth, reach, children = self.cursor_depth, 1.0, self.cursor_children
-        else:
-            parent = self.nodes[node_id]
-            depth, reach, children = parent.depth, parent.reach, parent.children
-        self.num_expanding -= 1
-        hints: list[Hint] = []
-        for index, (token_id, chance) in enumerate(zip(expansion.token_ids, expansion.chances, strict=True)):
-            is_first = index == 0
-            # Every node being expanded is owed its primary child; alternatives share what room is left.
-            is_full = len(self.nodes) + self.num_expanding >= self.limits.max_nodes
-            wanted = max(self.limits.min_chance, self._min_reach)
-            if not is_first and (is_full or reach * chance < wanted):
-                break
-            hint = Hint(self.next_node_id, node_id, token_id, expansion.distribution if is_first else None)
-            self.next_node_id += 1
-            self.nodes[hint.node_id] = DraftNode(hint, depth + 1, reach * chance)
-            children.append(hint.node_id)
-            hints.append(hint)
-        self.num_sent_nodes += len(hints)
-        return hints
+        """Attaches a node's primary child and remembers its alternatives; returns what is to be sent."""
+        node = self.cursor_node if node_id == self.cursor else self.nodes[node_id]
+        added = [] if node.is_sent or node is self.cursor_node else [node]
+        if expansion.token_ids:
+            reach = node.reach * expansion.chances[0]
+            child = self._add_node(node, expansion.token_ids[0], reach, expansion.distribution)
+            self._offer(child)
+            added.append(child)
+        node.alternatives = list(zip(expansion.token_ids[1:], expansion.chances[1:], strict=True))
+        self._offer(node)
+        for sent in added:
+            sent.is_sent = True
+        self.num_sent_nodes += len(added)
+        return [sent.hint for sent in added]
 
     def live_hints(self) -> list[Hint]:
         """All nodes below the cursor, parents first."""

@@ -146,7 +146,7 @@ class World:
             tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
             for node_id, node in session.nodes.items():
                 assert tree[node_id] == node.hint, "a node that is kept was not sent"
-                assert node.depth <= session.cursor_depth + self.limits.max_lookahead
+                assert node.depth <= session.cursor_node.depth + self.limits.max_lookahead
                 assert session.base_len + node.depth - 1 < self.limits.max_model_len
 
     def path_of(self, session: DraftSession, node_id: int) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ class StepItem:
     seed: int
     text: TextBefore  # per node: what stands before its children
     first_draw: int  # the number of the first draw that this step may make, one per node
-    primary_chance: float  # that a sampled hint is accepted, as far as experience goes
+    acceptance_rate: float  # of this session's primary children, as far as experience goes
     tree_start: int = 0
     paths: Sequence[Sequence[int]] | None = (
         None  # KV entries that each node sees, as in engine.attention.QueryBlock
@@ -167,8 +167,8 @@ class DraftLimits:
     max_model_len: int = 1024  # tokens; a longer session gets no more hints
     max_nodes: int = 240  # live nodes of one tree
     max_lookahead: int = 20  # depth below the cursor
-    max_nodes_per_step: int = 4  # of one session; more rows a step slow the primary path down
-    min_chance: float = 0.004  # alternatives that are less likely to be reached are not grown
+    max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
+    min_reach: float = 0.01  # nodes that are less likely to be reached are not grown
     min_sampled_reach: float = (
         0.15  # of a node in rejection mode, where each costs a distribution on the wire
     )

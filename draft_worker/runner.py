@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from draft_worker.messages import Action, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
-from outrider.engine.logit_processing import NEVER, process
+from outrider.engine.logit_processing import NEVER, is_idle, process
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling import coupled_scores, draft_distributions, probabilities, sample_draft
 from outrider.grammar import GrammarViolation
@@ -35,13 +36,32 @@ def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
         for item in step.items
     ]
     logits = engine.forward(chunks)
+    # The nodes of most sessions are expanded by the same operations: all at once.
+    is_simple = [_is_simple(item) for item in step.items]
+    together = _expand_together(step.items, is_simple, logits)
     expansions: list[list[Expansion]] = []
-    row = 0
-    for item in step.items:
-        rows = logits[row : row + len(item.node_ids)]
-        row += len(item.node_ids)
-        expansions.append(_expand_safely(item, rows) if item.node_ids else [])
+    end = 0
+    for item, simple in zip(step.items, is_simple, strict=True):
+        start, end = end, end + len(item.node_ids)
+        if simple:
+            expansions.append(together[start:end])
+        else:
+            expansions.append(_expand_safely(item, logits[start:end]) if item.node_ids else [])
     return expansions
+
+
+def _is_simple(item: StepItem) -> bool:
+    return item.sampling.decoding_mode is DecodingMode.GREEDY and is_idle(item.sampling, item.text)
+
+
+def _expand_together(
+    items: Sequence[StepItem], is_simple: Sequence[bool], logits: torch.Tensor
+) -> list[Expansion]:
+    """The expansion of every row, had each the parameters of a simple item."""
+    if not any(simple and item.node_ids for item, simple in zip(items, is_simple, strict=True)):
+        return []
+    rates = [item.acceptance_rate for item in items for _ in item.node_ids]
+    return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1), rates)
 
 
 def _expand_safely(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
@@ -54,18 +74,20 @@ def _expand_safely(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
 def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
     """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
     params = item.sampling
+    rates = [item.acceptance_rate] * len(item.node_ids)
     processed = process(logits, params, item.text)
     is_dead = processed.amax(dim=-1) == NEVER
     processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
     if params.decoding_mode is DecodingMode.GREEDY:
-        expansions = _most_likely(torch.softmax(processed, dim=-1), processed.argmax(dim=-1))
+        expansions = _most_likely(torch.softmax(processed, dim=-1), processed.argmax(dim=-1), rates)
     else:
         probs = probabilities(processed, params)
         if params.decoding_mode is DecodingMode.COUPLED:
             committed_len = len(item.text.token_ids)
             positions = [committed_len + len(continuation) for continuation in item.text.continuations]
             scores = coupled_scores(probs, item.seed, positions)
-            expansions = _most_likely(scores / scores.sum(dim=-1, keepdim=True), scores.argmax(dim=-1))
+            chances = scores / scores.sum(dim=-1, keepdim=True)
+            expansions = _most_likely(chances, scores.argmax(dim=-1), rates)
         else:
             expansions = _sample(item, probs)
     return [
@@ -82,22 +104,29 @@ def _forced(item: StepItem, row: int) -> Expansion | None:
     return Expansion(forced, [1.0], None) if forced else None
 
 
-def _most_likely(chances: torch.Tensor, best: torch.Tensor) -> list[Expansion]:
-    """`best` as primary children, the next likely tokens as alternatives.  # [num_nodes, vocab_size], [num_nodes]
+def _most_likely(chances: torch.Tensor, best: torch.Tensor, rates: Sequence[float]) -> list[Expansion]:
+    """`best` as primary children, the next likely tokens as alternatives.
+
+    chances: [num_nodes, vocab_size]; best: [num_nodes]; rates: how often each node's session accepts primary children.
 
     The target decides by argmax; where several tokens share the maximum, which is common in bfloat16, topk may name
     another one first, and the hint would be lost.
     """
     values, indices = torch.topk(chances, min(NUM_CHILDREN, chances.shape[-1]), dim=-1)
     expansions = []
-    for first, row_ids, row_chances in zip(best.tolist(), indices.tolist(), values.tolist(), strict=True):
+    for first, row_ids, row_chances, rate in zip(
+        best.tolist(), indices.tolist(), values.tolist(), rates, strict=False
+    ):
+        # The draft's own certainty and its record so far, each of which alone misleads at times.
+        primary_chance = 0.5 * (row_chances[0] + rate)
+        share = (1.0 - primary_chance) / max(1.0 - row_chances[0], 1e-6)
         others = [
-            (token_id, chance)
+            (token_id, chance * share)
             for token_id, chance in zip(row_ids, row_chances, strict=True)
             if token_id != first and chance > 0.0
         ][: NUM_CHILDREN - 1]
         token_ids = [first, *(token_id for token_id, _ in others)]
-        expansions.append(Expansion(token_ids, [row_chances[0], *(chance for _, chance in others)], None))
+        expansions.append(Expansion(token_ids, [primary_chance, *(chance for _, chance in others)], None))
     return expansions
 
 
@@ -110,7 +139,7 @@ def _sample(item: StepItem, probs: torch.Tensor) -> list[Expansion]:
     )
     return [
         _sampled(
-            distribution, sample_draft(distribution, item.seed, item.first_draw + index), item.primary_chance
+            distribution, sample_draft(distribution, item.seed, item.first_draw + index), item.acceptance_rate
         )
         for index, distribution in enumerate(distributions)
     ]

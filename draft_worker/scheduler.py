@@ -1,11 +1,12 @@
 """Whose hint trees grow next. Pure: events in, actions and steps out.
 
-Each step feeds pending committed tokens (prefill) and expands frontier nodes of every session that is listened
-to, several per session, fairly: the room of a step is dealt out evenly. A session whose tree is as large as its
-bounds allow rests until commits arrive.
+Each step feeds pending committed tokens (prefill) and, of all the sessions that are listened to, the nodes that are
+most likely to be reached. A session whose tree is as large as its bounds allow rests until commits arrive.
 """
 
 from __future__ import annotations
+
+import heapq
 
 from draft_worker.messages import (
     Action,
@@ -160,11 +161,9 @@ class DraftScheduler:
             return None
         budget = self.limits.max_num_batched_tokens
         items = []
-        share = max(1, min(self.limits.max_nodes_per_step, budget // len(growing)))
-        for session in growing:
-            if not session.num_pending and (node_ids := session.frontier(share)):
-                items.append(session.grow_item(node_ids))
-                budget -= len(node_ids)
+        for session, node_ids in self._most_probable(growing):
+            items.append(session.grow_item(node_ids))
+            budget -= len(node_ids)
         for session in growing:
             if session.num_pending and budget > 0:
                 items.append(session.prefill_item(budget))
@@ -173,6 +172,25 @@ class DraftScheduler:
             return None
         moves, self._moves = self._moves, []
         return Step(moves, items)
+
+    def _most_probable(self, growing: list[DraftSession]) -> list[tuple[DraftSession, list[int]]]:
+        """Up to `max_nodes_per_step` nodes to feed, those first that are most likely to be reached.
+
+        The deeper a session's tree has grown the less likely its next node is, so that every session has its turn.
+        """
+        chosen: dict[int, list[int]] = {}
+        heap = [(-reach, i) for i, session in enumerate(growing) if (reach := session.next_reach()) > 0.0]
+        heapq.heapify(heap)
+        for _ in range(self.limits.max_nodes_per_step):
+            if not heap:
+                break
+            i = heap[0][1]
+            chosen.setdefault(i, []).append(growing[i].take_next())
+            if (reach := growing[i].next_reach()) > 0.0:
+                heapq.heapreplace(heap, (-reach, i))
+            else:
+                heapq.heappop(heap)
+        return [(growing[i], node_ids) for i, node_ids in chosen.items()]
 
     def finish_step(self, step: Step, expansions: list[list[Expansion]]) -> list[Action]:
         """Attaches the new nodes; `expansions[i]` belongs to the nodes of `step.items[i]`."""

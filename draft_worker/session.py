@@ -75,6 +75,7 @@ class DraftSession:
     next_node_id: int = 1
     num_draws: int = 0  # random numbers used; none is used twice
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)  # of primary children
+    num_owed: int = 0  # primary children of the nodes that are being fed
     is_listened_to: bool = True
     num_roots: int = 1
     num_sent_nodes: int = 0
@@ -210,24 +211,18 @@ class DraftSession:
     def _offer(self, node: DraftNode) -> None:
         """Makes a node that is not fed, or a fed one's alternatives, candidates, as far as they are worth feeding."""
         if node.entry is None and node is not self.cursor_node:
-            self._offer_one(node, node.reach, None)
+            self._offer_one(node, node.depth, node.reach, node.hint.token_id, None)
             return
-        least = max(self.limits.min_chance, self._min_reach)
         for token_id, chance in node.alternatives:
-            if node.reach * chance >= least:
-                self._offer_one(node, node.reach * chance, token_id)
+            self._offer_one(node, node.depth + 1, node.reach * chance, token_id, token_id)
 
-    def _offer_one(self, node: DraftNode, reach: float, token_id: int | None) -> None:
-        depth, said = node.depth, node.hint.token_id
-        if token_id is not None:
-            depth, said = depth + 1, token_id
-        if self._may_feed(depth, reach, said):
+    def _offer_one(
+        self, node: DraftNode, depth: int, reach: float, said: int, alternative: int | None
+    ) -> None:
+        if depth < self._deepest() and reach >= self._min_reach and said not in self.stop_token_ids:
             self.num_candidates += 1
-            candidate = _Candidate(-reach, self.num_candidates, node.hint.node_id, token_id)
+            candidate = _Candidate(-reach, self.num_candidates, node.hint.node_id, alternative)
             heapq.heappush(self.candidates, candidate)
-
-    def _may_feed(self, depth: int, reach: float, token_id: int) -> bool:
-        return depth < self._deepest() and reach >= self._min_reach and token_id not in self.stop_token_ids
 
     def _deepest(self) -> int:
         """Nodes of this depth are not fed."""
@@ -247,26 +242,20 @@ class DraftSession:
         self.kv.extend(count)
         return self._item(token_ids, [self.cursor] if is_last else [], [[]] if is_last else [])
 
-    def frontier(self, max_nodes: int) -> list[int]:
-        """At most `max_nodes` nodes to feed next: the end of the primary path, then the likeliest others."""
-        if self.num_pending:
-            return []
-        chosen: list[int] = []
-        room = self.limits.max_nodes - len(self.nodes)  # a node that is fed gets a primary child
-        tip = self._primary_tip()
-        if tip is not None and room > 0 and self._may_feed(tip.depth, tip.reach, tip.hint.token_id):
-            chosen.append(tip.hint.node_id)
-            room -= 1
-        while self.candidates and len(chosen) < max_nodes and room > 0:
-            candidate = heapq.heappop(self.candidates)
-            if candidate.token_id is None:
-                if candidate.node_id not in chosen and self.nodes[candidate.node_id].entry is None:
-                    chosen.append(candidate.node_id)
-                    room -= 1
-            elif room > 1:
-                chosen.append(self._take_up(candidate.node_id, candidate.token_id, -candidate.cost))
-                room -= 2
-        return chosen
+    def next_reach(self) -> float:
+        """How likely the most probable candidate is to be reached; 0.0 when nothing can grow."""
+        is_full = len(self.nodes) + self.num_owed + 2 > self.limits.max_nodes
+        if self.num_pending or not self.candidates or is_full:
+            return 0.0
+        return -self.candidates[0].cost
+
+    def take_next(self) -> int:
+        """The most probable candidate, as a node to be fed next. It needs room for itself and a primary child."""
+        candidate = heapq.heappop(self.candidates)
+        self.num_owed += 1
+        if candidate.token_id is None:
+            return candidate.node_id
+        return self._take_up(candidate.node_id, candidate.token_id, -candidate.cost)
 
     def _take_up(self, parent_id: int, token_id: int, reach: float) -> int:
         """Makes an alternative a node."""
@@ -286,16 +275,9 @@ class DraftSession:
 
     @property
     def _min_reach(self) -> float:
-        """How likely a node must be to be reached for it to be expanded."""
+        """How likely a node must be to be reached for it to be fed."""
         is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
-        return self.limits.min_sampled_reach if is_sampled else 0.0
-
-    def _primary_tip(self) -> DraftNode | None:
-        """The last node of the primary path below the cursor, when it is not fed yet."""
-        tip = self.cursor_node
-        while tip.children:
-            tip = self.nodes[tip.children[0]]
-        return tip if tip is not self.cursor_node and tip.entry is None else None
+        return self.limits.min_sampled_reach if is_sampled else self.limits.min_reach
 
     def grow_item(self, node_ids: list[int]) -> StepItem:
         """Feeds frontier nodes, each seeing the committed tokens, its ancestors and itself."""
@@ -352,7 +334,10 @@ class DraftSession:
     def add_children(self, node_id: int, expansion: Expansion) -> list[Hint]:
         """Attaches a node's primary child and remembers its alternatives; returns what is to be sent."""
         node = self.cursor_node if node_id == self.cursor else self.nodes[node_id]
-        added = [] if node.is_sent or node is self.cursor_node else [node]
+        added: list[DraftNode] = []
+        if node is not self.cursor_node:
+            self.num_owed -= 1
+            added = [] if node.is_sent else [node]
         if expansion.token_ids:
             reach = node.reach * expansion.chances[0]
             child = self._add_node(node, expansion.token_ids[0], reach, expansion.distribution)

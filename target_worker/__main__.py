@@ -55,6 +55,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="hints that a step waits for, within --hint-wait-ms; default: as many as measured times say",
     )
     parser.add_argument(
+        "--always-listen",
+        action="store_true",
+        help="never pause a draft worker whose hints cost more than they gain; for measurements",
+    )
+    parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -91,6 +96,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_model_len=engine.max_model_len,
             num_speculative_tokens=arguments.num_speculative_tokens,
             hint_wait_ms_max=arguments.hint_wait_ms,
+            may_rest=not arguments.always_listen,
             wait_for_num_hints=arguments.wait_for_num_hints,
             end_of_sequence_ids=engine.eos_token_ids,
             enable_prefix_caching=arguments.enable_prefix_caching,

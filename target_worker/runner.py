@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from outrider.engine.logit_processing import is_idle
 from outrider.engine.logprobs import token_logprobs
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.verification import Verdict, verify
+from outrider.engine.verification import Verdict, verify, verify_choices
 from outrider.grammar import GrammarViolation
+from outrider.sampling_params import DecodingMode
 from outrider.telemetry import TargetMetrics
 from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import Action, Event, HintsArrived, Step, StepItem, StepResult, WaitForHints
@@ -26,15 +28,32 @@ def run_step(engine: Engine, step: Step) -> StepResult:
     started = time.perf_counter()
     chunks = [SequenceChunk(item.kv, item.token_ids, item.num_logits) for item in step.items]
     logits = engine.forward(chunks)
+    # Most sessions want no more than the maximum of each row: those of the whole batch are found at once.
+    is_simple = [_is_simple(item) for item in step.items]
+    best = logits.argmax(dim=-1).tolist() if any(is_simple) else []
     verdicts: list[Verdict | None] = []
     prompt_logprobs: list[list[TokenLogprobs]] = []
-    row = 0
-    for item in step.items:
-        rows = logits[row : row + item.num_logits]
-        row += item.num_logits
-        prompt_logprobs.append(_score_prompt(item, rows))
-        verdicts.append(_decide(item, rows[item.num_logits - item.num_decided :]))
+    end = 0
+    for item, simple in zip(step.items, is_simple, strict=True):
+        start, end = end, end + item.num_logits
+        first_decided = end - item.num_decided
+        prompt_logprobs.append(_score_prompt(item, logits[start:end]) if item.prompt_targets else [])
+        if simple:
+            verdicts.append(verify_choices(best[first_decided:end], item.hints))
+        else:
+            verdicts.append(_decide(item, logits[first_decided:end]))
     return StepResult(verdicts, (time.perf_counter() - started) * 1e3, prompt_logprobs)
+
+
+def _is_simple(item: StepItem) -> bool:
+    """Whether the item's tokens are the maxima of the model's own logits, and nothing else is asked."""
+    params = item.sampling
+    return (
+        item.num_decided > 0
+        and params.decoding_mode is DecodingMode.GREEDY
+        and params.num_logprobs is None
+        and is_idle(params, item.text)
+    )
 
 
 def _decide(item: StepItem, logits: torch.Tensor) -> Verdict | None:

@@ -11,6 +11,8 @@ of such events is kept and replayed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
 from outrider.errors import InvalidRequest, NotFound, OutriderError
@@ -19,12 +21,12 @@ from protos.outrider.v1 import target_pb2
 from target_worker.admission import Places, check_request
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
+from target_worker.listening import ListeningPolicy, SessionListening
 from target_worker.messages import (
     Action,
     CancelSession,
     ChangeSpeculation,
     CloseStream,
-    CommitPublished,
     Event,
     HintsArrived,
     PromptScored,
@@ -42,8 +44,48 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
-from target_worker.session import Session
-from target_worker.speculation import StepCost, allot, best_wait
+from target_worker.session import CommitOutcome, Session
+from target_worker.speculation import HintTiming, allot, best_wait
+from target_worker.step_cost import StepCost, StepLine
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """Milliseconds in one step: saved by an accepted hint, and spent on a fed one and on a listening session."""
+
+    saved_ms: float
+    token_ms: float
+    listening_ms: float
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What passes between steps. Times are the shell's, seconds."""
+
+    finished_at: float | None = None  # of the last step, while no wait and no idleness came after it
+    waiting_since: float | None = None
+    waited_ms: float = 0.0  # before the step that runs
+    gap_ms: float = 0.0  # smoothed, from a step's end to the next one's start
+
+    def idle(self) -> None:
+        self.finished_at = self.waiting_since = None
+
+    def wait(self, now: float) -> None:
+        self.finished_at = None
+        if self.waiting_since is None:
+            self.waiting_since = now
+
+    def go(self, now: float) -> None:
+        self.waited_ms = 0.0 if self.waiting_since is None else (now - self.waiting_since) * 1e3
+        self.waiting_since = None
+
+    def interval_ms(self, step_ms: float, now: float) -> float:
+        """What the step took together with the work before it, deliberate waits not counted."""
+        if self.finished_at is not None:
+            gap_ms = max((now - self.finished_at) * 1e3 - step_ms, 0.0)
+            self.gap_ms += 0.1 * (min(gap_ms, step_ms) - self.gap_ms)
+        self.finished_at = now
+        return step_ms + self.gap_ms
 
 
 class Scheduler:
@@ -54,6 +96,8 @@ class Scheduler:
         self.allocator = allocator
         self.vocab_size = vocab_size
         self.cost = StepCost()
+        self._policy = ListeningPolicy()
+        self._pace = _Pace()
         self._sessions: dict[str, Session] = {}
         self._places = Places(limits, allocator)
         self._early = EarlyEvents(limits)
@@ -135,7 +179,7 @@ class Scheduler:
         if session is None:
             return []
         self._remove(session)
-        return self._publish(session, session.committed_len, [], is_finished=True)
+        return session.publish(is_finished=True)
 
     # Hints and those who send them.
 
@@ -143,10 +187,10 @@ class Scheduler:
         session = self._sessions.get(event.session_id)
         if session is None:
             return [SessionRefused(event.session_id, NotFound(f"no session {event.session_id} here"))]
-        if event.speculation.enabled and not session.is_listening:
+        if event.speculation.enabled and not session.may_listen:
             session.forget_the_draft(now)
         session.speculation = event.speculation
-        return self._publish(session, session.committed_len, [], is_finished=False)
+        return session.publish()
 
     def _subscribe(self, event: SubscribeDraft, now: float) -> list[Action]:
         session = self._sessions.get(event.session_id)
@@ -155,18 +199,8 @@ class Scheduler:
             return []
         if not session.subscribers:
             session.forget_the_draft(now)
-        session.subscribers[event.stream_id] = event.attachment
-        from_len = min(event.known_len, session.committed_len)
-        return [
-            CommitPublished(
-                event.stream_id,
-                session.session_id,
-                from_len,
-                session.token_ids[from_len:],
-                session.is_listening,
-                is_finished=False,
-            )
-        ]
+            session.listening = self._new_listening()
+        return session.subscribe(event.stream_id, event.known_len)
 
     def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
         session = self._sessions.get(session_id)
@@ -192,11 +226,14 @@ class Scheduler:
         """What to run now: a step, nothing until some moment, or nothing until an event comes."""
         self._places.promote(now)
         if not self._places.running:
+            self._pace.idle()
             return None
         wait_until = self._wait_for_hints(now)
         if wait_until is not None:
+            self._pace.wait(now)
             return WaitForHints(wait_until)
         self._wait_deadline = None
+        self._pace.go(now)
         return self._compose()
 
     def _wait_for_hints(self, now: float) -> float | None:
@@ -238,7 +275,7 @@ class Scheduler:
             [session.timing for session in hoping],
             [session.acceptance.rate for session in hoping],
             [session.hint_limit(limit) for session in hoping],
-            self.cost,
+            self._line(),
             now,
             longest_s,
         )
@@ -254,7 +291,7 @@ class Scheduler:
         limit = self.limits.num_speculative_tokens
         paths = [session.hint_path(limit) for session in decoding]
         gains = [path.gains(session.acceptance.rate) for session, path in zip(decoding, paths, strict=True)]
-        num_fed = allot(gains, self.cost, max(hint_budget, 0))
+        num_fed = allot(gains, self._line(), max(hint_budget, 0))
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
             items.append(_item(session, path, fed))
@@ -288,9 +325,8 @@ class Scheduler:
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided and says who must hear of it."""
-        if all(item.num_decided for item in step.items):
-            self.cost.observe(step.num_tokens, result.step_ms)
         actions: list[Action] = []
+        prices = self._learn_cost(step, self._pace.interval_ms(result.step_ms, now))
         scored = result.prompt_logprobs or [[]] * len(step.items)
         for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
             session = self._sessions.get(item.session_id)
@@ -300,17 +336,78 @@ class Scheduler:
                 first = session.kv.length - len(item.token_ids) + 1
                 actions.append(PromptScored(session.session_id, first, logprobs))
             if verdict is not None:
-                actions += self._commit(session, item, verdict, result.step_ms, now)
+                actions += self._commit(session, item, verdict, result.step_ms, prices, now)
             if self._places.shares_prefix(session):
                 session.blocks.publish(session.token_ids)
+        return actions + self._wake(now)
+
+    def _learn_cost(self, step: Step, step_ms: float) -> _Prices | None:
+        """What this step's hints are to be measured by; None when it did more than decode."""
+        if not all(item.num_decided for item in step.items):
+            return None
+        num_sessions = len(step.items)
+        num_context = sum(item.kv.length for item in step.items)
+        num_listening = sum(session.can_expect_hints() for session in self._places.running.values())
+        self.cost.observe(step.num_tokens, step_ms, num_context, num_listening)
+        plain = self.cost.line(num_context, 0)
+        return _Prices(
+            saved_ms=plain.step_ms(num_sessions) / num_sessions,
+            token_ms=plain.token_ms,
+            listening_ms=self.cost.listening_ms + self._pace.waited_ms / max(num_listening, 1),
+        )
+
+    def _line(self) -> StepLine:
+        """Cost of the next step over the number of tokens it feeds."""
+        num_context = num_listening = 0
+        for session in self._places.running.values():
+            num_context += session.committed_len
+            num_listening += session.can_expect_hints()
+        return self.cost.line(num_context, num_listening)
+
+    def _new_listening(self) -> SessionListening:
+        if not self.limits.may_rest:
+            return SessionListening()
+        return self._policy.start(self.num_running)
+
+    def _judge(
+        self, session: Session, item: StepItem, outcome: CommitOutcome, prices: _Prices | None
+    ) -> None:
+        """Tells the listening policy what the session's hints were worth in this step."""
+        if prices is None or not self.limits.may_rest or not session.can_expect_hints():
+            return
+        cost_ms = item.num_fed_hints * prices.token_ms + prices.listening_ms
+        self._policy.observe(
+            session.listening, self.num_running, outcome.num_accepted - cost_ms / prices.saved_ms
+        )
+
+    def _wake(self, now: float) -> list[Action]:
+        """Has sessions listen again whose rest is over."""
+        if not self.limits.may_rest:
+            return []
+        candidates = {
+            id(session.listening): session
+            for session in self._places.running.values()
+            if session.may_listen and session.subscribers
+        }
+        actions: list[Action] = []
+        for own in self._policy.turn([s.listening for s in candidates.values()], self.num_running):
+            session = candidates[id(own)]
+            session.timing = HintTiming(lost_at=now, grown_at=now)
+            actions += session.publish()
         return actions
 
     def _commit(
-        self, session: Session, item: StepItem, verdict: Verdict, step_ms: float, now: float
+        self,
+        session: Session,
+        item: StepItem,
+        verdict: Verdict,
+        step_ms: float,
+        prices: _Prices | None,
+        now: float,
     ) -> list[Action]:
         actions: list[Action] = []
-        from_len = session.committed_len
         outcome = session.commit(verdict, item.hints, item.num_fed_hints)
+        self._judge(session, item, outcome, prices)
         if session.first_token_at is None:
             session.first_token_at = now
         if outcome.token_ids:
@@ -325,12 +422,8 @@ class Scheduler:
                     outcome.logprobs,
                 )
             )
-        is_finished = outcome.reason is not None
-        actions += self._publish(
-            session,
-            from_len,
-            outcome.token_ids,
-            is_finished=is_finished,
+        actions += session.publish(
+            is_finished=outcome.reason is not None,
             num_tried=outcome.num_tried,
             num_held=outcome.num_held,
         )
@@ -357,30 +450,6 @@ class Scheduler:
             queue_ms=(first_step_at - session.arrived_at) * 1e3,
             prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
         )
-
-    def _publish(
-        self,
-        session: Session,
-        from_len: int,
-        token_ids: list[int],
-        *,
-        is_finished: bool,
-        num_tried: int = 0,
-        num_held: int = 0,
-    ) -> list[Action]:
-        return [
-            CommitPublished(
-                stream_id,
-                session.session_id,
-                from_len,
-                token_ids,
-                session.is_listening,
-                is_finished=is_finished,
-                num_tried=num_tried,
-                num_held=num_held,
-            )
-            for stream_id in session.subscribers
-        ]
 
 
 def _item(session: Session, path: HintPath, num_fed: int) -> StepItem:

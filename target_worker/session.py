@@ -16,7 +16,8 @@ from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSe
 from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hint_path import HintPath, choose_path, is_forced
-from target_worker.messages import StartSession, StreamId
+from target_worker.listening import SessionListening
+from target_worker.messages import Action, CommitPublished, StartSession, StreamId
 from target_worker.speculation import HintTiming
 
 
@@ -33,6 +34,14 @@ class CommitOutcome:
     logprobs: list[TokenLogprobs] | None
     reason: target_pb2.FinishReason | None  # set when the session has ended
     stop_token_id: int | None
+
+
+@dataclass(slots=True)
+class Subscriber:
+    """A draft worker's stream that follows a session."""
+
+    told_len: int  # committed tokens that it has been told of
+    is_told_to_pause: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +68,8 @@ class Session:
     tree: HintTree = field(default_factory=HintTree)
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)
     timing: HintTiming = field(default_factory=HintTiming)
-    subscribers: dict[StreamId, int] = field(default_factory=dict)  # stream -> attachment
+    listening: SessionListening = field(default_factory=SessionListening)
+    subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
     first_step_at: float | None = None
     first_token_at: float | None = None
@@ -119,8 +129,13 @@ class Session:
         return len(self.token_ids) - self.kv.length
 
     @property
-    def is_listening(self) -> bool:
+    def may_listen(self) -> bool:
+        """Whether hints of a draft worker are wanted by those who asked for the session."""
         return self.speculation.enabled and not self.speculation.is_plain
+
+    @property
+    def is_listening(self) -> bool:
+        return self.may_listen and not self.listening.is_resting
 
     def hint_path(self, num_speculative_tokens: int) -> HintPath:
         """What to verify next, one hint longer than may be fed: the last position is verified without being fed."""
@@ -175,6 +190,37 @@ class Session:
         """A draft worker comes, or comes back: what was learned from an earlier one does not hold for it."""
         self.acceptance = AcceptanceHistory()
         self.timing = HintTiming(lost_at=now, grown_at=now)
+
+    def subscribe(self, stream_id: StreamId, known_len: int) -> list[Action]:
+        """A draft worker that knows the first `known_len` tokens follows the session from now on."""
+        told_len = min(known_len, self.committed_len)
+        self.subscribers[stream_id] = Subscriber(told_len, is_told_to_pause=False)
+        return [self._news(stream_id, is_finished=False, num_tried=0, num_held=0)]
+
+    def publish(self, *, is_finished: bool = False, num_tried: int = 0, num_held: int = 0) -> list[Action]:
+        """What its subscribers have to hear now. One that was told to pause hears nothing until that changes."""
+        return [
+            self._news(stream_id, is_finished=is_finished, num_tried=num_tried, num_held=num_held)
+            for stream_id, subscriber in self.subscribers.items()
+            if self.is_listening or is_finished or not subscriber.is_told_to_pause
+        ]
+
+    def _news(
+        self, stream_id: StreamId, *, is_finished: bool, num_tried: int, num_held: int
+    ) -> CommitPublished:
+        subscriber = self.subscribers[stream_id]
+        from_len = subscriber.told_len
+        subscriber.told_len, subscriber.is_told_to_pause = self.committed_len, not self.is_listening
+        return CommitPublished(
+            stream_id,
+            self.session_id,
+            from_len,
+            self.token_ids[from_len:],
+            self.is_listening,
+            is_finished=is_finished,
+            num_tried=num_tried,
+            num_held=num_held,
+        )
 
     def commit(self, verdict: Verdict, hints: list[Hint], num_fed_hints: int) -> CommitOutcome:
         """Appends what a step decided, up to a stop token, the grammar's end or the length limit, and rolls KV back.

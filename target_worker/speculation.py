@@ -10,50 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(slots=True)
-class StepCost:
-    """Step time as a line over the number of tokens fed, fitted with exponential forgetting; milliseconds.
-
-    Starts from a prior of a step that costs 20 ms and 2 % more per token, so that the first steps speculate.
-    """
-
-    forgetting: float = 0.98
-    weight: float = 1e-3
-    sum_tokens: float = 0.0
-    sum_tokens_squared: float = 0.0
-    sum_ms: float = 0.0
-    sum_tokens_ms: float = 0.0
-
-    def observe(self, num_tokens: int, step_ms: float) -> None:
-        for name in ("weight", "sum_tokens", "sum_tokens_squared", "sum_ms", "sum_tokens_ms"):
-            setattr(self, name, getattr(self, name) * self.forgetting)
-        self.weight += 1.0
-        self.sum_tokens += num_tokens
-        self.sum_tokens_squared += num_tokens * num_tokens
-        self.sum_ms += step_ms
-        self.sum_tokens_ms += num_tokens * step_ms
-
-    def line(self) -> tuple[float, float]:
-        """(milliseconds of an empty step, milliseconds per token), both positive."""
-        if self.weight < 1.0:
-            return 20.0, 0.4
-        mean_tokens, mean_ms = self.sum_tokens / self.weight, self.sum_ms / self.weight
-        variance = self.sum_tokens_squared / self.weight - mean_tokens**2
-        covariance = self.sum_tokens_ms / self.weight - mean_tokens * mean_ms
-        slope = covariance / variance if variance > 0.25 else 0.02 * mean_ms
-        slope = min(max(slope, 0.005 * mean_ms), mean_ms / max(mean_tokens, 1.0))
-        return max(mean_ms - slope * mean_tokens, 0.05 * mean_ms), slope
+from target_worker.step_cost import StepLine
 
 
-def allot(gains: Sequence[Sequence[float]], cost: StepCost, budget: int) -> list[int]:
+def allot(gains: Sequence[Sequence[float]], cost: StepLine, budget: int) -> list[int]:
     """Hints to feed per session, so that expected tokens per millisecond are greatest over the whole batch.
 
     `gains[s][i]` is the chance that hints 0 to i of session s hold, which is how many tokens hint i is worth; it never
     rises along a session. A hint costs one more token fed, and is taken as long as it beats the batch's rate without
     it. At most `budget` in all.
     """
-    fixed_ms, token_ms = cost.line()
+    fixed_ms, token_ms = cost
     counts = [0] * len(gains)
     tokens = float(len(gains))
     step_ms = fixed_ms + token_ms * len(gains)
@@ -127,7 +94,7 @@ def best_wait(
     timings: Sequence[HintTiming],
     acceptance: Sequence[float],
     limits: Sequence[int],
-    cost: StepCost,
+    cost: StepLine,
     now: float,
     wait_s_max: float,
 ) -> float:
@@ -135,7 +102,7 @@ def best_wait(
 
     Candidates are now and the expected arrivals of the next hints. `limits[s]` bounds the hints fed for session s.
     """
-    fixed_ms, token_ms = cost.line()
+    fixed_ms, token_ms = cost
 
     def rate_after(wait: float) -> float:
         tokens, num_fed = 0.0, 0

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from outrider import __version__
 from outrider.cli.audit.command import audit
+from outrider.cli.bench.command import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
@@ -38,6 +39,7 @@ app.command(rich_help_panel="One machine")(demo)
 app.command(rich_help_panel="One machine")(serve)
 app.command(rich_help_panel="One machine")(chat)
 app.command(rich_help_panel="A running server")(audit)
+app.command(rich_help_panel="A running server")(bench)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(target_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(draft_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(coordinator)

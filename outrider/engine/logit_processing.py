@@ -67,6 +67,20 @@ def process(logits: torch.Tensor, params: SamplingParams, text: TextBefore) -> t
     return logits
 
 
+def is_idle(params: SamplingParams, text: TextBefore) -> bool:
+    """Whether `process` has nothing to do, so that rows of many sequences can be decided together."""
+    return not (
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.bad_words
+        or params.allowed_token_ids
+        or text.grammar is not None
+        or params.min_tokens > len(text.token_ids) - text.num_prompt_tokens
+    )
+
+
 def num_rows_alive(logits: torch.Tensor) -> int:
     """Rows before the first one that leaves no token at all.  # [num_rows, vocab_size]"""
     is_dead = (logits.amax(dim=-1) == NEVER).tolist()

@@ -60,11 +60,11 @@ def verify(
     processed, hints = processed[:num_alive], hints[:num_alive]
     probs = None
     if params.decoding_mode is DecodingMode.GREEDY:
-        verdict = _verify_choices(processed.argmax(dim=-1).tolist(), hints)
+        verdict = verify_choices(processed.argmax(dim=-1).tolist(), hints)
     else:
         probs = probabilities(processed, params)
         if params.decoding_mode is DecodingMode.COUPLED:
-            verdict = _verify_choices(coupled_choice(probs, seed, position), hints)
+            verdict = verify_choices(coupled_choice(probs, seed, position), hints)
         elif acceptance_rule is AcceptanceRule.BLOCK:
             verdict = verify_block(probs, hints, seed, position)
         else:
@@ -79,7 +79,7 @@ def verify(
     return Verdict(verdict.token_ids, verdict.num_accepted, verdict.num_matched, logprobs)
 
 
-def _verify_choices(choices: list[int], hints: Sequence[Hint]) -> Verdict:
+def verify_choices(choices: list[int], hints: Sequence[Hint]) -> Verdict:
     """Greedy and coupled: the target's choice is known, a hint holds when it is the same token."""
     num_matched = 0
     while num_matched < len(hints) and hints[num_matched].token_id == choices[num_matched]:

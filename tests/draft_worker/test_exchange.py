@@ -40,6 +40,7 @@ from tests.target_worker.fakes import start
 from tests.target_worker.test_scheduler import World as TargetWorld
 
 TARGET_LIMITS = SchedulerLimits(
+    may_rest=False,
     max_num_seqs=2,
     max_num_batched_tokens=24,
     max_model_len=400,

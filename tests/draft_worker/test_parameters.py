@@ -48,7 +48,7 @@ def branch(session: DraftSession, node_id: int) -> list[int]:
 
 class TestWhereTextsEnd:
     LIMITS = DraftLimits(**{name: getattr(LIMITS, name) for name in ("max_num_batched_tokens", "max_model_len",
-        "max_nodes", "max_lookahead", "min_chance")}, end_of_sequence_ids=frozenset({END}))  # fmt: skip
+        "max_nodes", "max_lookahead", "min_reach")}, end_of_sequence_ids=frozenset({END}))  # fmt: skip
 
     @pytest.mark.parametrize("ignore_eos", [False, True])
     @pytest.mark.parametrize("alignment", [100, 256])
@@ -320,6 +320,7 @@ def test_a_draft_equal_to_its_target_follows_the_grammar_as_it_does(pattern: str
     world = RealWorld(compiled(pattern), MODES[mode], same_weights())
     engine = models.engine("llama")
     limits = SchedulerLimits(
+        may_rest=False,
         max_num_seqs=2,
         max_num_batched_tokens=64,
         max_model_len=200,

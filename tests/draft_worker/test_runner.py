@@ -50,6 +50,7 @@ def generate(
     rng = random.Random(luck)
     target_engine = models.engine("llama", dtype)
     limits = SchedulerLimits(
+        may_rest=False,
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_model_len=500,
@@ -152,7 +153,7 @@ def item(params: SamplingParams, num_rows: int, speculation: SpeculationSettings
         5,
         before,
         first_draw=7,
-        primary_chance=0.7,
+        acceptance_rate=0.7,
     )
 
 

@@ -38,7 +38,7 @@ LIMITS = DraftLimits(
     max_nodes=30,
     max_lookahead=6,
     max_nodes_per_step=4,
-    min_chance=0.02,
+    min_reach=0.02,
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=390)
 TARGET = "target:1"

@@ -32,7 +32,7 @@ from protos.outrider.v1 import target_pb2
 from target_worker import messages as target_messages
 from target_worker.runner import TargetCore
 from target_worker.scheduler import Scheduler
-from target_worker.speculation import StepCost
+from target_worker.step_cost import StepCost, StepLine
 from tests.exactness.reference import Ending, Reference
 from tests.models import root_dir
 
@@ -221,6 +221,7 @@ def _target_core(tiny: TinyModel, cost: StepCost) -> TargetCore:
         max_model_len=MAX_MODEL_LEN,
         num_speculative_tokens=5,
         hint_wait_ms_max=0.0,
+        may_rest=False,  # hostile hints are to be verified too
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, "target")
@@ -253,11 +254,11 @@ class GivenCost(StepCost):
 
     token_ms = 0.4
 
-    def observe(self, num_tokens: int, step_ms: float) -> None:
+    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0, num_listening: int = 0) -> None:
         pass
 
-    def line(self) -> tuple[float, float]:
-        return 20.0, self.token_ms
+    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+        return StepLine(20.0, self.token_ms)
 
 
 # Sessions.

@@ -49,7 +49,7 @@ from target_worker.messages import (
 )
 from target_worker.runner import TargetCore
 from target_worker.scheduler import Scheduler
-from target_worker.speculation import StepCost
+from target_worker.step_cost import StepCost, StepLine
 from tests import models
 from tests.schemas.walk import permitted_token_ids
 
@@ -171,8 +171,8 @@ def hostile(running: Running) -> list[Hint]:
 class FreeHints(StepCost):
     """All hints are verified, and no clock has a say, so that a run repeats itself."""
 
-    def line(self) -> tuple[float, float]:
-        return 20.0, 1e-4
+    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+        return StepLine(20.0, 1e-4)
 
 
 def target_core(**limits: Any) -> TargetCore:

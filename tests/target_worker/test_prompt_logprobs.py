@@ -24,7 +24,7 @@ from target_worker.messages import (
 )
 from target_worker.runner import TargetCore
 from target_worker.scheduler import Scheduler
-from target_worker.speculation import StepCost
+from target_worker.step_cost import StepCost, StepLine
 from tests import models
 from tests.engine.sequences import text
 
@@ -58,8 +58,8 @@ def check(given: TokenLogprobs, expected: torch.Tensor, token_id: int, num_top: 
 class GivenCost(StepCost):
     """No clock has a say, so that a run repeats itself."""
 
-    def line(self) -> tuple[float, float]:
-        return 20.0, 0.1
+    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+        return StepLine(20.0, 0.1)
 
 
 class World:
@@ -68,6 +68,7 @@ class World:
     def __init__(self, budget: int, max_num_seqs: int) -> None:
         engine = models.engine("llama")
         limits = SchedulerLimits(
+            may_rest=False,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=100,

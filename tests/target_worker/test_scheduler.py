@@ -38,6 +38,7 @@ from target_worker.scheduler import Scheduler
 from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, greedy_text, next_token, start
 
 LIMITS = SchedulerLimits(
+    may_rest=False,
     max_num_seqs=3,
     max_num_waiting=2,
     max_num_batched_tokens=12,
@@ -563,7 +564,7 @@ class TestWaiting:
 
     def test_a_bound_of_zero_never_waits(self) -> None:
         limits = SchedulerLimits(
-            max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, hint_wait_ms_max=0.0
+            may_rest=False, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, hint_wait_ms_max=0.0
         )
         assert self.waits(limits, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))) == 0.0
 
@@ -623,6 +624,7 @@ class TestEarlyEvents:
 def test_a_prompt_is_prefilled_while_others_decode_with_many_hints() -> None:
     """Hints must not use up the room of those that still wait for their first token."""
     limits = SchedulerLimits(
+        may_rest=False,
         max_num_seqs=3,
         max_num_batched_tokens=6,
         max_model_len=300,

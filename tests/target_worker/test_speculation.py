@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.acceptance import AcceptanceHistory
-from target_worker.speculation import HintTiming, StepCost, allot, best_wait
+from target_worker.speculation import HintTiming, allot, best_wait
+from target_worker.step_cost import StepCost, StepLine
 
 RATES = st.floats(0.01, 0.99)
 
 
-def fitted(fixed_ms: float, token_ms: float, num_steps: int = 60) -> StepCost:
+def learned(fixed_ms: float, token_ms: float, num_steps: int = 60) -> StepCost:
     cost, rng = StepCost(), random.Random(0)
     for _ in range(num_steps):
         num_tokens = rng.randint(1, 40)
@@ -24,8 +25,8 @@ def fitted(fixed_ms: float, token_ms: float, num_steps: int = 60) -> StepCost:
     return cost
 
 
-def tokens_per_ms(rates: Sequence[float], counts: Sequence[int], cost: StepCost) -> float:
-    fixed_ms, token_ms = cost.line()
+def tokens_per_ms(rates: Sequence[float], counts: Sequence[int], cost: StepLine) -> float:
+    fixed_ms, token_ms = cost
     tokens = sum(sum(rate**i for i in range(count + 1)) for rate, count in zip(rates, counts, strict=True))
     return tokens / (fixed_ms + token_ms * (len(counts) + sum(counts)))
 
@@ -33,13 +34,33 @@ def tokens_per_ms(rates: Sequence[float], counts: Sequence[int], cost: StepCost)
 class TestStepCost:
     @pytest.mark.parametrize(("fixed_ms", "token_ms"), [(20.0, 0.4), (3.0, 0.1), (1.0, 0.9), (80.0, 1.0)])
     def test_a_line_is_recovered(self, fixed_ms: float, token_ms: float) -> None:
-        assert fitted(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms), rel=0.02)
+        assert learned(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms), rel=0.02)
 
     def test_a_change_is_followed(self) -> None:
-        cost = fitted(20.0, 0.4)
-        for i in range(400):
+        cost = learned(20.0, 0.4)
+        for i in range(800):
             cost.observe(1 + i % 30, 5.0 + 0.2 * (1 + i % 30))
         assert cost.line() == pytest.approx((5.0, 0.2), rel=0.05)
+
+    def test_causes_are_told_apart(self) -> None:
+        """A step over much context, or beside many streams of hints, costs more than its tokens say."""
+        cost, rng = StepCost(), random.Random(1)
+        for _ in range(300):
+            num_tokens, num_context, num_listening = (
+                rng.randint(1, 60),
+                rng.randint(0, 9000),
+                rng.randint(0, 32),
+            )
+            step_ms = 8.0 + 0.1 * num_tokens + 0.5 * num_context / 1e3 + 0.06 * num_listening
+            cost.observe(num_tokens, step_ms, num_context, num_listening)
+        assert cost.line(0, 0) == pytest.approx((8.0, 0.1), rel=0.05)
+        assert cost.line(6000, 20).fixed_ms == pytest.approx(8.0 + 3.0 + 1.2, rel=0.05)
+        assert cost.listening_ms == pytest.approx(0.06, rel=0.2)
+
+    def test_a_step_that_was_held_up_changes_little(self) -> None:
+        cost = learned(20.0, 0.4)
+        cost.observe(10, 5000.0)
+        assert cost.line().step_ms(10) < 1.15 * 24.0
 
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(st.lists(st.tuples(st.integers(1, 600), st.floats(0.01, 1e4)), max_size=40))
@@ -69,7 +90,7 @@ class TestAllot:
         self, sessions: list[tuple[float, int]], fixed_ms: float, share: float, budget: int
     ) -> None:
         rates, available = [rate for rate, _ in sessions], [n for _, n in sessions]
-        cost = fitted(fixed_ms, fixed_ms * share)
+        cost = StepLine(fixed_ms, fixed_ms * share)
         counts = allot(gains(rates, available), cost, budget)
         assert all(0 <= count <= most for count, most in zip(counts, available, strict=True))
         assert sum(counts) <= budget
@@ -81,18 +102,18 @@ class TestAllot:
         assert tokens_per_ms(rates, counts, cost) == pytest.approx(best, rel=1e-9)
 
     def test_zero_is_a_valid_answer(self) -> None:
-        assert allot(gains([0.1, 0.05], [5, 5]), fitted(1.0, 0.9), 20) == [0, 0]
+        assert allot(gains([0.1, 0.05], [5, 5]), StepLine(1.0, 0.9), 20) == [0, 0]
 
     def test_nothing_to_allot(self) -> None:
-        assert allot([], StepCost(), 0) == []
-        assert allot(gains([0.9], [0]), StepCost(), 5) == [0]
-        assert allot(gains([0.9], [5]), StepCost(), 0) == [0]
+        assert allot([], StepCost().line(), 0) == []
+        assert allot(gains([0.9], [0]), StepCost().line(), 5) == [0]
+        assert allot(gains([0.9], [5]), StepCost().line(), 0) == [0]
 
     def test_an_idle_machine_verifies_what_there_is(self) -> None:
-        assert allot(gains([0.9, 0.9], [4, 2]), fitted(50.0, 0.01), 100) == [4, 2]
+        assert allot(gains([0.9, 0.9], [4, 2]), StepLine(50.0, 0.01), 100) == [4, 2]
 
     def test_certain_hints_come_first_and_in_their_order(self) -> None:
-        assert allot([[1.0, 1.0, 1.0, 0.2], [0.9, 0.8]], fitted(50.0, 0.01), 3) == [3, 0]
+        assert allot([[1.0, 1.0, 1.0, 0.2], [0.9, 0.8]], StepLine(50.0, 0.01), 3) == [3, 0]
 
 
 class TestAcceptanceHistory:
@@ -142,12 +163,17 @@ class TestBestWait:
     ) -> None:
         timings = [timing(n, 50.0, first_s=first, gap_s=gap) for n, _, _, first, gap in sessions]
         wait = best_wait(
-            timings, [s[1] for s in sessions], [s[2] for s in sessions], StepCost(), 50.0 + elapsed, longest_s
+            timings,
+            [s[1] for s in sessions],
+            [s[2] for s in sessions],
+            StepCost().line(),
+            50.0 + elapsed,
+            longest_s,
         )
         assert 0.0 <= wait <= longest_s
 
     def test_nothing_expected_means_no_wait(self) -> None:
-        cost = fitted(50.0, 0.1)
+        cost = StepLine(50.0, 0.1)
         assert best_wait([], [], [], cost, 10.0, 0.01) == 0.0
         full = timing(8, 10.0)
         assert best_wait([full], [0.9], [8], cost, 10.0, 0.01) == 0.0
@@ -156,10 +182,10 @@ class TestBestWait:
 
     def test_a_fast_draft_is_waited_for_and_a_slow_one_is_not(self) -> None:
         """Design section 6."""
-        cost = fitted(60.0, 0.5)
+        cost = StepLine(60.0, 0.5)
         fast, slow = timing(0, 10.0, first_s=0.002, gap_s=0.001), timing(0, 10.0, first_s=0.009, gap_s=0.03)
         assert best_wait([fast], [0.8], [5], cost, 10.0, 0.01) >= 0.005
-        assert best_wait([slow], [0.05], [5], fitted(1.0, 0.2), 10.0, 0.01) == 0.0
+        assert best_wait([slow], [0.05], [5], StepLine(1.0, 0.2), 10.0, 0.01) == 0.0
 
 
 class TestHintTiming:

@@ -1,0 +1,1 @@
+"""`outrider bench`: how fast does a server answer under load, whichever server it is?"""

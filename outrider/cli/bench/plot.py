@@ -1,0 +1,127 @@
+"""Line charts as one self-contained SVG. Pure: figures in, text out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from xml.sax.saxutils import escape
+
+# Told apart by people who see colours differently (Okabe and Ito).
+COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_WIDTH, _HEIGHT = 420, 300  # of a panel, pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 40, 48  # between panel and axes
+_LINE_HEIGHT = 18
+_NUM_TICKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One value per label of its panel; None leaves a gap."""
+
+    values: Sequence[float | None]
+    color: int  # index into COLORS, taken round
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart. Its labels stand at equal distances, whatever numbers they are."""
+
+    title: str
+    x_title: str
+    labels: Sequence[str]
+    lines: Sequence[Line]
+
+
+def draw(heading: str, panels: Sequence[Panel], names: Sequence[str], note: str = "") -> str:
+    """The charts side by side, with a legend of one name per colour below."""
+    width = _WIDTH * len(panels)
+    top = 30
+    legend = [
+        f'<line x1="{_LEFT}" x2="{_LEFT + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{_color(index)}" stroke-width="2.5"/>'
+        + _text(_LEFT + 34, y, name, anchor="start")
+        for index, name in enumerate(names)
+        for y in [top + _HEIGHT + _LINE_HEIGHT * (index + 1)]
+    ]
+    height = top + _HEIGHT + _LINE_HEIGHT * (len(names) + (2 if note else 1))
+    body = [
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        _text(width / 2, 22, heading, size=15, weight="bold"),
+        *(
+            f'<g transform="translate({_WIDTH * index},{top})">{_panel(panel)}</g>'
+            for index, panel in enumerate(panels)
+        ),
+        *legend,
+    ]
+    if note:
+        body.append(_text(_LEFT, height - 10, note, anchor="start", color="#666"))
+    content = "\n".join(body)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12">\n{content}\n</svg>\n'
+    )
+
+
+def _panel(panel: Panel) -> str:
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    top_tick, step = scale(value for line in panel.lines for value in line.values if value is not None)
+
+    def x(index: int) -> float:
+        if len(panel.labels) == 1:
+            return (_LEFT + right) / 2
+        return _LEFT + 20 + (right - _LEFT - 40) * index / (len(panel.labels) - 1)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - _TOP) * value / top_tick
+
+    parts = [_text((_LEFT + right) / 2, 24, panel.title, weight="bold")]
+    for number in range(round(top_tick / step) + 1):
+        at = y(number * step)
+        parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        parts.append(_text(_LEFT - 6, at + 4, f"{number * step:g}", anchor="end"))
+    parts += [_text(x(index), bottom + 18, label) for index, label in enumerate(panel.labels)]
+    parts.append(_text((_LEFT + right) / 2, bottom + 38, panel.x_title))
+    for line in panel.lines:
+        known = [(x(index), y(value)) for index, value in enumerate(line.values) if value is not None]
+        points = " ".join(f"{at:.1f},{level:.1f}" for at, level in known)
+        dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
+        color = _color(line.color)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
+        parts += [f'<circle cx="{at:.1f}" cy="{level:.1f}" r="3" fill="{color}"/>' for at, level in known]
+    return "\n".join(parts)
+
+
+def scale(values: Iterable[float]) -> tuple[float, float]:
+    """(top, step) of an axis from 0 on: round steps, the top a multiple of them and no value above it."""
+    largest = max(values, default=0.0)
+    if not 0 < largest < math.inf:
+        return 1.0, 0.5
+    power = 10.0 ** math.floor(math.log10(largest / _NUM_TICKS))
+    step = next(
+        factor * power for factor in (1, 2, 5, 10, 20) if factor * power * _NUM_TICKS >= largest * (1 - 1e-9)
+    )
+    return step * math.ceil(largest / step - 1e-9), step
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "middle",
+    size: int = 12,
+    weight: str = "normal",
+    color: str = "#222",
+) -> str:
+    # Escaping leaves control characters, which no XML may hold.
+    shown = escape("".join(letter if letter.isprintable() else "?" for letter in text))
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
+        f'fill="{color}">{shown}</text>'
+    )

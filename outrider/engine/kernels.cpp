@@ -22,13 +22,14 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int MAX_QUERIES = 8;  // that share one pass over the keys
+constexpr int MAX_QUERIES = 24;  // that share one pass over the keys; a multiple of 4
 constexpr int MAX_HEAD_VECTORS = 16;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint32_t UnalignedWords __attribute__((vector_size(64), aligned(2)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint16_t UnalignedHalves __attribute__((vector_size(32), aligned(2)));
 
@@ -42,13 +43,13 @@ INLINE Floats load(const BFloat16* from) {
   return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
 }
 
-// To the nearest, ties to even; what is not a number stays so.
-INLINE Halves rounded(Floats values) {
+// To the nearest, ties to even; what is not a number stays so. The result is in the upper half of each word.
+INLINE Words rounded_words(Floats values) {
   const Words bits = reinterpret_cast<Words>(values);
   const Words up = bits + 0x7fff + ((bits >> 16) & 1);
-  const Words chosen = (values != values) ? Words{} + 0x7fc00000 : up;
-  return __builtin_convertvector(chosen >> 16, Halves);
+  return (values != values) ? Words{} + 0x7fc00000 : up;
 }
+INLINE Halves rounded(Floats values) { return __builtin_convertvector(rounded_words(values) >> 16, Halves); }
 
 INLINE void store(float* to, Floats values) { *reinterpret_cast<UnalignedFloats*>(to) = values; }
 INLINE void store(BFloat16* to, Floats values) { *reinterpret_cast<UnalignedHalves*>(to) = rounded(values); }
@@ -73,6 +74,40 @@ INLINE void store_some(T* to, Floats values, int count) {
   std::memcpy(to, padded, count * sizeof(T));
 }
 
+// A head's values as vectors. Those of bfloat16 are taken apart into even and odd ones, which costs an operation each
+// where widening in order costs several; queries, keys and values are treated alike, so that products do not notice.
+template <int VECTORS>
+INLINE void load_head(const float* from, Floats* to) {
+  UNROLL for (int v = 0; v < VECTORS; ++v) to[v] = load(from + v * LANES);
+}
+template <int VECTORS>
+INLINE void load_head(const BFloat16* from, Floats* to) {
+  if constexpr (VECTORS % 2 == 0) {
+    UNROLL for (int v = 0; v < VECTORS; v += 2) {
+      const Words pairs = *reinterpret_cast<const UnalignedWords*>(from + v * LANES);
+      to[v] = reinterpret_cast<Floats>(pairs << 16);
+      to[v + 1] = reinterpret_cast<Floats>(pairs & 0xffff0000);
+    }
+  } else {
+    UNROLL for (int v = 0; v < VECTORS; ++v) to[v] = load(from + v * LANES);
+  }
+}
+template <int VECTORS>
+INLINE void store_head(float* to, const Floats* from, float factor) {
+  UNROLL for (int v = 0; v < VECTORS; ++v) store(to + v * LANES, from[v] * factor);
+}
+template <int VECTORS>
+INLINE void store_head(BFloat16* to, const Floats* from, float factor) {
+  if constexpr (VECTORS % 2 == 0) {
+    UNROLL for (int v = 0; v < VECTORS; v += 2) {
+      const Words even = rounded_words(from[v] * factor) >> 16, odd = rounded_words(from[v + 1] * factor) & 0xffff0000;
+      *reinterpret_cast<UnalignedWords*>(to + v * LANES) = even | odd;
+    }
+  } else {
+    UNROLL for (int v = 0; v < VECTORS; ++v) store(to + v * LANES, from[v] * factor);
+  }
+}
+
 INLINE Floats broadcast(float value) { return value - Floats{}; }
 
 INLINE float sum(Floats v) {
@@ -81,6 +116,25 @@ INLINE float sum(Floats v) {
   v += __builtin_shuffle(v, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
   v += __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
   return v[0];
+}
+
+// Halves of pairs of vectors, added so that after four levels lane i holds the sum of vector i. Each sum pairs lanes as
+// `sum` does, so that a score has the same bits whichever of the two computed it.
+INLINE Floats halve(Floats a, Floats b) {
+  return __builtin_shuffle(a, b, Ints{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
+         __builtin_shuffle(a, b, Ints{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+}
+INLINE Floats quarter(Floats a, Floats b) {
+  return __builtin_shuffle(a, b, Ints{0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}) +
+         __builtin_shuffle(a, b, Ints{4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31});
+}
+INLINE Floats eighth(Floats a, Floats b) {
+  return __builtin_shuffle(a, b, Ints{0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}) +
+         __builtin_shuffle(a, b, Ints{2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31});
+}
+INLINE Floats last(Floats a, Floats b) {
+  return __builtin_shuffle(a, b, Ints{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}) +
+         __builtin_shuffle(a, b, Ints{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
 }
 
 INLINE float maximum(const float* values, int32_t count) {
@@ -237,6 +291,38 @@ INLINE void rotate_and_store(T* qkv, const Step& step, const Shape& shape, const
   }
 }
 
+template <int VECTORS>
+INLINE Floats product(const Floats* query, const Floats* key) {
+  Floats total = query[0] * key[0];
+  UNROLL for (int v = 1; v < VECTORS; ++v) total += query[v] * key[v];
+  return total;
+}
+
+// Scores of one query and LANES keys.
+template <int VECTORS>
+INLINE Floats scores_of(const Floats* query, const Floats (*keys)[VECTORS]) {
+  Floats quarters[4];
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const Floats first = halve(product<VECTORS>(query, keys[4 * i]), product<VECTORS>(query, keys[4 * i + 1]));
+    const Floats second = halve(product<VECTORS>(query, keys[4 * i + 2]), product<VECTORS>(query, keys[4 * i + 3]));
+    quarters[i] = quarter(first, second);
+  }
+  return last(eighth(quarters[0], quarters[1]), eighth(quarters[2], quarters[3]));
+}
+
+// Up to LANES rows of the cache as floats, those of the next block on their way into the processor's cache.
+template <typename T, int VECTORS>
+INLINE void gather(const T* cache, int64_t kv_width, const int32_t* slots, int32_t begin, int32_t end, Floats (*rows)[VECTORS]) {
+  const int32_t stop = std::min(begin + LANES, end);
+  for (int32_t p = begin; p < stop; ++p) {
+    if (p + LANES < end) {
+      const char* ahead = reinterpret_cast<const char*>(cache + slots[p + LANES] * kv_width);
+      for (size_t i = 0; i < VECTORS * LANES * sizeof(T); i += 64) __builtin_prefetch(ahead + i);
+    }
+    load_head<VECTORS>(cache + slots[p] * kv_width, rows[p - begin]);
+  }
+}
+
 // Attention of up to MAX_QUERIES queries over one KV head. `num_keys[q]` are visible to query q, none before
 // `first_key[q]`. `scores` holds MAX_QUERIES rows of `stride` floats.
 template <typename T, int VECTORS>
@@ -246,16 +332,17 @@ INLINE void attend(const T* const* queries, T* const* outputs, int num_queries, 
   for (int q = 0; q < num_queries; ++q) {
     begin = std::min(begin, first_key[q]);
     end = std::max(end, num_keys[q]);
-    UNROLL for (int v = 0; v < VECTORS; ++v) query[q][v] = load(queries[q] + v * LANES);
+    load_head<VECTORS>(queries[q], query[q]);
   }
-  for (int32_t p = begin; p < end; ++p) {
-    const T* key = keys + slots[p] * kv_width;
-    Floats own[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; ++v) own[v] = load(key + v * LANES);
-    for (int q = 0; q < num_queries; ++q) {
-      Floats product = query[q][0] * own[0];
-      UNROLL for (int v = 1; v < VECTORS; ++v) product += query[q][v] * own[v];
-      scores[q * stride + p] = sum(product) * shape.scale;
+  Floats rows[LANES][VECTORS];
+  for (int32_t p = begin; p < end; p += LANES) {
+    gather<T, VECTORS>(keys, kv_width, slots, p, end, rows);
+    if (p + LANES <= end) {
+      for (int q = 0; q < num_queries; ++q) store(scores + q * stride + p, scores_of<VECTORS>(query[q], rows) * shape.scale);
+    } else {
+      for (int q = 0; q < num_queries; ++q) {
+        for (int32_t i = p; i < end; ++i) scores[q * stride + i] = sum(product<VECTORS>(query[q], rows[i - p])) * shape.scale;
+      }
     }
   }
   float factor[MAX_QUERIES];
@@ -287,31 +374,29 @@ INLINE void attend(const T* const* queries, T* const* outputs, int num_queries, 
   }
   // Few enough at a time for their sums to stay in registers. A weight of zero adds an exact zero.
   constexpr int TOGETHER = VECTORS <= 4 ? 4 : 2;
-  for (int first = 0; first < num_queries; first += TOGETHER) {
-    const int count = std::min(TOGETHER, num_queries - first);
-    Floats sums[TOGETHER][VECTORS] = {};
-    if (count == TOGETHER) {
-      for (int32_t p = begin; p < end; ++p) {
-        const T* value = values + slots[p] * kv_width;
-        Floats own[VECTORS];
-        UNROLL for (int v = 0; v < VECTORS; ++v) own[v] = load(value + v * LANES);
+  const int num_padded = (num_queries + TOGETHER - 1) / TOGETHER * TOGETHER;
+  Floats sums[MAX_QUERIES][VECTORS];
+  for (int q = 0; q < num_padded; ++q) {
+    UNROLL for (int v = 0; v < VECTORS; ++v) sums[q][v] = Floats{};
+    if (q >= num_queries) std::fill_n(scores + q * stride + begin, end - begin, 0.0f);
+  }
+  for (int32_t p = begin; p < end; p += LANES) {
+    gather<T, VECTORS>(values, kv_width, slots, p, end, rows);
+    const int count = std::min<int32_t>(LANES, end - p);
+    for (int first = 0; first < num_queries; first += TOGETHER) {
+      Floats some[TOGETHER][VECTORS];
+      std::memcpy(some, sums[first], sizeof some);
+      for (int i = 0; i < count; ++i) {
         UNROLL for (int q = 0; q < TOGETHER; ++q) {
-          const float weight = scores[(first + q) * stride + p];
-          UNROLL for (int v = 0; v < VECTORS; ++v) sums[q][v] += own[v] * weight;
+          const float weight = scores[(first + q) * stride + p + i];
+          UNROLL for (int v = 0; v < VECTORS; ++v) some[q][v] += rows[i][v] * weight;
         }
       }
-    } else {
-      for (int q = 0; q < count; ++q) {
-        for (int32_t p = begin; p < end; ++p) {
-          const T* value = values + slots[p] * kv_width;
-          const float weight = scores[(first + q) * stride + p];
-          UNROLL for (int v = 0; v < VECTORS; ++v) sums[q][v] += load(value + v * LANES) * weight;
-        }
-      }
+      std::memcpy(sums[first], some, sizeof some);
     }
-    for (int q = 0; q < count; ++q) {
-      UNROLL for (int v = 0; v < VECTORS; ++v) store(outputs[first + q] + v * LANES, sums[q][v] * factor[first + q]);
-    }
+  }
+  for (int q = 0; q < num_queries; ++q) {
+    store_head<VECTORS>(outputs[q], sums[q], factor[q]);
   }
 }
 
@@ -324,9 +409,14 @@ INLINE void attend_members(const T* qkv, T* output, const Step& step, const Shap
     std::memcpy(&member, step.members + number * 6, sizeof member);
     const int32_t* table = step.tables + member.table;
     const int32_t longest = member.first_position + member.num_rows;
-    for (int32_t p = 0; p < longest; ++p) {
-      const int64_t entry = p < member.tree_start ? p : step.paths[member.path + p - member.tree_start];
-      slots[p] = static_cast<int32_t>(table[entry / step.block_size] * step.block_size + entry % step.block_size);
+    const int32_t num_text = std::min(longest, member.tree_start), block_size = static_cast<int32_t>(step.block_size);
+    for (int32_t start = 0, block = 0; start < num_text; start += block_size, ++block) {
+      const int32_t count = std::min(block_size, num_text - start), first = table[block] * block_size;
+      for (int32_t i = 0; i < count; ++i) slots[start + i] = first + i;
+    }
+    for (int32_t p = num_text; p < longest; ++p) {
+      const int32_t entry = step.paths[member.path + p - num_text];
+      slots[p] = table[entry / block_size] * block_size + entry % block_size;
     }
     for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
       const int64_t total = share * member.num_rows;

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
-MAX_QUERIES = 8
+MAX_QUERIES = 24
 
 _POINTER, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

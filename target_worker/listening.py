@@ -1,23 +1,35 @@
-"""Whether to listen to a session's draft worker, learned from what listening gained and what it cost. Pure.
+"""Whether to listen to draft workers, learned from what it gains. Pure.
 
-Even hints that are never verified cost something: they are read, kept and answered, and steps wait for them. A session
-whose listening loses time rests: its draft worker is told to pause, and the target decodes plainly. What it is worth
-depends on the load as much as on the draft, so the worker keeps one estimate per doubling of the batch, from which a
-new session starts; a session's own experience comes on top. While an estimate says that listening does not pay, it is
-tried again now and then, within a budget of steps: the price of finding out is bounded too.
+Even hints that are never verified cost something: they are read, kept and answered, and steps wait for them. What that
+amounts to no model tells well, so it is measured: for every size of batch the worker compares its speed while sessions
+listen with its speed while they do not, trying the other way for a few steps now and then, ever more rarely while the
+answer stays the same. That bounds the price of finding out, too. While listening does not pay, all sessions rest: their
+draft workers are told to pause. A session whose own hints hardly ever hold rests by itself.
 
-Nothing here looks at a hint's token or probability (invariant I4).
+Speeds are relative to what plain decoding of the same batch costs, as fitted over plain steps alone (`StepCost`), so
+that sizes and contexts that change meanwhile do not matter. Nothing here looks at a hint's token or probability
+(invariant I4).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-NUM_TRIAL_STEPS = 16
-"""Steps that a session listens before it is judged."""
-TRIAL_SHARE = 0.02
-"""Of a session's steps, spent on trials while listening is believed not to pay."""
+from target_worker.step_cost import StepCost
+
+NUM_TRIAL_STEPS = 24
+"""Steps of a trial of the other way."""
+NUM_SETTLING_STEPS = 4
+"""After a change, which say nothing yet: a draft worker that was woken has to catch up."""
+NUM_STEADY_STEPS = 96
+NUM_STEADY_STEPS_MAX = 4096
+"""Steps between trials, doubled whenever a trial confirms the present way."""
+NUM_FIRST_STEPS = 8
+"""Plain steps that a worker starts with, to have something to compare with."""
+MIN_WORTH = 0.05
+"""Tokens a step that a session's hints must gain, what it costs to verify them subtracted."""
 NUM_RESTED_STEPS = 64
 NUM_RESTED_STEPS_MAX = 1024
 
@@ -38,65 +50,118 @@ class DecayedMean:
 
 
 @dataclass(slots=True)
+class Regime:
+    """One size of batch: what is done now, and what is known of both ways."""
+
+    is_listening: bool = True  # now, which in a trial is the other way
+    in_trial: bool = False
+    num_steps: int = 0  # since the last change
+    num_steady: int = NUM_STEADY_STEPS
+    listening: DecayedMean = field(default_factory=lambda: DecayedMean(0.98))
+    plain: DecayedMean = field(default_factory=lambda: DecayedMean(0.98))
+
+    @property
+    def means_to_listen(self) -> bool:
+        """What is done when no trial is under way."""
+        return self.is_listening != self.in_trial
+
+    def observe(self, speed: float, listening_share: float) -> None:
+        """One step: its speed, and which part of the sessions that could listen did."""
+        self.num_steps += 1
+        own = self.listening if self.is_listening else self.plain
+        is_as_meant = listening_share >= 0.5 if self.is_listening else listening_share == 0.0
+        if self.num_steps > NUM_SETTLING_STEPS and is_as_meant:
+            own.observe(min(speed, 3.0 * own.mean) if own.weight > NUM_TRIAL_STEPS else speed)
+        if self.in_trial and self.num_steps >= NUM_TRIAL_STEPS:
+            self._decide()
+        elif not self.in_trial and self.num_steps >= self.num_steady:
+            self.in_trial, self.is_listening, self.num_steps = True, not self.is_listening, 0
+
+    def _decide(self) -> None:
+        is_better = self.listening.mean > self.plain.mean
+        is_confirmed = is_better != self.is_listening  # the trial was of the other way
+        self.num_steady = min(2 * self.num_steady, NUM_STEADY_STEPS_MAX) if is_confirmed else NUM_STEADY_STEPS
+        self.in_trial = False
+        if is_better != self.is_listening:
+            self.is_listening, self.num_steps = is_better, 0
+
+
+@dataclass(slots=True)
 class SessionListening:
-    """One session's part: whether it rests, and what its steps with an open ear were worth, in tokens."""
+    """One session's part."""
 
     is_resting: bool = False
-    num_steps_left: int = NUM_TRIAL_STEPS  # of the trial, or of the rest
-    num_rested: int = NUM_RESTED_STEPS  # how long the next rest lasts
-    num_trials: int = 0
-    worth: DecayedMean = field(default_factory=lambda: DecayedMean(0.92))
+    num_steps: int = 0  # since it began to listen
+    num_steps_left: int = 0  # of a rest of its own
+    num_rested: int = NUM_RESTED_STEPS  # how long its next one lasts
+    worth: DecayedMean = field(default_factory=lambda: DecayedMean(0.95))
 
 
 class ListeningPolicy:
-    """All sessions of one worker. A step calls `observe` for those that listened, then `turn`."""
+    """All sessions of one worker. After a step: `judge` for each that listened, `observe` once, then `turn`."""
 
     def __init__(self) -> None:
-        self._worth: dict[int, DecayedMean] = {}  # by load, in tokens per listening session and step
-        self._credit = 0.0  # steps that trials may still take
+        self._regimes: dict[int, Regime] = {}
+        self._plain_cost = StepCost()
+        self._num_plain_steps = 0
 
-    def worth(self, num_running: int) -> DecayedMean:
-        """The estimate for batches of this size, doublings apart."""
-        return self._worth.setdefault(num_running.bit_length(), DecayedMean(0.995))
+    def regime(self, num_running: int) -> Regime:
+        """That of batches of about this size; sizes a factor of two apart have their own.
 
-    def pays(self, num_running: int) -> bool:
-        """True as long as too little is known."""
-        worth = self.worth(num_running)
-        return worth.weight < NUM_TRIAL_STEPS or worth.mean > 0.0
+        A new one begins as the nearest that is known: what does not pay for few does not pay for many.
+        """
+        size = round(math.log2(max(num_running, 1)))
+        if size not in self._regimes:
+            nearest = min(self._regimes, key=lambda known: abs(known - size), default=None)
+            is_listening = nearest is None or self._regimes[nearest].means_to_listen
+            self._regimes[size] = Regime(is_listening)
+        return self._regimes[size]
+
+    def may_listen(self, num_running: int) -> bool:
+        return self._num_plain_steps >= NUM_FIRST_STEPS and self.regime(num_running).is_listening
 
     def start(self, num_running: int) -> SessionListening:
         """A new session's state."""
-        return SessionListening(is_resting=not self.pays(num_running))
+        return SessionListening(is_resting=not self.may_listen(num_running))
 
-    def observe(self, own: SessionListening, num_running: int, worth_tokens: float) -> None:
-        """One step of a listening session: tokens that its hints gained less what they cost, as tokens."""
-        self.worth(num_running).observe(worth_tokens)
+    def judge(self, own: SessionListening, worth_tokens: float) -> None:
+        """A step of a listening session: tokens that its hints gained less those that verifying them cost."""
         own.worth.observe(worth_tokens)
-        own.num_steps_left -= 1
-        if own.num_steps_left > 0 or own.worth.mean > 0.0:
-            return
-        own.is_resting = True
-        own.num_steps_left = 0
-        if self.pays(num_running):  # others gain: it is this session's text, or its draft worker
-            own.num_steps_left = own.num_rested
+        own.num_steps += 1
+        if own.num_steps >= NUM_TRIAL_STEPS and own.worth.mean < MIN_WORTH:
+            own.is_resting, own.num_steps_left = True, own.num_rested
             own.num_rested = min(2 * own.num_rested, NUM_RESTED_STEPS_MAX)
 
+    def observe(
+        self,
+        num_running: int,
+        num_tokens: int,
+        num_context: int,
+        whole_ms: float,
+        listening_share: float | None,
+    ) -> None:
+        """A step of `num_running` sessions that did nothing but decode.
+
+        num_tokens: committed by it; whole_ms: from the end of the step before to its own, waits included;
+        listening_share: of the sessions that have a draft worker, None when none has.
+        """
+        if not listening_share:
+            self._plain_cost.observe(num_running, whole_ms, num_context)
+            self._num_plain_steps += 1
+        if listening_share is not None and self._num_plain_steps >= NUM_FIRST_STEPS:
+            plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
+            speed = (num_tokens / num_running) * (plain_ms / whole_ms)
+            self.regime(num_running).observe(speed, listening_share)
+
     def turn(self, candidates: Sequence[SessionListening], num_running: int) -> list[SessionListening]:
-        """After a step: which of the sessions with a draft worker listen again from now on."""
-        resting = [own for own in candidates if own.is_resting]
-        for own in resting:
-            own.num_steps_left -= 1
-        if self.pays(num_running):
-            woken = [own for own in resting if own.num_steps_left <= 0]
-        else:
-            self._credit = min(self._credit + TRIAL_SHARE * len(candidates), 2.0 * NUM_TRIAL_STEPS)
-            woken = []
-            if resting and self._credit >= NUM_TRIAL_STEPS:
-                self._credit -= NUM_TRIAL_STEPS
-                woken = [min(resting, key=lambda own: own.num_trials)]
-        for own in woken:
-            own.is_resting = False
-            own.num_steps_left = NUM_TRIAL_STEPS
-            own.num_trials += 1
-            own.worth = DecayedMean(own.worth.decay)
-        return woken
+        """Brings the sessions that have a draft worker in line; returns those whose state has changed."""
+        may_listen = self.may_listen(num_running)
+        changed = []
+        for own in candidates:
+            own.num_steps_left = max(own.num_steps_left - 1, 0)
+            is_resting = not may_listen or own.num_steps_left > 0
+            if is_resting != own.is_resting:
+                own.is_resting = is_resting
+                own.num_steps, own.worth = 0, DecayedMean(own.worth.decay)
+                changed.append(own)
+        return changed

@@ -44,47 +44,40 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
-from target_worker.session import CommitOutcome, Session
+from target_worker.session import Session
 from target_worker.speculation import HintTiming, allot, best_wait
 from target_worker.step_cost import StepCost, StepLine
 
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
-    """Milliseconds in one step: saved by an accepted hint, and spent on a fed one and on a listening session."""
+    """Milliseconds, at the present batch and context."""
 
-    saved_ms: float
-    token_ms: float
-    listening_ms: float
+    plain_ms: float  # for each token, had the step decoded plainly
+    token_ms: float  # for each hint that is fed
 
 
 @dataclass(slots=True)
 class _Pace:
-    """What passes between steps. Times are the shell's, seconds."""
+    """What passes from one step to the next. Times are the shell's, seconds."""
 
-    finished_at: float | None = None  # of the last step, while no wait and no idleness came after it
-    waiting_since: float | None = None
-    waited_ms: float = 0.0  # before the step that runs
+    finished_at: float | None = None  # of the last step, while there was something to do ever since
+    has_waited: bool = False  # for hints, since then
     gap_ms: float = 0.0  # smoothed, from a step's end to the next one's start
+    whole_ms: float = 0.0  # from the end of the step before to the last one's, waits included; 0.0: unknown
 
     def idle(self) -> None:
-        self.finished_at = self.waiting_since = None
-
-    def wait(self, now: float) -> None:
         self.finished_at = None
-        if self.waiting_since is None:
-            self.waiting_since = now
 
-    def go(self, now: float) -> None:
-        self.waited_ms = 0.0 if self.waiting_since is None else (now - self.waiting_since) * 1e3
-        self.waiting_since = None
+    def wait(self) -> None:
+        self.has_waited = True
 
-    def interval_ms(self, step_ms: float, now: float) -> float:
-        """What the step took together with the work before it, deliberate waits not counted."""
-        if self.finished_at is not None:
-            gap_ms = max((now - self.finished_at) * 1e3 - step_ms, 0.0)
-            self.gap_ms += 0.1 * (min(gap_ms, step_ms) - self.gap_ms)
-        self.finished_at = now
+    def busy_ms(self, step_ms: float, now: float) -> float:
+        """What the step that ends now took together with the work before it, deliberate waits not counted."""
+        self.whole_ms = 0.0 if self.finished_at is None else (now - self.finished_at) * 1e3
+        if self.whole_ms > 0.0 and not self.has_waited:
+            self.gap_ms += 0.1 * (min(max(self.whole_ms - step_ms, 0.0), step_ms) - self.gap_ms)
+        self.finished_at, self.has_waited = now, False
         return step_ms + self.gap_ms
 
 
@@ -230,10 +223,9 @@ class Scheduler:
             return None
         wait_until = self._wait_for_hints(now)
         if wait_until is not None:
-            self._pace.wait(now)
+            self._pace.wait()
             return WaitForHints(wait_until)
         self._wait_deadline = None
-        self._pace.go(now)
         return self._compose()
 
     def _wait_for_hints(self, now: float) -> float | None:
@@ -278,6 +270,7 @@ class Scheduler:
             self._line(),
             now,
             longest_s,
+            num_others=self.num_running - len(hoping),
         )
 
     def _compose(self) -> Step:
@@ -326,7 +319,7 @@ class Scheduler:
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided and says who must hear of it."""
         actions: list[Action] = []
-        prices = self._learn_cost(step, self._pace.interval_ms(result.step_ms, now))
+        prices = self._learn_cost(step, self._pace.busy_ms(result.step_ms, now))
         scored = result.prompt_logprobs or [[]] * len(step.items)
         for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
             session = self._sessions.get(item.session_id)
@@ -339,7 +332,7 @@ class Scheduler:
                 actions += self._commit(session, item, verdict, result.step_ms, prices, now)
             if self._places.shares_prefix(session):
                 session.blocks.publish(session.token_ids)
-        return actions + self._wake(now)
+        return actions + self._judge_listening(step, result, now)
 
     def _learn_cost(self, step: Step, step_ms: float) -> _Prices | None:
         """What this step's hints are to be measured by; None when it did more than decode."""
@@ -347,41 +340,19 @@ class Scheduler:
             return None
         num_sessions = len(step.items)
         num_context = sum(item.kv.length for item in step.items)
-        num_listening = sum(session.can_expect_hints() for session in self._places.running.values())
-        self.cost.observe(step.num_tokens, step_ms, num_context, num_listening)
-        plain = self.cost.line(num_context, 0)
-        return _Prices(
-            saved_ms=plain.step_ms(num_sessions) / num_sessions,
-            token_ms=plain.token_ms,
-            listening_ms=self.cost.listening_ms + self._pace.waited_ms / max(num_listening, 1),
-        )
+        self.cost.observe(step.num_tokens, step_ms, num_context)
+        line = self.cost.line(num_context)
+        return _Prices(line.step_ms(num_sessions) / num_sessions, line.token_ms)
 
     def _line(self) -> StepLine:
         """Cost of the next step over the number of tokens it feeds."""
-        num_context = num_listening = 0
-        for session in self._places.running.values():
-            num_context += session.committed_len
-            num_listening += session.can_expect_hints()
-        return self.cost.line(num_context, num_listening)
+        return self.cost.line(sum(session.committed_len for session in self._places.running.values()))
 
     def _new_listening(self) -> SessionListening:
-        if not self.limits.may_rest:
-            return SessionListening()
-        return self._policy.start(self.num_running)
+        return self._policy.start(self.num_running) if self.limits.may_rest else SessionListening()
 
-    def _judge(
-        self, session: Session, item: StepItem, outcome: CommitOutcome, prices: _Prices | None
-    ) -> None:
-        """Tells the listening policy what the session's hints were worth in this step."""
-        if prices is None or not self.limits.may_rest or not session.can_expect_hints():
-            return
-        cost_ms = item.num_fed_hints * prices.token_ms + prices.listening_ms
-        self._policy.observe(
-            session.listening, self.num_running, outcome.num_accepted - cost_ms / prices.saved_ms
-        )
-
-    def _wake(self, now: float) -> list[Action]:
-        """Has sessions listen again whose rest is over."""
+    def _judge_listening(self, step: Step, result: StepResult, now: float) -> list[Action]:
+        """Tells the listening policy how fast the step was; tells draft workers what follows from that."""
         if not self.limits.may_rest:
             return []
         candidates = {
@@ -389,6 +360,15 @@ class Scheduler:
             for session in self._places.running.values()
             if session.may_listen and session.subscribers
         }
+        if self._pace.whole_ms > 0.0 and all(item.num_decided for item in step.items):
+            num_listening = sum(session.is_listening for session in candidates.values())
+            self._policy.observe(
+                len(step.items),
+                sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None),
+                sum(item.kv.length for item in step.items),
+                self._pace.whole_ms,
+                num_listening / len(candidates) if candidates else None,
+            )
         actions: list[Action] = []
         for own in self._policy.turn([s.listening for s in candidates.values()], self.num_running):
             session = candidates[id(own)]
@@ -407,7 +387,9 @@ class Scheduler:
     ) -> list[Action]:
         actions: list[Action] = []
         outcome = session.commit(verdict, item.hints, item.num_fed_hints)
-        self._judge(session, item, outcome, prices)
+        if prices is not None and self.limits.may_rest and session.can_expect_hints():
+            cost = item.num_fed_hints * prices.token_ms / prices.plain_ms
+            self._policy.judge(session.listening, outcome.num_accepted - cost)
         if session.first_token_at is None:
             session.first_token_at = now
         if outcome.token_ids:

@@ -97,15 +97,17 @@ def best_wait(
     cost: StepLine,
     now: float,
     wait_s_max: float,
+    num_others: int = 0,
 ) -> float:
     """How long to wait for hints before the next step, so that expected tokens per second are greatest; seconds.
 
     Candidates are now and the expected arrivals of the next hints. `limits[s]` bounds the hints fed for session s.
+    `num_others` sessions of the same step get no hints, and wait all the same.
     """
     fixed_ms, token_ms = cost
 
     def rate_after(wait: float) -> float:
-        tokens, num_fed = 0.0, 0
+        tokens, num_fed = float(num_others), num_others
         for timing, rate, limit in zip(timings, acceptance, limits, strict=True):
             length = timing.path_len
             while length < limit and timing.arrival(length + 1, now) <= now + wait:

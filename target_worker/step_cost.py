@@ -1,8 +1,7 @@
 """What a step costs, learned while serving. Pure.
 
-A step's time is fitted as a sum: something fixed, something per token fed, per thousand tokens of context read, and per
-session that listens to a draft worker (whose hints are received beside the step). Least squares with exponential
-forgetting; where the steps seen do not tell two causes apart, a weak prior does.
+A step's time is fitted as a sum: something fixed, something per token fed and per thousand tokens of context read.
+Least squares with exponential forgetting; where the steps seen do not tell two causes apart, a weak prior does.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ OUTLIER = 3.0
 
 
 class StepLine(NamedTuple):
-    """Milliseconds of an empty step and of each token fed, at a given context and number of listening sessions."""
+    """Milliseconds of an empty step and of each token fed, at a given context."""
 
     fixed_ms: float
     token_ms: float
@@ -30,46 +29,50 @@ class StepLine(NamedTuple):
         return self.fixed_ms + self.token_ms * num_tokens
 
 
+NUM_STEPS_PER_FIT = 8
+"""Steps after which the fit is renewed; the first ones at once."""
+
+
 @dataclass(slots=True)
 class StepCost:
-    """Weighted sums of the normal equations over (1, tokens, thousands of context, listening sessions)."""
+    """Weighted sums of the normal equations over (1, tokens, thousands of context)."""
 
-    products: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)))
-    moments: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
-    coefficients: npt.NDArray[np.float64] | None = None
+    products: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))
+    moments: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
+    coefficients: tuple[float, float, float] | None = None  # of the same, milliseconds
+    seen: list[tuple[float, float, float, float]] = field(default_factory=list)  # not in the sums yet
 
-    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0, num_listening: int = 0) -> None:
-        """One step: tokens fed, its time, tokens in the KV that it read, sessions that listened."""
-        features = np.array([1.0, num_tokens, num_context / 1e3, num_listening])
-        if self.coefficients is not None and self.products[0, 0] > 8.0:
-            step_ms = min(step_ms, OUTLIER * max(float(self.coefficients @ features), 1e-3))
-        self.products *= FORGETTING
-        self.moments *= FORGETTING
-        self.products += np.outer(features, features)
-        self.moments += features * step_ms
-        self.coefficients = self._solve()
+    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0) -> None:
+        """One step: tokens fed, its time, tokens in the KV that it read."""
+        if self.coefficients is not None:
+            line = self.line(num_context)
+            step_ms = min(step_ms, OUTLIER * line.step_ms(num_tokens))
+        self.seen.append((1.0, num_tokens, num_context / 1e3, step_ms))
+        if len(self.seen) >= NUM_STEPS_PER_FIT or self.products[0, 0] < NUM_STEPS_PER_FIT:
+            seen = np.array(self.seen)
+            weights = FORGETTING ** np.arange(len(seen) - 1, -1, -1)
+            features, weighted = seen[:, :3], seen[:, :3] * weights[:, None]
+            self.products = self.products * FORGETTING ** len(seen) + weighted.T @ features
+            self.moments = self.moments * FORGETTING ** len(seen) + weighted.T @ seen[:, 3]
+            self.seen.clear()
+            self.coefficients = self._solve()
 
-    def _solve(self) -> npt.NDArray[np.float64]:
+    def _solve(self) -> tuple[float, float, float]:
         weight = self.products[0, 0]
         mean_ms = self.moments[0] / weight
         mean_tokens = max(self.products[0, 1] / weight, 1.0)
-        expected = np.array([0.0, 0.02 * mean_ms, 0.0, 0.01 * mean_ms])
-        strength = np.array([0.0, 0.5, 0.05, 2.0])
+        expected = np.array([0.0, 0.02 * mean_ms, 0.0])
+        strength = np.array([0.0, 0.5, 0.05])
         found = np.linalg.solve(self.products + np.diag(strength + 1e-9), self.moments + strength * expected)
         token_ms = min(max(found[1], 0.005 * mean_ms), mean_ms / mean_tokens)
-        context_ms, listening_ms = max(found[2], 0.0), max(found[3], 0.0)
+        context_ms = max(found[2], 0.0)
         means = self.products[0] / weight
-        fixed_ms = mean_ms - token_ms * means[1] - context_ms * means[2] - listening_ms * means[3]
-        return np.array([max(fixed_ms, 0.05 * mean_ms), token_ms, context_ms, listening_ms])
+        fixed_ms = mean_ms - token_ms * means[1] - context_ms * means[2]
+        return float(max(fixed_ms, 0.05 * mean_ms)), float(token_ms), float(context_ms)
 
-    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+    def line(self, num_context: int = 0) -> StepLine:
         """Cost over the number of tokens fed, both parts positive."""
         if self.coefficients is None:
             return StepLine(*PRIOR_MS)
-        fixed_ms, token_ms, context_ms, listening_ms = self.coefficients.tolist()
-        return StepLine(fixed_ms + context_ms * num_context / 1e3 + listening_ms * num_listening, token_ms)
-
-    @property
-    def listening_ms(self) -> float:
-        """Milliseconds that one listening session adds to a step."""
-        return 0.0 if self.coefficients is None else float(self.coefficients[3])
+        fixed_ms, token_ms, context_ms = self.coefficients
+        return StepLine(fixed_ms + context_ms * num_context / 1e3, token_ms)

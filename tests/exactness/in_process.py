@@ -254,10 +254,10 @@ class GivenCost(StepCost):
 
     token_ms = 0.4
 
-    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0, num_listening: int = 0) -> None:
+    def observe(self, num_tokens: int, step_ms: float, num_context: int = 0) -> None:
         pass
 
-    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+    def line(self, num_context: int = 0) -> StepLine:
         return StepLine(20.0, self.token_ms)
 
 

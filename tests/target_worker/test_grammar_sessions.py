@@ -171,7 +171,7 @@ def hostile(running: Running) -> list[Hint]:
 class FreeHints(StepCost):
     """All hints are verified, and no clock has a say, so that a run repeats itself."""
 
-    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+    def line(self, num_context: int = 0) -> StepLine:
         return StepLine(20.0, 1e-4)
 
 

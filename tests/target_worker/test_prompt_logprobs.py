@@ -58,7 +58,7 @@ def check(given: TokenLogprobs, expected: torch.Tensor, token_id: int, num_top: 
 class GivenCost(StepCost):
     """No clock has a say, so that a run repeats itself."""
 
-    def line(self, num_context: int = 0, num_listening: int = 0) -> StepLine:
+    def line(self, num_context: int = 0) -> StepLine:
         return StepLine(20.0, 0.1)
 
 

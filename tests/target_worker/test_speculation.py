@@ -34,7 +34,7 @@ def tokens_per_ms(rates: Sequence[float], counts: Sequence[int], cost: StepLine)
 class TestStepCost:
     @pytest.mark.parametrize(("fixed_ms", "token_ms"), [(20.0, 0.4), (3.0, 0.1), (1.0, 0.9), (80.0, 1.0)])
     def test_a_line_is_recovered(self, fixed_ms: float, token_ms: float) -> None:
-        assert learned(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms), rel=0.02)
+        assert learned(fixed_ms, token_ms).line() == pytest.approx((fixed_ms, token_ms), rel=0.03)
 
     def test_a_change_is_followed(self) -> None:
         cost = learned(20.0, 0.4)
@@ -43,19 +43,12 @@ class TestStepCost:
         assert cost.line() == pytest.approx((5.0, 0.2), rel=0.05)
 
     def test_causes_are_told_apart(self) -> None:
-        """A step over much context, or beside many streams of hints, costs more than its tokens say."""
         cost, rng = StepCost(), random.Random(1)
         for _ in range(300):
-            num_tokens, num_context, num_listening = (
-                rng.randint(1, 60),
-                rng.randint(0, 9000),
-                rng.randint(0, 32),
-            )
-            step_ms = 8.0 + 0.1 * num_tokens + 0.5 * num_context / 1e3 + 0.06 * num_listening
-            cost.observe(num_tokens, step_ms, num_context, num_listening)
-        assert cost.line(0, 0) == pytest.approx((8.0, 0.1), rel=0.05)
-        assert cost.line(6000, 20).fixed_ms == pytest.approx(8.0 + 3.0 + 1.2, rel=0.05)
-        assert cost.listening_ms == pytest.approx(0.06, rel=0.2)
+            num_tokens, num_context = rng.randint(1, 60), rng.randint(0, 9000)
+            cost.observe(num_tokens, 8.0 + 0.1 * num_tokens + 0.5 * num_context / 1e3, num_context)
+        assert cost.line(0) == pytest.approx((8.0, 0.1), rel=0.05)
+        assert cost.line(6000).fixed_ms == pytest.approx(8.0 + 3.0, rel=0.05)
 
     def test_a_step_that_was_held_up_changes_little(self) -> None:
         cost = learned(20.0, 0.4)
@@ -179,6 +172,12 @@ class TestBestWait:
         assert best_wait([full], [0.9], [8], cost, 10.0, 0.01) == 0.0
         late = timing(0, 10.0, first_s=0.5)
         assert best_wait([late], [0.9], [8], cost, 10.0, 0.01) == 0.0
+
+    def test_those_who_get_nothing_from_a_wait_count_too(self) -> None:
+        soon = timing(0, 10.0, first_s=0.002, gap_s=0.001)
+        arguments = ([soon], [0.8], [5], StepLine(6.0, 0.1), 10.0, 0.01)
+        assert best_wait(*arguments) > 0.0
+        assert best_wait(*arguments, num_others=31) == 0.0
 
     def test_a_fast_draft_is_waited_for_and_a_slow_one_is_not(self) -> None:
         """Design section 6."""

@@ -108,7 +108,7 @@ class WorkerPair:
         """
         session_id = uuid.uuid4().hex
         use_draft = use_draft and self.draft_stub is not None
-        speculation = speculation or SpeculationSettings(enabled=use_draft)
+        speculation = speculation or SpeculationSettings(enabled=use_draft, is_plain=not use_draft)
         attachment = None
         if use_draft:
             is_attached = asyncio.Event()

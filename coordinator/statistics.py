@@ -23,6 +23,7 @@ class SpeculationCounts:
     # These come with the target's last word alone: None where a stop string, or a replay, kept it from us.
     num_hint_bytes: int | None = None
     num_forced_tokens: int | None = None
+    num_lookup_tokens: int | None = None
     per_step: list[tuple[int, int]] = field(default_factory=list)
 
     def add_step(self, num_draft_tokens: int, num_accepted: int) -> None:
@@ -35,6 +36,7 @@ class SpeculationCounts:
         self.num_stale_hints += stats.num_stale_hints
         if is_complete:
             self.num_hint_bytes, self.num_forced_tokens = stats.num_hint_bytes, stats.num_forced_tokens
+            self.num_lookup_tokens = stats.num_lookup_tokens
 
     @classmethod
     def merged(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
@@ -44,6 +46,7 @@ class SpeculationCounts:
             num_stale_hints=sum(part.num_stale_hints for part in parts),
             num_hint_bytes=_sum_if_known([part.num_hint_bytes for part in parts]),
             num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
+            num_lookup_tokens=_sum_if_known([part.num_lookup_tokens for part in parts]),
             per_step=[step for part in parts for step in part.per_step],
         )
 
@@ -67,6 +70,7 @@ class SpeculationCounts:
             draft_length_histogram=_histogram([drafted for drafted, _ in self.per_step]),
             num_hint_bytes=self.num_hint_bytes or 0,
             num_forced_tokens=self.num_forced_tokens or 0,
+            num_lookup_tokens=self.num_lookup_tokens or 0,
         )
 
     def to_json(
@@ -95,6 +99,7 @@ class SpeculationCounts:
             "num_draft_tokens": self.num_draft_tokens,
             "num_stale_hints": self.num_stale_hints,
             "num_forced_tokens": self.num_forced_tokens,
+            "num_lookup_tokens": self.num_lookup_tokens,
             "num_hint_bytes": self.num_hint_bytes,
             "hint_bytes_per_token": (
                 self.num_hint_bytes / num_output_tokens

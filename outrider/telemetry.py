@@ -63,6 +63,9 @@ class TargetMetrics(_Metrics):
         self.num_forced_tokens = self._counter(
             "grammar_forced_tokens", "Tokens that a grammar forced and that cost no step of their own"
         )
+        self.num_lookup_tokens = self._counter(
+            "lookup_accepted_tokens", "Tokens found in a text by lookup that cost no step of their own"
+        )
         self.num_cached_tokens = self._counter(
             "prefix_cache_hits", "Prompt tokens whose KV an earlier prompt had left"
         )

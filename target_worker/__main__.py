@@ -55,6 +55,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="hints that a step waits for, within --hint-wait-ms; default: as many as measured times say",
     )
     parser.add_argument(
+        "--max-lookup-tokens",
+        type=int,
+        default=65536,
+        help="outputs of ended sessions to look up continuations in, tokens, besides each session's own text; 0 turns "
+        "lookup off altogether (default %(default)s)",
+    )
+    parser.add_argument(
         "--always-listen",
         action="store_true",
         help="never pause a draft worker whose hints cost more than they gain; for measurements",
@@ -96,6 +103,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_model_len=engine.max_model_len,
             num_speculative_tokens=arguments.num_speculative_tokens,
             hint_wait_ms_max=arguments.hint_wait_ms,
+            max_lookup_tokens=arguments.max_lookup_tokens,
             may_rest=not arguments.always_listen,
             wait_for_num_hints=arguments.wait_for_num_hints,
             end_of_sequence_ids=engine.eos_token_ids,

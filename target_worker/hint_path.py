@@ -1,4 +1,9 @@
-"""Which hints a step may verify: the draft's, and tokens that the grammar forces. Pure.
+"""Which hints a step may verify: a draft worker's, tokens found in texts, tokens that the grammar forces. Pure.
+
+Where a draft worker's hints end, or before there are any, what followed when the text last stood like this goes on
+(`lookup`); after a long match that is better than what the draft says, and takes its place. Which of the two it is
+depends on how many hints there are, on the match before the first of them and on what became of earlier ones, never on
+a hint's token (invariant I4).
 
 Where the grammar leaves one way to go on, its token is the hint, whatever the draft says there; that choice does not
 look at the draft's own token, so it biases nothing (invariant I4). The draft's tree is followed along as far as it says
@@ -10,12 +15,17 @@ target's distribution where the residual is due.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import Hint, HintTree
+from target_worker.lookup import NO_PROPOSAL, LocalHints, Proposal
 
 FORCED_NODE_ID = -1
+LOCAL_NODE_ID = -2
+CERTAIN_MATCH = 8
+"""Tokens of a match after which there is no need to wait for a draft worker, and what it says may be passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +34,28 @@ class HintPath:
 
     hints: list[Hint]
     num_feedable: int
+    proposal: Proposal = NO_PROPOSAL  # whose tokens the local hints are
+    local_chances: Sequence[float] = ()  # that its tokens hold, each given those before it
 
     def gains(self, acceptance: float) -> list[float]:
         """Per feedable hint, the chance that it and all before it hold; what a grammar forces is certain."""
-        chance, chances = 1.0, []
+        chance, chances, num_local = 1.0, [], 0
         for hint in self.hints[: self.num_feedable]:
-            chance *= 1.0 if is_forced(hint) else acceptance
+            if is_local(hint):
+                chance *= self.local_chances[num_local]
+                num_local += 1
+            elif not is_forced(hint):
+                chance *= acceptance
             chances.append(chance)
         return chances
+
+    def tried_locally(self, num_verified: int, num_matched: int) -> tuple[int, int] | None:
+        """(local hints that were verified, those that held); None when one before them did not, or none was."""
+        hints = self.hints[:num_verified]
+        first = next((i for i, hint in enumerate(hints) if is_local(hint)), None)
+        if first is None or num_matched < first or not all(map(is_local, hints[first:])):
+            return None
+        return len(hints) - first, num_matched - first
 
     def for_step(self, num_fed: int) -> list[Hint]:
         """What a step verifies that feeds `num_fed`: one more stands last where there is one."""
@@ -39,33 +63,85 @@ class HintPath:
 
 
 def is_forced(hint: Hint) -> bool:
-    """Whether a hint comes from the grammar and not from a draft worker."""
+    """Whether a hint comes from the grammar."""
     return hint.node_id == FORCED_NODE_ID
 
 
-def choose_path(
-    tree: HintTree | None, grammar: GrammarState | None, stop_token_ids: frozenset[int], max_fed: int
-) -> HintPath:
-    """The hints below the committed tokens, at most `max_fed` and one that is not fed.
+def is_local(hint: Hint) -> bool:
+    """Whether a hint was found in a text."""
+    return hint.node_id == LOCAL_NODE_ID
 
-    tree: None when the session does not listen. grammar: having read all committed output.
-    """
-    if grammar is None:
-        hints = tree.primary_path(max_fed + 1) if tree is not None else []
+
+def is_remote(hint: Hint) -> bool:
+    """Whether a hint comes from a draft worker."""
+    return hint.node_id >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class HintSources:
+    """Where a session's hints come from; None where there is no such source."""
+
+    tree: HintTree | None  # of a draft worker that is listened to
+    acceptance: float  # of its hints
+    local: LocalHints | None
+    grammar: GrammarState | None  # having read all committed output
+
+
+def choose_path(
+    sources: HintSources, committed: Sequence[int], stop_token_ids: frozenset[int], max_fed: int
+) -> HintPath:
+    """The hints below the committed tokens, at most `max_fed` and one that is not fed."""
+    grammar, max_len = sources.grammar, max_fed + 1
+    proposal = NO_PROPOSAL
+    if grammar is not None:
+        hints, proposal = _path_within(sources, grammar, committed, max_len)
     else:
-        hints = _path_within(tree, grammar, max_fed + 1)
+        hints = sources.tree.primary_path(max_len) if sources.tree is not None else []
+        if sources.local is not None:
+            hints, proposal = _with_lookup(hints, sources, sources.local, committed, max_len)
+    chances = sources.local.chances(proposal) if sources.local is not None and proposal.token_ids else ()
     num_feedable = min(len(hints), max_fed)
     for index, hint in enumerate(hints):
         if hint.token_id in stop_token_ids:
-            return HintPath(hints[: index + 1], min(index, num_feedable))
+            return HintPath(hints[: index + 1], min(index, num_feedable), proposal, chances)
     if grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
-        return HintPath(hints, min(len(hints) - 1, num_feedable))
-    return HintPath(hints, num_feedable)
+        num_feedable = min(len(hints) - 1, num_feedable)
+    return HintPath(hints, num_feedable, proposal, chances)
 
 
-def _path_within(tree: HintTree | None, grammar: GrammarState, max_len: int) -> list[Hint]:
-    """Forced tokens where there are some, the draft's primary children elsewhere, up to one that is not permitted."""
-    hints: list[Hint] = []
+def _with_lookup(
+    hints: list[Hint], sources: HintSources, local: LocalHints, committed: Sequence[int], max_len: int
+) -> tuple[list[Hint], Proposal]:
+    """The draft's path and what lookup says after it, or lookup's own path where a long match promises more."""
+    proposal = local.propose(committed, [], max_len)
+    if hints and not (
+        proposal.match_len >= CERTAIN_MATCH
+        and _expected(local.chances(proposal)) > _expected([sources.acceptance] * len(hints))
+    ):
+        proposal = local.propose(committed, [hint.token_id for hint in hints], max_len - len(hints))
+        return hints + _local_hints(proposal), proposal
+    return _local_hints(proposal), proposal
+
+
+def _local_hints(proposal: Proposal) -> list[Hint]:
+    return [Hint(LOCAL_NODE_ID, LOCAL_NODE_ID, token_id) for token_id in proposal.token_ids]
+
+
+def _expected(chances: Sequence[float]) -> float:
+    """Hints that hold on average, of hints in a line with these chances given those before."""
+    total, chance = 0.0, 1.0
+    for own in chances:
+        chance *= own
+        total += chance
+    return total
+
+
+def _path_within(
+    sources: HintSources, grammar: GrammarState, committed: Sequence[int], max_len: int
+) -> tuple[list[Hint], Proposal]:
+    """Forced tokens where there are some, primary children elsewhere, then lookup, up to one that is not permitted."""
+    tree, hints, proposal = sources.tree, list[Hint](), NO_PROPOSAL
+    found: list[int] | None = None  # what is left of the proposal
     node_id = tree.cursor if tree is not None else None
     while len(hints) < max_len:
         said = [hint.token_id for hint in hints]
@@ -78,15 +154,23 @@ def _path_within(tree: HintTree | None, grammar: GrammarState, max_len: int) -> 
             follower = tree.child_saying(node_id, token_id) if tree is not None else None
             node_id = follower.node_id if follower is not None else None
         if forced:
+            if found is not None:  # the proposal did not know of them
+                break
             continue
-        primary = tree.primary_child(node_id) if tree is not None else None
-        if primary is None:
+        following = tree.primary_child(node_id) if tree is not None else None
+        if following is not None and found is None:
+            node_id = following.node_id
+        else:
+            if found is None and sources.local is not None:
+                proposal = sources.local.propose(committed, said, max_len - len(hints))
+                found = list(proposal.token_ids)
+            if not found:
+                break
+            following = Hint(LOCAL_NODE_ID, LOCAL_NODE_ID, found.pop(0))
+        hints.append(following)
+        if not _permits(grammar, [*said, following.token_id]):
             break
-        hints.append(primary)
-        if not _permits(grammar, [*said, primary.token_id]):
-            break
-        node_id = primary.node_id
-    return hints
+    return hints, proposal
 
 
 def _permits(grammar: GrammarState, token_ids: list[int]) -> bool:

@@ -135,22 +135,24 @@ class ListeningPolicy:
     def observe(
         self,
         num_running: int,
-        num_tokens: int,
+        num_fed: int,
+        num_committed: int,
         num_context: int,
         whole_ms: float,
         listening_share: float | None,
     ) -> None:
         """A step of `num_running` sessions that did nothing but decode.
 
-        num_tokens: committed by it; whole_ms: from the end of the step before to its own, waits included;
-        listening_share: of the sessions that have a draft worker, None when none has.
+        num_fed: tokens, hints included; num_committed: tokens in all; num_context: tokens in the KV; whole_ms: from the
+        end of the step before to its own, waits included; listening_share: of the sessions that have a draft worker,
+        None when none has.
         """
         if not listening_share:
-            self._plain_cost.observe(num_running, whole_ms, num_context)
+            self._plain_cost.observe(num_fed, whole_ms, num_context)
             self._num_plain_steps += 1
         if listening_share is not None and self._num_plain_steps >= NUM_FIRST_STEPS:
             plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
-            speed = (num_tokens / num_running) * (plain_ms / whole_ms)
+            speed = (num_committed / num_running) * (plain_ms / whole_ms)
             self.regime(num_running).observe(speed, listening_share)
 
     def turn(self, candidates: Sequence[SessionListening], num_running: int) -> list[SessionListening]:

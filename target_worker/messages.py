@@ -218,6 +218,7 @@ class SchedulerLimits:
     num_speculative_tokens: int = 7  # hints fed per session and step; with the last token, eight rows
     hint_wait_ms_max: float = 10.0
     wait_for_num_hints: int | None = None  # hints that a step waits for; None: as many as measurements say
+    max_lookup_tokens: int = 65536  # of ended sessions' outputs, for hints by lookup; 0: no lookup at all
     may_rest: bool = True  # sessions that lose time by listening to their draft worker stop for a while
     max_early_sessions: int = 256  # that draft workers speak of before the coordinator does
     max_early_events: int = 128  # kept for each of them
@@ -228,6 +229,10 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError, naming the flag."""
+        if self.max_lookup_tokens < 0:
+            raise ConfigurationError(
+                f"--max-lookup-tokens is {self.max_lookup_tokens}; permitted: 0 and more"
+            )
         if self.max_num_seqs < 1 or self.max_num_waiting < 1:
             raise ConfigurationError("--max-num-seqs and --max-num-waiting must be at least 1")
         if not self.max_num_seqs < self.max_num_batched_tokens <= MAX_BATCHED_TOKENS:

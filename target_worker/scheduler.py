@@ -22,6 +22,7 @@ from target_worker.admission import Places, check_request
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
 from target_worker.listening import ListeningPolicy, SessionListening
+from target_worker.lookup import LocalHints, RecentOutputs
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -91,6 +92,9 @@ class Scheduler:
         self.cost = StepCost()
         self._policy = ListeningPolicy()
         self._pace = _Pace()
+        self._recent = (
+            RecentOutputs(max_tokens=limits.max_lookup_tokens) if limits.max_lookup_tokens else None
+        )
         self._sessions: dict[str, Session] = {}
         self._places = Places(limits, allocator)
         self._early = EarlyEvents(limits)
@@ -144,6 +148,7 @@ class Scheduler:
                 end_of_sequence_ids=self.limits.end_of_sequence_ids,
                 kv=KVSequence(self.allocator),
                 num_reserved_blocks=self._places.num_blocks_for(event),
+                local=self._local_hints(event),
                 now=now,
             )
         except OutriderError as error:
@@ -160,6 +165,11 @@ class Scheduler:
         for early in self._early.take(session.session_id):
             actions += self.handle(early, now)
         return actions
+
+    def _local_hints(self, event: StartSession) -> LocalHints | None:
+        if self._recent is None or event.speculation.is_plain:
+            return None
+        return LocalHints(self._recent)
 
     def _remove(self, session: Session) -> None:
         del self._sessions[session.session_id]
@@ -235,7 +245,7 @@ class Scheduler:
         hoping = [
             session
             for session in self._places.running.values()
-            if session.can_expect_hints() and not session.has_forced_hints()
+            if session.can_expect_hints() and not session.has_certain_hints()
         ]
         if not hoping:
             return None
@@ -299,6 +309,8 @@ class Scheduler:
     def _prefill_item(self, session: Session, budget: int) -> StepItem:
         if session.num_pending <= budget:
             return _item(session, session.hint_path(self.limits.num_speculative_tokens), num_fed=0)
+        if session.local is not None:
+            session.local.read(session.token_ids)
         start = session.kv.length
         token_ids = session.token_ids[start : start + budget]
         session.kv.extend(budget)
@@ -332,6 +344,8 @@ class Scheduler:
                 actions += self._commit(session, item, verdict, result.step_ms, prices, now)
             if self._places.shares_prefix(session):
                 session.blocks.publish(session.token_ids)
+        if self._recent is not None:
+            self._recent.read_some()
         return actions + self._judge_listening(step, result, now)
 
     def _learn_cost(self, step: Step, step_ms: float) -> _Prices | None:
@@ -364,6 +378,7 @@ class Scheduler:
             num_listening = sum(session.is_listening for session in candidates.values())
             self._policy.observe(
                 len(step.items),
+                step.num_tokens,
                 sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None),
                 sum(item.kv.length for item in step.items),
                 self._pace.whole_ms,
@@ -420,6 +435,8 @@ class Scheduler:
         self, session: Session, reason: target_pb2.FinishReason, stop_token_id: int | None = None
     ) -> SessionEnded:
         self._remove(session)
+        if self._recent is not None and not session.speculation.is_plain:
+            self._recent.add(session.token_ids[session.num_prompt_tokens :])
         first_step_at = session.first_step_at or session.arrived_at
         return SessionEnded(
             session.session_id,

@@ -275,6 +275,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._metrics.prompt_tokens.inc(action.num_prompt_tokens)
             self._metrics.num_cached_tokens.inc(action.num_cached_tokens)
             self._metrics.num_forced_tokens.inc(action.stats.num_forced_tokens)
+            self._metrics.num_lookup_tokens.inc(action.stats.num_lookup_tokens)
 
 
 def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:

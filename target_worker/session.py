@@ -15,10 +15,21 @@ from outrider.hint_tree import Hint, HintTree
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2
-from target_worker.hint_path import HintPath, choose_path, is_forced
+from target_worker.hint_path import (
+    CERTAIN_MATCH,
+    HintPath,
+    HintSources,
+    choose_path,
+    is_forced,
+    is_local,
+    is_remote,
+)
 from target_worker.listening import SessionListening
+from target_worker.lookup import LocalHints
 from target_worker.messages import Action, CommitPublished, StartSession, StreamId
 from target_worker.speculation import HintTiming
+
+NO_PATH = HintPath([], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,8 @@ class Session:
     tree: HintTree = field(default_factory=HintTree)
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)
     timing: HintTiming = field(default_factory=HintTiming)
+    local: LocalHints | None = None
+    path: HintPath = NO_PATH  # that the last step was composed from
     listening: SessionListening = field(default_factory=SessionListening)
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
@@ -84,6 +97,7 @@ class Session:
         end_of_sequence_ids: frozenset[int],
         kv: KVSequence,
         num_reserved_blocks: int,
+        local: LocalHints | None,
         now: float,
     ) -> Session:
         sampling = event.sampling
@@ -105,6 +119,7 @@ class Session:
             arrived_at=now,
             blocks=TextBlocks(kv),
             num_reserved_blocks=num_reserved_blocks,
+            local=local,
         )
 
     @property
@@ -140,10 +155,13 @@ class Session:
     def hint_path(self, num_speculative_tokens: int) -> HintPath:
         """What to verify next, one hint longer than may be fed: the last position is verified without being fed."""
         if self.speculation.is_plain:
-            return HintPath([], 0)
+            self.path = NO_PATH
+            return self.path
         tree = self.tree if self.is_listening else None
+        sources = HintSources(tree, self.acceptance.rate, self.local, self.grammar)
         limit = self.hint_limit(num_speculative_tokens)
-        return choose_path(tree, self.grammar, self.stop_token_ids, limit)
+        self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit)
+        return self.path
 
     def text_before(self, hints: list[Hint], num_rows: int) -> TextBefore:
         """What stands before each of `num_rows` positions, `hints[i]` being said at the i-th."""
@@ -160,9 +178,13 @@ class Session:
         """Whether the grammar permits nothing after the output that there is."""
         return self.grammar is not None and _advance(self.grammar, []) is not None
 
-    def has_forced_hints(self) -> bool:
-        """Whether the grammar alone says what comes next, so that no draft worker has to be waited for."""
-        if self.grammar is None or self.speculation.is_plain:
+    def has_certain_hints(self) -> bool:
+        """Whether it is known without a draft worker what comes next, so that none has to be waited for."""
+        if self.speculation.is_plain:
+            return False
+        if self.local is not None and self.local.propose(self.token_ids, [], 1).match_len >= CERTAIN_MATCH:
+            return True
+        if self.grammar is None:
             return False
         try:
             return bool(self.grammar.forced_after([], 1))
@@ -181,7 +203,8 @@ class Session:
 
     def hint_limit(self, num_speculative_tokens: int) -> int:
         """Most hints worth feeding now: the request's and the worker's limit, and the room that is left."""
-        if self.speculation.is_plain or (not self.is_listening and self.grammar is None):
+        has_source = self.is_listening or self.grammar is not None or self.local is not None
+        if self.speculation.is_plain or not has_source:
             return 0
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens
         return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)
@@ -241,9 +264,10 @@ class Session:
                 reason = target_pb2.FINISH_REASON_LENGTH
                 break
         held = hints[: min(verdict.num_accepted, len(token_ids))]
-        num_draft_tokens = sum(not is_forced(hint) for hint in hints[:num_fed_hints])
-        num_accepted = sum(not is_forced(hint) for hint in held)
-        self.stats.num_forced_tokens += len(held) - num_accepted
+        num_draft_tokens = sum(map(is_remote, hints[:num_fed_hints]))
+        num_accepted = sum(map(is_remote, held))
+        self.stats.num_forced_tokens += sum(map(is_forced, held))
+        self.stats.num_lookup_tokens += sum(map(is_local, held))
         self._count(num_accepted, num_draft_tokens)
         if self.grammar is not None and stop_token_id is None:
             reason = _advance(self.grammar, token_ids) or reason
@@ -276,9 +300,13 @@ class Session:
         return CommitOutcome([], [], 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
 
     def _learn(self, verdict: Verdict, hints: list[Hint]) -> tuple[int, int]:
-        """What the draft worker's hints are worth: (tried, held). Those of the grammar say nothing about it."""
-        is_own = [not is_forced(hint) for hint in hints]
-        num_tried, num_held = sum(is_own), sum(is_own[: verdict.num_matched])
+        """What the draft worker's hints are worth: (tried, held). Those from elsewhere say nothing about it."""
+        num_tried = sum(map(is_remote, hints))
+        num_held = sum(map(is_remote, hints[: verdict.num_matched]))
+        if self.local is not None:
+            tried = self.path.tried_locally(len(hints), verdict.num_matched)
+            if tried is not None:
+                self.local.observe(self.path.proposal, num_held=tried[1], num_verified=tried[0])
         if num_tried:
             self.acceptance.observe(num_held, num_tried)
         return num_tried, num_held

@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 
 from outrider.grammar import GrammarState
 from outrider.hint_tree import ROOT_ID, Hint, HintTree
-from target_worker.hint_path import FORCED_NODE_ID, HintPath, choose_path, is_forced
+from target_worker.hint_path import FORCED_NODE_ID, HintPath, HintSources, choose_path, is_forced
 from tests.outrider.test_grammar import EOS, HOSTILE, encode, regex, schema
 from tests.schemas.walk import permitted_token_ids
 
 PROMPT = [9, 9, 9]
+
+
+def path_of(
+    tree: HintTree | None, grammar: GrammarState | None, stop_token_ids: frozenset[int], max_fed: int
+) -> HintPath:
+    return choose_path(HintSources(tree, 0.7, None, grammar), PROMPT, stop_token_ids, max_fed)
+
+
 OTHER_STOP = encode("7")[0]
 WILD = [t for t in (*HOSTILE, EOS, OTHER_STOP, 5, 4095) if 0 <= t < 2**32]
 GRAMMARS = [
@@ -110,7 +118,7 @@ def test_the_path_is_what_position_by_position_questions_give(
     place: Place, stop_token_ids: frozenset[int], max_fed: int, listens: bool
 ) -> None:
     tree = place.tree if listens else None
-    path = choose_path(tree, place.grammar, stop_token_ids, max_fed)
+    path = path_of(tree, place.grammar, stop_token_ids, max_fed)
     assert path == expected_path(place, stop_token_ids, max_fed, listens=listens)
     # What the docstrings promise, whoever wrote the path.
     fed = [hint.token_id for hint in path.hints[: path.num_feedable]]
@@ -131,7 +139,7 @@ def test_the_path_is_what_position_by_position_questions_give(
 def test_asking_changes_neither_grammar_nor_tree(
     place: Place, stop_token_ids: frozenset[int], max_fed: int
 ) -> None:
-    paths = [choose_path(place.tree, place.grammar, stop_token_ids, max_fed) for _ in range(2)]
+    paths = [path_of(place.tree, place.grammar, stop_token_ids, max_fed) for _ in range(2)]
     assert paths[0] == paths[1]
     assert (len(place.tree), place.tree.num_stale) == (len(place.hints), 0)
     assert place.tree.cursor == (ROOT_ID if place.hints else None)
@@ -143,7 +151,7 @@ def test_without_a_grammar_it_is_the_primary_path_up_to_a_stop_token(
     place: Place, stop_token_ids: frozenset[int], max_fed: int
 ) -> None:
     primary = place.tree.primary_path(max_fed + 1)
-    path = choose_path(place.tree, None, stop_token_ids, max_fed)
+    path = path_of(place.tree, None, stop_token_ids, max_fed)
     is_stop = [hint.token_id in stop_token_ids for hint in primary]
     end = is_stop.index(True) if True in is_stop else len(primary)
     assert path == HintPath(primary[: end + 1], min(end, max_fed))
@@ -151,9 +159,9 @@ def test_without_a_grammar_it_is_the_primary_path_up_to_a_stop_token(
 
 @pytest.mark.parametrize("max_fed", [0, 3])
 def test_nobody_speaks_and_nothing_is_forced(max_fed: int) -> None:
-    assert choose_path(None, None, frozenset(), max_fed) == HintPath([], 0)
-    assert choose_path(None, regex("[0-9]{1,4}"), frozenset({EOS}), max_fed) == HintPath([], 0)
-    assert choose_path(HintTree(), None, frozenset(), max_fed) == HintPath([], 0)
+    assert path_of(None, None, frozenset(), max_fed) == HintPath([], 0)
+    assert path_of(None, regex("[0-9]{1,4}"), frozenset({EOS}), max_fed) == HintPath([], 0)
+    assert path_of(HintTree(), None, frozenset(), max_fed) == HintPath([], 0)
 
 
 class TestForcedTokens:
@@ -161,7 +169,7 @@ class TestForcedTokens:
     FORCED = STATE.forced_after([], 99)
 
     def test_they_are_hints_without_any_draft_and_the_end_stands_last(self) -> None:
-        path = choose_path(None, self.STATE, frozenset({EOS}), 32)
+        path = path_of(None, self.STATE, frozenset({EOS}), 32)
         assert [hint.token_id for hint in path.hints] == self.FORCED
         assert path.hints[-1].token_id == EOS
         assert path.num_feedable == len(self.FORCED) - 1
@@ -171,7 +179,7 @@ class TestForcedTokens:
         place = Place(self.STATE)
         for token_id in (5, *self.FORCED[1:4]):
             place.add(len(place.hints), token_id)
-        path = choose_path(place.tree, self.STATE, frozenset({EOS}), 3)
+        path = path_of(place.tree, self.STATE, frozenset({EOS}), 3)
         assert [hint.token_id for hint in path.hints] == self.FORCED[:4]
         assert all(is_forced(hint) for hint in path.hints)
 
@@ -188,7 +196,7 @@ class TestForcedTokens:
         digits = permitted_token_ids_after(state, forced)[:2]
         own = place.add(parent_id, digits[0])
         place.add(parent_id, digits[1])
-        path = choose_path(place.tree, state, frozenset({EOS}), 30)
+        path = path_of(place.tree, state, frozenset({EOS}), 30)
         assert [hint.token_id for hint in path.hints] == [*forced, digits[0]]
         assert path.hints[-1] == place.hints[own]
         assert path.num_feedable == len(path.hints)
@@ -201,7 +209,7 @@ class TestForcedTokens:
         for token_id in [*forced[:-1], 5]:
             parent_id = place.add(parent_id, token_id)
         place.add(parent_id, permitted_token_ids_after(state, forced)[0])
-        path = choose_path(place.tree, state, frozenset({EOS}), 30)
+        path = path_of(place.tree, state, frozenset({EOS}), 30)
         assert [hint.token_id for hint in path.hints] == forced
 
     def test_a_cursor_that_was_lost_leaves_the_forced_tokens(self) -> None:
@@ -209,7 +217,7 @@ class TestForcedTokens:
         tree.add(PROMPT, 1, len(PROMPT), [Hint(1, 0, 5)])
         tree.commit([6])
         assert tree.cursor is None
-        path = choose_path(tree, self.STATE, frozenset({EOS}), 3)
+        path = path_of(tree, self.STATE, frozenset({EOS}), 3)
         assert [hint.token_id for hint in path.hints] == self.FORCED[:4]
 
 
@@ -220,7 +228,7 @@ def test_a_hint_that_the_grammar_forbids_is_still_verified_where_it_costs_nothin
     wrong = encode("x")[0]
     place.add(place.add(ROOT_ID, permitted_token_ids(state)[0]), wrong)
     place.add(2, permitted_token_ids(state)[0])
-    path = choose_path(place.tree, state, frozenset({EOS}), 9)
+    path = path_of(place.tree, state, frozenset({EOS}), 9)
     assert [hint.node_id for hint in path.hints] == [1, 2]
     assert path.num_feedable == 1
 

@@ -143,7 +143,7 @@ class SpeculationParams(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., acceptance_rule: _Optional[_Union[AcceptanceRule, str]] = ..., num_draft_probs: _Optional[int] = ..., draft_probs_bits: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens")
+    __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class SpeculationStats(_message.Message):
     DRAFT_LENGTH_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     NUM_HINT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -162,7 +163,8 @@ class SpeculationStats(_message.Message):
     draft_length_histogram: _containers.RepeatedScalarFieldContainer[int]
     num_hint_bytes: int
     num_forced_tokens: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ...) -> None: ...
+    num_lookup_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters")

@@ -161,6 +161,10 @@ class TestSiluMul:
         assert together.isnan().sum() == 1
 
 
+class RefusedError(Exception):
+    """The kernel does not know heads of this width."""
+
+
 @dataclass
 class Layer:
     """Shapes and a cache, in which sequences lie scattered."""
@@ -232,10 +236,13 @@ class Layer:
             *(self.keys.data_ptr(), self.values.data_ptr(), scores.ctypes.data, stride, slots.ctypes.data),
             *(members or (0, step.num_members)),
         )
-        assert is_known
         assert np.isnan(scores[-NUM_GUARDS:]).all(), "scores were written past the end"
         assert (slots[stride:] == -1).all()
-        return output.check()
+        attended = output.check()
+        if not is_known:
+            assert bool((attended == 7.0).all())
+            raise RefusedError
+        return attended
 
     def exact(self, qkv: torch.Tensor, blocks: Sequence[QueryBlock]) -> torch.Tensor:
         """The same in double precision, a row at a time."""
@@ -397,10 +404,10 @@ class TestAttend:
     def test_a_head_of_another_width_is_refused_and_nothing_is_written(self, head_dim: int) -> None:
         layer = Layer(torch.float32, 2, 1, head_dim)
         blocks = [QueryBlock(kv, 1) for kv in layer.sequences([5])]
-        with pytest.raises(AssertionError, match="is_known"):
+        with pytest.raises(RefusedError):
             layer.attend(layer.queries(blocks), blocks)
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=150, deadline=None, derandomize=True)
     @given(
         parts=st.lists(
             st.tuples(st.booleans(), st.integers(0, 70), st.integers(1, 30)), min_size=1, max_size=5

@@ -148,7 +148,7 @@ def test_hints_of_a_draft_worker_are_counted_apart() -> None:
 
 @pytest.mark.parametrize("max_lookup_tokens", [0, 65536])
 def test_nobody_is_waited_for_after_a_long_match(max_lookup_tokens: int) -> None:
-    world = World(max_lookup_tokens=max_lookup_tokens)
+    world = World(max_lookup_tokens=max_lookup_tokens, wait_for_num_hints=2)
     world.start("a", [*range(20, 32), *range(20, 32)])
     world.scheduler.handle(SubscribeDraft(1, "a", 1, 24), world.now)
     assert world.turn(), "the prompt"

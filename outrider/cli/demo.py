@@ -94,7 +94,9 @@ async def _demo(options: DemoOptions) -> int:
             options.target or await _demo_target(options.small, progress),
             options.draft,
             dtype=options.dtype,
-            enable_prefix_caching=False,  # every prompt is asked several times, and each should cost what it costs
+            # Every prompt is asked several times, and each time it should cost what it costs.
+            enable_prefix_caching=False,
+            enable_lookup=False,
             port=0,
             grpc_port=0,
             served_model_name=MODEL_NAME,

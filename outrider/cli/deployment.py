@@ -61,6 +61,7 @@ class Deployment:
     quantization: Quantization = Quantization.NONE
     seed_requests: bool = False
     enable_prefix_caching: bool = True
+    enable_lookup: bool = True  # of hints in the session's text and in recent outputs
 
     @property
     def model_name(self) -> str:
@@ -104,7 +105,10 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
     }
-    target_words = () if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)
+    target_words = [
+        *(() if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)),
+        *(() if deployment.enable_lookup else ("--max-lookup-tokens", "0")),
+    ]
     specs = [
         _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags, target_words)
         for i, own in enumerate(plan.targets)

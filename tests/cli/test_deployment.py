@@ -81,11 +81,17 @@ def test_workers_and_coordinator_agree_on_the_model_name() -> None:
 
 def test_what_is_asked_of_all_requests_reaches_the_processes_it_concerns() -> None:
     deployment = Deployment(
-        target=Path("/m/target"), draft=Path("/m/draft"), enable_prefix_caching=False, seed_requests=True
+        target=Path("/m/target"),
+        draft=Path("/m/draft"),
+        enable_prefix_caching=False,
+        enable_lookup=False,
+        seed_requests=True,
     )
     target, draft = worker_specs(deployment, [0, 1], "run")
     assert "--no-enable-prefix-caching" in target.command
     assert "--no-enable-prefix-caching" not in draft.command
+    assert flags(target.command)["--max-lookup-tokens"] == "0"
+    assert "--max-lookup-tokens" not in draft.command
     assert "--seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
     plain = Deployment(target=Path("/m/target"), draft=None)
     assert "--no-enable-prefix-caching" not in worker_specs(plain, [0], "run")[0].command

@@ -104,11 +104,9 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--num-speculative-tokens": deployment.num_speculative_tokens,
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
+        "--max-lookup-tokens": None if deployment.enable_lookup else 0,
     }
-    target_words = [
-        *(() if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)),
-        *(() if deployment.enable_lookup else ("--max-lookup-tokens", "0")),
-    ]
+    target_words = () if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)
     specs = [
         _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags, target_words)
         for i, own in enumerate(plan.targets)

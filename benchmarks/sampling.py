@@ -98,7 +98,14 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         async with worker_pair(
             target_dir,
             Path(arguments.draft),
-            target_arguments=["--cpu-affinity", "0", *NO_LOOKUP, *arguments.target_argument],
+            # Variants that do not pay would otherwise silence those that do.
+            target_arguments=[
+                "--cpu-affinity",
+                "0",
+                *NO_LOOKUP,
+                "--always-listen",
+                *arguments.target_argument,
+            ],
             draft_arguments=["--cpu-affinity", "1", *arguments.draft_argument],
         ) as pair:
             results = await measure(

@@ -34,6 +34,9 @@ class Generation:
     started_at: float = 0.0  # time.perf_counter(), seconds
     first_token_at: float = 0.0
     ended_at: float = 0.0
+    arrivals: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # of every step: when, and how many tokens
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -100,11 +103,13 @@ class WorkerPair:
         target_address: str | None = None,
         attach_first: bool = False,
         timeout_s: float = 300.0,
+        result: Generation | None = None,
     ) -> Generation:
         """One request, with the draft attached unless told otherwise.
 
         `target_address` is what the draft worker is told to dial, when that is not the target's own address;
-        `attach_first` lets the draft worker begin before the target, so that even the first tokens have hints.
+        `attach_first` lets the draft worker begin before the target, so that even the first tokens have hints;
+        `result` is filled while tokens arrive, for callers that do not wait for the end.
         """
         session_id = uuid.uuid4().hex
         use_draft = use_draft and self.draft_stub is not None
@@ -124,11 +129,14 @@ class WorkerPair:
             sampling=sampling.to_proto(),
             speculation=speculation.to_proto(),
         )
-        result = Generation(started_at=time.perf_counter())
+        result = result if result is not None else Generation()
+        result.started_at = time.perf_counter()
         try:
             async for event in self.target_stub.Generate(request, timeout=timeout_s):
                 if event.HasField("step"):
-                    result.first_token_at = result.first_token_at or time.perf_counter()
+                    now = time.perf_counter()
+                    result.first_token_at = result.first_token_at or now
+                    result.arrivals.append((now, len(event.step.token_ids)))
                     result.token_ids.extend(event.step.token_ids)
                     result.origins.extend(event.step.origins)
                 elif event.HasField("finished"):

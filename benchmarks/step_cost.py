@@ -1,7 +1,8 @@
-"""What one target step costs by the number of tokens it feeds: `python -m benchmarks.step_cost --help`.
+"""What one step costs by the number of tokens it feeds: `python -m benchmarks.step_cost --help`.
 
-One sequence with 150 tokens behind it, one core, no other process: the economics that speculation lives from. Sizes
-are measured in turns, so that a change of the machine's mood meets all of them; medians are printed.
+One sequence with 150 tokens behind it, one core, no other process: the economics that speculation lives from. Sizes,
+and the compiled kernels beside transformers' own modules, are measured in turns, so that a change of the machine's mood
+meets all of them; medians are printed. `--target DIR` takes any model, a draft too.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ CONTEXT_LEN = 150  # tokens
 NUM_TOKENS = (1, 2, 4, 6, 8)
 
 
-def measure(engine: Engine, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step by the number of tokens fed."""
-    kv = engine.new_sequence()
-    kv.extend(CONTEXT_LEN)
-    engine.forward([SequenceChunk(kv, [5] * CONTEXT_LEN, 1)])
-    times: dict[int, list[float]] = {num_tokens: [] for num_tokens in NUM_TOKENS}
+def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a step, by engine and number of tokens fed."""
+    times: dict[tuple[str, int], list[float]] = {}
+    sequences = {}
+    for name, engine in engines.items():
+        kv = sequences[name] = engine.new_sequence()
+        kv.extend(CONTEXT_LEN)
+        engine.forward([SequenceChunk(kv, [5] * CONTEXT_LEN, 1)])
     for _ in range(rounds):
-        for num_tokens, samples in times.items():
-            kv.extend(num_tokens)
-            started = time.perf_counter()
-            engine.forward([SequenceChunk(kv, [7] * num_tokens, num_tokens)])
-            samples.append((time.perf_counter() - started) * 1e3)
-            kv.truncate(CONTEXT_LEN)
-    return {str(num_tokens): round(statistics.median(samples), 2) for num_tokens, samples in times.items()}
+        for num_tokens in NUM_TOKENS:
+            for name, engine in engines.items():
+                kv = sequences[name]
+                kv.extend(num_tokens)
+                started = time.perf_counter()
+                engine.forward([SequenceChunk(kv, [7] * num_tokens, num_tokens)])
+                times.setdefault((name, num_tokens), []).append((time.perf_counter() - started) * 1e3)
+                kv.truncate(CONTEXT_LEN)
+    return {
+        name: {str(n): round(statistics.median(times[name, n]), 2) for n in NUM_TOKENS} for name in engines
+    }
 
 
 def main() -> None:
@@ -42,9 +49,13 @@ def main() -> None:
     arguments = parser.parse_args()
     pin_to_cores("0")
     with target_model(arguments) as model_dir:
-        step_ms = measure(load_model(EngineConfig(model_dir)), arguments.rounds)
-    ratio = round(step_ms[str(NUM_TOKENS[-1])] / step_ms["1"], 2)
-    print(json.dumps({"step_ms_by_num_tokens": step_ms, "eight_over_one": ratio}, indent=1))
+        engines = {
+            name: load_model(EngineConfig(model_dir, use_kernels=name == "kernels"))
+            for name in ("kernels", "eager")
+        }
+        step_ms = measure(engines, arguments.rounds)
+    ratios = {name: round(own[str(NUM_TOKENS[-1])] / own["1"], 2) for name, own in step_ms.items()}
+    print(json.dumps({"step_ms_by_num_tokens": step_ms, "eight_over_one": ratios}, indent=1))
 
 
 if __name__ == "__main__":

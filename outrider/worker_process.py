@@ -116,6 +116,11 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     engine.add_argument(
         "--max-model-len", type=int, default=None, help="prompt plus output; default: the model's"
     )
+    engine.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run transformers' own modules even where the compiled kernels could",
+    )
     engine.add_argument("--num-threads", type=int, default=1, help="torch threads (default %(default)s)")
     engine.add_argument(
         "--cpu-affinity", default=None, help="cores to run on, such as 0 or 0,1; default: any"
@@ -135,6 +140,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         kv_cache_bytes=int(arguments.kv_cache_gib * 2**30),
         num_threads=arguments.num_threads,
         quantization=arguments.quantization,
+        use_kernels=not arguments.enforce_eager,
     )
 
 

@@ -192,6 +192,16 @@ class Step:
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items)
 
+    @property
+    def num_context(self) -> int:
+        """Tokens in the KV that the step reads, its own included."""
+        return sum(item.kv.length for item in self.items)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every session feeds one committed token, and perhaps hints."""
+        return all(len(item.token_ids) == item.num_decided for item in self.items)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

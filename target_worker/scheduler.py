@@ -331,7 +331,9 @@ class Scheduler:
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided and says who must hear of it."""
         actions: list[Action] = []
-        prices = self._learn_cost(step, self._pace.busy_ms(result.step_ms, now))
+        num_context = step.num_context  # before anything is rolled back
+        busy_ms = self._pace.busy_ms(result.step_ms, now)
+        prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         scored = result.prompt_logprobs or [[]] * len(step.items)
         for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
             session = self._sessions.get(item.session_id)
@@ -346,14 +348,11 @@ class Scheduler:
                 session.blocks.publish(session.token_ids)
         if self._recent is not None:
             self._recent.read_some()
-        return actions + self._judge_listening(step, result, now)
+        return actions + self._judge_listening(step, num_context, result, now)
 
-    def _learn_cost(self, step: Step, step_ms: float) -> _Prices | None:
-        """What this step's hints are to be measured by; None when it did more than decode."""
-        if not all(item.num_decided for item in step.items):
-            return None
+    def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> _Prices:
+        """What this step's hints are to be measured by."""
         num_sessions = len(step.items)
-        num_context = sum(item.kv.length for item in step.items)
         self.cost.observe(step.num_tokens, step_ms, num_context)
         line = self.cost.line(num_context)
         return _Prices(line.step_ms(num_sessions) / num_sessions, line.token_ms)
@@ -365,7 +364,7 @@ class Scheduler:
     def _new_listening(self) -> SessionListening:
         return self._policy.start(self.num_running) if self.limits.may_rest else SessionListening()
 
-    def _judge_listening(self, step: Step, result: StepResult, now: float) -> list[Action]:
+    def _judge_listening(self, step: Step, num_context: int, result: StepResult, now: float) -> list[Action]:
         """Tells the listening policy how fast the step was; tells draft workers what follows from that."""
         if not self.limits.may_rest:
             return []
@@ -374,13 +373,13 @@ class Scheduler:
             for session in self._places.running.values()
             if session.may_listen and session.subscribers
         }
-        if self._pace.whole_ms > 0.0 and all(item.num_decided for item in step.items):
+        if self._pace.whole_ms > 0.0 and step.only_decodes:
             num_listening = sum(session.is_listening for session in candidates.values())
             self._policy.observe(
                 len(step.items),
                 step.num_tokens,
                 sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None),
-                sum(item.kv.length for item in step.items),
+                num_context,
                 self._pace.whole_ms,
                 num_listening / len(candidates) if candidates else None,
             )

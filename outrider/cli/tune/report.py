@@ -1,0 +1,166 @@
+"""What a person sees of a profile: tables, a verdict in words, what to be wary of. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.tune.advice import MIN_GAIN
+from outrider.cli.tune.agreement import coverage
+from outrider.cli.tune.findings import Findings, ModelProfile
+
+SPREAD_MAX: Final = 0.1
+MIN_TOKENS: Final = 300  # of text; with fewer an acceptance rate is off by some five points
+_SHOWN_NUM_HINTS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+
+
+def _bound_words(profile: ModelProfile) -> str:
+    knee = profile.times.knee
+    where = f"past {profile.times.num_tokens[-1]}" if knee is None else f"at about {knee:.0f}"
+    kind = "memory-bound" if profile.times.is_memory_bound else "compute-bound"
+    return f"{kind}: a step costs 1.25× that of one token {where} tokens"
+
+
+def steps_table(found: Findings) -> Table:
+    """Step time by tokens fed, for both models."""
+    made = Table(title="Milliseconds of a step", title_style="bold")
+    made.add_column("tokens fed")
+    target, draft = found.target_profile.times, found.draft_profile.times
+    for size in target.num_tokens:
+        made.add_column(str(size), justify="right")
+    for name, times in (("target", target), ("draft", draft)):
+        known = dict(zip(times.num_tokens, times.step_ms, strict=True))
+        made.add_row(name, *(f"{known[size]:.2f}" if size in known else "" for size in target.num_tokens))
+    return made
+
+
+def acceptance_table(found: Findings) -> Table:
+    """Tokens a step by γ: counted, over single prompts, and were positions independent."""
+    made = Table(title="Tokens a step (τ)", title_style="bold")
+    made.add_column("γ")
+    shown = [each for each in found.acceptance if each.num_hints in _SHOWN_NUM_HINTS]
+    for each in shown:
+        made.add_column(str(each.num_hints), justify="right")
+    made.add_row("counted", *(f"{each.mean_length:.2f}" for each in shown), style="bold")
+    made.add_row("lowest text", *(f"{each.text_min:.2f}" for each in shown))
+    made.add_row("highest text", *(f"{each.text_max:.2f}" for each in shown))
+    made.add_row("all accepted", *(f"{each.histogram[-1] / each.num_steps:.0%}" for each in shown))
+    made.add_row("independent", *(f"{each.iid_length:.2f}" for each in shown), style="dim")
+    return made
+
+
+def advice_table(found: Findings) -> Table:
+    """Predictions by batch."""
+    made = Table(
+        title="Predicted over plain decoding, one draft worker per target worker", title_style="bold"
+    )
+    for heading in (
+        "batch",
+        "tokens/s",
+        "synchronous",
+        "ahead",
+        "range",
+        "bound",
+        "γ",
+        "one draft worker for",
+    ):
+        made.add_column(heading, justify="right")
+    for each in found.advice:
+        made.add_row(
+            str(each.batch),
+            f"{each.plain_tokens_per_s:.0f}",
+            f"{each.synchronous:.2f}×",
+            Text(f"{each.speedup:.2f}×", "bold")
+            if each.num_speculative_tokens
+            else Text(f"{max(each.by_num_hints):.2f}×", "dim"),
+            f"{each.speedup_low:.2f}–{each.speedup_high:.2f}" if each.num_speculative_tokens else "-",
+            f"{each.bound:.2f}×",
+            str(each.num_speculative_tokens),
+            str(each.sessions_per_draft) if each.num_speculative_tokens else "-",
+        )
+    return made
+
+
+def verdict(found: Findings) -> list[str]:
+    """The short version."""
+    rate = coverage(found.pair.texts, 1)
+    lines = [
+        f"The target is {_bound_words(found.target_profile)}.",
+        f"The draft says what the target says {rate:.0%} of the time; the target's token is among its first 2 "
+        f"{coverage(found.pair.texts, 2):.0%}, its first 4 {coverage(found.pair.texts, 4):.0%}.",
+    ]
+    if not found.paying:
+        best = max(max(each.by_num_hints) for each in found.advice)
+        lines.append(f"Do not speculate with this pair here: {best:.2f}× at best. {_obstacle(found)}")
+        return lines
+    first = found.paying[0]
+    lines.append(
+        f"Speculate: about {first.speedup:.2f}× at batch {first.batch} with γ = {first.num_speculative_tokens} "
+        f"(likely {first.speedup_low:.2f}× to {first.speedup_high:.2f}×; {first.bound:.2f}× if hints were free)."
+    )
+    idle = [each for each in found.advice if not each.num_speculative_tokens]
+    if idle:
+        batches = ", ".join(str(each.batch) for each in idle)
+        best = max(each.dedicated for each in idle)
+        more = f" (up to {best:.2f}× with more of them)" if best >= MIN_GAIN else ""
+        lines.append(
+            f"With one draft worker it does not pay at batch {batches}{more}; the target worker stops listening there."
+        )
+    last = found.paying[-1]
+    if last.targets_per_draft:
+        lines.append(
+            f"One draft worker can serve {_count(last.targets_per_draft, 'target worker')} at batch {last.batch}."
+        )
+    else:
+        lines.append(
+            f"A target worker at batch {last.batch} needs {_count(last.drafts_per_target, 'draft worker')}."
+        )
+    return lines
+
+
+def _obstacle(found: Findings) -> str:
+    """Why it does not pay at the smallest batch, in the order of what could be changed."""
+    first = found.advice[0]
+    if first.bound < 1.2:
+        return (
+            "Even free hints would gain little: the draft is seldom right."
+            if coverage(found.pair.texts, 1) < 0.5
+            else "Even free hints would gain little: verifying them costs nearly as much as saying them."
+        )
+    return f"Hints come too slowly or cost too much to read: free ones would give {first.bound:.2f}×."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def caption(found: Findings) -> str:
+    """On what all this rests."""
+    settings = found.settings
+    return (
+        f"{found.machine}; {_count(settings.num_threads, 'thread')}, {settings.dtype}, "
+        f"{found.target_profile.context_len} tokens of context, {len(found.pair.texts)} prompts, "
+        f"{found.num_tokens} greedy tokens; overhead {found.pair.overheads.plain_ms:.2f} ms a step; "
+        "hints by lookup not counted"
+    )
+
+
+def warnings(found: Findings) -> list[str]:
+    """What keeps these figures from meaning what they seem to."""
+    made = []
+    for name, profile in (("target", found.target_profile), ("draft", found.draft_profile)):
+        if profile.spread > SPREAD_MAX:
+            made.append(
+                f"the middle half of the {name}'s steps differ by ±{profile.spread:.0%}: is the machine busy?"
+            )
+    if len(found.pair.texts) < found.num_prompts:
+        made.append(f"{len(found.pair.texts)} of {found.num_prompts} prompts within --budget-s")
+    if found.num_tokens < MIN_TOKENS:
+        made.append(f"only {found.num_tokens} tokens were compared; more --prompts make acceptance surer")
+    largest = found.target_profile.times.num_tokens[-1]
+    beyond = [each.batch for each in found.advice if each.batch * (1 + each.num_speculative_tokens) > largest]
+    if beyond:
+        made.append(f"batch {', '.join(map(str, beyond))} is beyond {largest} measured tokens: extrapolated")
+    return made

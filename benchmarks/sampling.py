@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.target_model import DEMO, NO_LOOKUP, add_target_arguments, target_model
+from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from benchmarks.worker_pair import Generation, WorkerPair, worker_pair
 from demo.corpus import held_out_prompts
 from outrider.sampling_params import AcceptanceRule, SamplingParams, SpeculationSettings
@@ -102,7 +102,6 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             target_arguments=[
                 "--cpu-affinity",
                 "0",
-                *NO_LOOKUP,
                 "--always-listen",
                 *arguments.target_argument,
             ],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.target_model import DEMO, NO_LOOKUP, add_target_arguments, target_model
+from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from benchmarks.worker_pair import Generation, WorkerPair, WorkerProcessHandle, worker_pair
 from demo.corpus import held_out_prompts
 from outrider.sampling_params import SamplingParams
@@ -122,7 +122,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         async with worker_pair(
             target_dir,
             Path(arguments.draft),
-            target_arguments=["--cpu-affinity", "0", *NO_LOOKUP, *arguments.target_argument],
+            target_arguments=["--cpu-affinity", "0", *arguments.target_argument],
             draft_arguments=["--cpu-affinity", "1", *arguments.draft_argument],
         ) as pair:
             samples = await measure(pair, prompts, arguments.tokens, arguments.rounds)

@@ -28,7 +28,3 @@ def target_model(arguments: argparse.Namespace) -> Iterator[Path]:
         grown = Path(scratch) / "grown"
         grow(arguments.target, grown)
         yield grown
-
-
-NO_LOOKUP = ("--max-lookup-tokens", "0")
-"""For target workers that are asked the same prompts again: they would find their earlier answers."""

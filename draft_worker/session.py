@@ -193,10 +193,11 @@ class DraftSession:
     def _keep_below_cursor(self) -> None:
         kept: dict[int, DraftNode] = {}
         pending = list(self.cursor_children)
+        cursor_reach = max(self.cursor_node.reach, 1e-9)
         while pending:
             node_id = pending.pop()
             node = self.nodes[node_id]
-            node.reach /= self.cursor_node.reach
+            node.reach /= cursor_reach
             kept[node_id] = node
             pending.extend(node.children)
         self.cursor_node.reach = 1.0

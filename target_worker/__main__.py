@@ -57,9 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max-lookup-tokens",
         type=int,
-        default=65536,
-        help="outputs of ended sessions to look up continuations in, tokens, besides each session's own text; 0 turns "
-        "lookup off altogether (default %(default)s)",
+        default=0,
+        help="also take hints from what followed before in a session's own text and in ended sessions' outputs, of "
+        "which so many tokens are kept, such as 65536; 0: no lookup (default %(default)s)",
     )
     parser.add_argument(
         "--always-listen",

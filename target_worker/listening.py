@@ -28,6 +28,10 @@ NUM_STEADY_STEPS_MAX = 4096
 """Steps between trials, doubled whenever a trial confirms the present way."""
 NUM_FIRST_STEPS = 8
 """Plain steps that a worker starts with, to have something to compare with."""
+CLEARLY = 0.85
+"""Of the other way's last known speed: a present way that has fallen below this is put to trial at once."""
+OLD_NEWS = 0.25
+"""Of the weight of what was seen of a way before the present trial of it."""
 MIN_WORTH = 0.05
 """Tokens a step that a session's hints must gain, what it costs to verify them subtracted."""
 NUM_RESTED_STEPS = 64
@@ -68,14 +72,25 @@ class Regime:
     def observe(self, speed: float, listening_share: float) -> None:
         """One step: its speed, and which part of the sessions that could listen did."""
         self.num_steps += 1
-        own = self.listening if self.is_listening else self.plain
+        own, other = self.listening, self.plain
+        if not self.is_listening:
+            own, other = other, own
         is_as_meant = listening_share >= 0.5 if self.is_listening else listening_share == 0.0
         if self.num_steps > NUM_SETTLING_STEPS and is_as_meant:
-            own.observe(min(speed, 3.0 * own.mean) if own.weight > NUM_TRIAL_STEPS else speed)
-        if self.in_trial and self.num_steps >= NUM_TRIAL_STEPS:
-            self._decide()
-        elif not self.in_trial and self.num_steps >= self.num_steady:
-            self.in_trial, self.is_listening, self.num_steps = True, not self.is_listening, 0
+            is_known = own.weight > NUM_TRIAL_STEPS and not self.in_trial
+            own.observe(min(speed, 3.0 * own.mean) if is_known else speed)
+        if self.in_trial:
+            if self.num_steps >= NUM_TRIAL_STEPS:
+                self._decide()
+        elif self.num_steps >= self.num_steady or (
+            self.num_steps >= NUM_STEADY_STEPS and other.weight > 0.0 and own.mean < CLEARLY * other.mean
+        ):
+            self._begin_trial(other)
+
+    def _begin_trial(self, other: DecayedMean) -> None:
+        """What was known of the other way counts little beside what is seen now."""
+        other.total, other.weight = other.total * OLD_NEWS, other.weight * OLD_NEWS
+        self.in_trial, self.is_listening, self.num_steps = True, not self.is_listening, 0
 
     def _decide(self) -> None:
         is_better = self.listening.mean > self.plain.mean

@@ -331,7 +331,8 @@ class Scheduler:
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided and says who must hear of it."""
         actions: list[Action] = []
-        num_context = step.num_context  # before anything is rolled back
+        # Both before anything is rolled back, or ends.
+        num_context, listening_share = step.num_context, self._listening_share()
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         scored = result.prompt_logprobs or [[]] * len(step.items)
@@ -348,7 +349,7 @@ class Scheduler:
                 session.blocks.publish(session.token_ids)
         if self._recent is not None:
             self._recent.read_some()
-        return actions + self._judge_listening(step, num_context, result, now)
+        return actions + self._judge_listening(step, num_context, listening_share, result, now)
 
     def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> _Prices:
         """What this step's hints are to be measured by."""
@@ -364,28 +365,32 @@ class Scheduler:
     def _new_listening(self) -> SessionListening:
         return self._policy.start(self.num_running) if self.limits.may_rest else SessionListening()
 
-    def _judge_listening(self, step: Step, num_context: int, result: StepResult, now: float) -> list[Action]:
+    def _followed(self) -> list[Session]:
+        """Running sessions that have a draft worker which may be listened to."""
+        return [
+            session for session in self._places.running.values() if session.may_listen and session.subscribers
+        ]
+
+    def _listening_share(self) -> float | None:
+        followed = self._followed()
+        return sum(session.is_listening for session in followed) / len(followed) if followed else None
+
+    def _judge_listening(
+        self, step: Step, num_context: int, listening_share: float | None, result: StepResult, now: float
+    ) -> list[Action]:
         """Tells the listening policy how fast the step was; tells draft workers what follows from that."""
         if not self.limits.may_rest:
             return []
-        candidates = {
-            id(session.listening): session
-            for session in self._places.running.values()
-            if session.may_listen and session.subscribers
-        }
         if self._pace.whole_ms > 0.0 and step.only_decodes:
-            num_listening = sum(session.is_listening for session in candidates.values())
+            num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
             self._policy.observe(
-                len(step.items),
-                step.num_tokens,
-                sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None),
-                num_context,
-                self._pace.whole_ms,
-                num_listening / len(candidates) if candidates else None,
+                *(len(step.items), step.num_tokens, num_committed, num_context),
+                *(self._pace.whole_ms, listening_share),
             )
+        followed = {id(session.listening): session for session in self._followed()}
         actions: list[Action] = []
-        for own in self._policy.turn([s.listening for s in candidates.values()], self.num_running):
-            session = candidates[id(own)]
+        for own in self._policy.turn([s.listening for s in followed.values()], self.num_running):
+            session = followed[id(own)]
             session.timing = HintTiming(lost_at=now, grown_at=now)
             actions += session.publish()
         return actions

@@ -94,9 +94,7 @@ async def _demo(options: DemoOptions) -> int:
             options.target or await _demo_target(options.small, progress),
             options.draft,
             dtype=options.dtype,
-            # Every prompt is asked several times, and each time it should cost what it costs.
-            enable_prefix_caching=False,
-            enable_lookup=False,
+            enable_prefix_caching=False,  # every prompt is asked several times, and each should cost what it costs
             port=0,
             grpc_port=0,
             served_model_name=MODEL_NAME,

@@ -61,7 +61,6 @@ class Deployment:
     quantization: Quantization = Quantization.NONE
     seed_requests: bool = False
     enable_prefix_caching: bool = True
-    enable_lookup: bool = True  # of hints in the session's text and in recent outputs
 
     @property
     def model_name(self) -> str:
@@ -104,7 +103,6 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--num-speculative-tokens": deployment.num_speculative_tokens,
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
-        "--max-lookup-tokens": None if deployment.enable_lookup else 0,
     }
     target_words = () if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)
     specs = [

@@ -24,6 +24,7 @@ from outrider.engine.kernels import HEAD_DIMS, MAX_QUERIES, NUM_MEMBER_FIELDS, K
 from outrider.engine.linear import LinearForms
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MOVING_ROPE_TYPES = ("dynamic", "longrope")
 NEVER_TREE = np.iinfo(np.int32).max
 
 
@@ -38,6 +39,9 @@ def why_not(model: Any) -> str | None:
         return "the kernels are not compiled: install Outrider where there is a C++ compiler"
     if model.config.hidden_act != "silu":
         return f"its activation is {model.config.hidden_act}, not silu"
+    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in MOVING_ROPE_TYPES:
+        return f"its {rope_type} rotary frequencies depend on the length of the text"
     head_dim = model.model.layers[0].self_attn.head_dim
     if head_dim not in HEAD_DIMS:
         return f"its heads are {head_dim} wide, not one of {', '.join(map(str, HEAD_DIMS))}"
@@ -211,6 +215,15 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _window(attention: Any) -> int | None:
+    """Keys that a layer's rows see. Qwen says it by layer, Mistral for all; Llama has none, whatever its file says."""
+    if hasattr(attention, "sliding_window"):
+        found: int | None = attention.sliding_window
+    else:
+        found = attention.config.sliding_window if attention.config.model_type == "mistral" else None
+    return found
+
+
 def _take_layer(
     layer: Any, keys: torch.Tensor, values: torch.Tensor, rotary_half: int, forms: LinearForms
 ) -> _Layer:
@@ -223,8 +236,7 @@ def _take_layer(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rotary_half=rotary_half,
-        # Some families say it by layer, Mistral for all of them.
-        window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)) or 0,
+        window=_window(attention) or 0,
         scale=attention.scaling,
         softcap=0.0,
         norm_epsilon=0.0 if query_norm is None else query_norm.variance_epsilon,

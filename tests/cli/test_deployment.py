@@ -84,14 +84,11 @@ def test_what_is_asked_of_all_requests_reaches_the_processes_it_concerns() -> No
         target=Path("/m/target"),
         draft=Path("/m/draft"),
         enable_prefix_caching=False,
-        enable_lookup=False,
         seed_requests=True,
     )
     target, draft = worker_specs(deployment, [0, 1], "run")
     assert "--no-enable-prefix-caching" in target.command
     assert "--no-enable-prefix-caching" not in draft.command
-    assert target.command[target.command.index("--max-lookup-tokens") + 1] == "0"
-    assert "--max-lookup-tokens" not in draft.command
     assert "--seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
     plain = Deployment(target=Path("/m/target"), draft=None)
     assert "--no-enable-prefix-caching" not in worker_specs(plain, [0], "run")[0].command

@@ -101,7 +101,7 @@ async def test_samples_follow_the_target_whatever_the_draft_says(tmp_path: Path)
     write_model(tmp_path / "draft", seed=2)
     expected = exact_probabilities(model)
     arguments = ["--dtype", "float32"]
-    patience = ["--wait-for-num-hints", "2", "--hint-wait-ms", "50"]
+    patience = ["--wait-for-num-hints", "2", "--hint-wait-ms", "50", "--always-listen"]
     async with worker_pair(
         tmp_path / "target",
         tmp_path / "draft",

@@ -71,7 +71,9 @@ def grpc_request(**fields: Any) -> generation_pb2.GenerationRequest:
 
 
 def num_accepted(answer: dict[str, Any]) -> int:
-    return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])
+    statistics = answer["metrics"]["speculative_decoding"]
+    # A prompt that was asked before is answered by lookup more than by the draft worker.
+    return int(statistics["num_accepted_draft_tokens"]) + int(statistics["num_lookup_tokens"] or 0)
 
 
 def counts_of(usage: dict[str, Any]) -> dict[str, int]:
@@ -370,14 +372,15 @@ def test_a_killed_draft_worker_changes_nothing_but_speed(system: System) -> None
         # While no draft worker lives, new requests are served too.
         meanwhile = system.complete(PROMPT, max_tokens=30, speculation={"detail": True})
         assert system.ready_lines("draft-0") == lives, "it came back too soon for this test to mean anything"
-        assert set(meanwhile["outrider"]["origins"]) == {"plain"}
+        assert meanwhile["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
         assert expected.startswith(meanwhile["choices"][0]["text"])
         seen += events
     origins += [origin for event in seen for origin in event.get("outrider", {}).get("origins", [])][
         num_before:
     ]
     assert text_of(seen) == expected
-    assert longest_plain_run(origins[num_before:]) > 30, "the stream never had to do without hints"
+    # Lookup helps out, but not everywhere.
+    assert origins[num_before:].count("plain") > 10, "the stream never had to do without hints"
 
     (life,) = eventually(
         lambda: system.ready_lines("draft-0")[len(lives) :], bool, "another draft worker", timeout_s=90
@@ -388,10 +391,6 @@ def test_a_killed_draft_worker_changes_nothing_but_speed(system: System) -> None
     )
     assert expected.startswith(again["choices"][0]["text"])
     system.expect_idle()
-
-
-def longest_plain_run(origins: list[str]) -> int:
-    return max(map(len, "".join("p" if origin == "plain" else " " for origin in origins).split()), default=0)
 
 
 # How it starts and stops.

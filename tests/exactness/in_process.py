@@ -221,6 +221,7 @@ def _target_core(tiny: TinyModel, cost: StepCost) -> TargetCore:
         max_model_len=MAX_MODEL_LEN,
         num_speculative_tokens=5,
         hint_wait_ms_max=0.0,
+        max_lookup_tokens=4096,
         may_rest=False,  # hostile hints are to be verified too
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )

@@ -40,7 +40,7 @@ class World:
     """One scheduler and a target that answers from `next_token`; each step takes 10 ms."""
 
     def __init__(self, **limits: int) -> None:
-        values = {"max_model_len": 400, "may_rest": False, **limits}
+        values = {"max_model_len": 400, "may_rest": False, "max_lookup_tokens": 65536, **limits}
         self.scheduler = Scheduler(SchedulerLimits(**values), BlockAllocator(400, 16), VOCAB_SIZE)  # type: ignore[arg-type]
         self.now = 0.0
         self.texts: dict[str, list[int]] = {}

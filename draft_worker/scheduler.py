@@ -179,15 +179,15 @@ class DraftScheduler:
         The deeper a session's tree has grown the less likely its next node is, so that every session has its turn.
         """
         chosen: dict[int, list[int]] = {}
-        heap = [(-reach, i) for i, session in enumerate(growing) if (reach := session.next_reach()) > 0.0]
+        heap = [(-first, i) for i, session in enumerate(growing) if (first := session.next_priority()) > 0.0]
         heapq.heapify(heap)
         for _ in range(self.limits.max_nodes_per_step):
             if not heap:
                 break
             i = heap[0][1]
             chosen.setdefault(i, []).append(growing[i].take_next())
-            if (reach := growing[i].next_reach()) > 0.0:
-                heapq.heapreplace(heap, (-reach, i))
+            if (following := growing[i].next_priority()) > 0.0:
+                heapq.heapreplace(heap, (-following, i))
             else:
                 heapq.heappop(heap)
         return [(growing[i], node_ids) for i, node_ids in chosen.items()]

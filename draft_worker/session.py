@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,14 +43,14 @@ def _root() -> DraftNode:
     return DraftNode(Hint(ROOT_ID, ROOT_ID, -1), depth=0, reach=1.0)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Candidate:
-    """Something to feed next: a node, or an alternative of one that is to become a node."""
+class _Candidate(NamedTuple):
+    """Something to feed next: a node, or an alternative of one that is to become a node. Ordered by its first two."""
 
-    cost: float  # minus its reach: the likeliest comes first
-    number: int  # of equal ones the older comes first
-    node_id: int = field(compare=False)
-    token_id: int | None = field(compare=False)  # of the alternative below `node_id`; None: the node itself
+    rank: float  # minus its priority
+    number: int  # unlike any other's; of equal ranks the older comes first
+    node_id: int
+    token_id: int | None  # of the alternative below `node_id`; None: the node itself
+    reach: float
 
 
 @dataclass(slots=True, eq=False)
@@ -222,8 +223,20 @@ class DraftSession:
     ) -> None:
         if depth < self._deepest() and reach >= self._min_reach and said not in self.stop_token_ids:
             self.num_candidates += 1
-            candidate = _Candidate(-reach, self.num_candidates, node.hint.node_id, alternative)
+            priority = reach
+            if alternative is None and self._is_sampled and self._is_primary_tip(node):
+                # What the alternatives weigh depends on the token that was drawn. If they could come first, whether
+                # it gets a successor in time would depend on it too, and block verification would be biased (I4).
+                priority += 1.0
+            candidate = _Candidate(-priority, self.num_candidates, node.hint.node_id, alternative, reach)
             heapq.heappush(self.candidates, candidate)
+
+    def _is_primary_tip(self, node: DraftNode) -> bool:
+        """Whether a node is the last of the primary path below the cursor."""
+        tip = self.cursor_node
+        while tip.children:
+            tip = self.nodes[tip.children[0]]
+        return tip is node
 
     def _deepest(self) -> int:
         """Nodes of this depth are not fed."""
@@ -243,20 +256,23 @@ class DraftSession:
         self.kv.extend(count)
         return self._item(token_ids, [self.cursor] if is_last else [], [[]] if is_last else [])
 
-    def next_reach(self) -> float:
-        """How likely the most probable candidate is to be reached; 0.0 when nothing can grow."""
+    def next_priority(self) -> float:
+        """Of the candidate to feed next: how likely it is to be reached; 0.0 when nothing can grow.
+
+        In rejection mode the end of the primary path comes before all else, with one more than that.
+        """
         is_full = len(self.nodes) + self.num_owed + 2 > self.limits.max_nodes
         if self.num_pending or not self.candidates or is_full:
             return 0.0
-        return -self.candidates[0].cost
+        return -self.candidates[0].rank
 
     def take_next(self) -> int:
-        """The most probable candidate, as a node to be fed next. It needs room for itself and a primary child."""
+        """The candidate of highest priority, as a node to be fed next. It needs room for itself and a primary child."""
         candidate = heapq.heappop(self.candidates)
         self.num_owed += 1
         if candidate.token_id is None:
             return candidate.node_id
-        return self._take_up(candidate.node_id, candidate.token_id, -candidate.cost)
+        return self._take_up(candidate.node_id, candidate.token_id, candidate.reach)
 
     def _take_up(self, parent_id: int, token_id: int, reach: float) -> int:
         """Makes an alternative a node."""
@@ -277,8 +293,11 @@ class DraftSession:
     @property
     def _min_reach(self) -> float:
         """How likely a node must be to be reached for it to be fed."""
-        is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
-        return self.limits.min_sampled_reach if is_sampled else self.limits.min_reach
+        return self.limits.min_sampled_reach if self._is_sampled else self.limits.min_reach
+
+    @property
+    def _is_sampled(self) -> bool:
+        return self.sampling.decoding_mode is DecodingMode.REJECTION
 
     def grow_item(self, node_ids: list[int]) -> StepItem:
         """Feeds frontier nodes, each seeing the committed tokens, its ancestors and itself."""

@@ -493,3 +493,27 @@ class TestFairness:
                 if len(garden.primary(f"s{number}")) > 2:
                     garden.commit(f"s{number}", garden.primary(f"s{number}")[:1])
         assert len(garden.primary("unsure")) >= 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_heavy_alternatives_come_before_the_primary_path_but_not_where_it_is_sampled(
+    temperature: float,
+) -> None:
+    """I4: what the alternatives weigh depends on the token drawn, and must not decide whether it gets a successor."""
+    limits = DraftLimits(max_nodes_per_step=1, min_sampled_reach=0.0, max_model_len=100)
+    scheduler = DraftScheduler(limits, BlockAllocator(64, 16), VOCAB_SIZE)
+    sampling = SamplingParams(temperature=temperature, max_tokens=90, ignore_eos=True)
+    scheduler.handle(AttachSession("a", 1, "target:1", [1, 2, 3], sampling, 7))
+    session = scheduler.progress("a")
+    assert session is not None
+    was_tip = []
+    for _ in range(8):
+        step = scheduler.next_step()
+        assert step is not None
+        (item,) = step.items
+        path = [session.cursor]
+        while children := (session.nodes[path[-1]].children if len(path) > 1 else session.cursor_children):
+            path.append(children[0])
+        was_tip.append(item.node_ids == path[-1:])
+        scheduler.finish_step(step, [[Expansion([1, 2, 3], [0.1, 0.5, 0.4], None)]])
+    assert all(was_tip) == (temperature > 0)

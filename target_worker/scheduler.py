@@ -45,6 +45,7 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
+from target_worker.pace import Pace
 from target_worker.session import Session
 from target_worker.speculation import HintTiming, allot, best_wait
 from target_worker.step_cost import StepCost, StepLine
@@ -58,30 +59,6 @@ class _Prices:
     token_ms: float  # for each hint that is fed
 
 
-@dataclass(slots=True)
-class _Pace:
-    """What passes from one step to the next. Times are the shell's, seconds."""
-
-    finished_at: float | None = None  # of the last step, while there was something to do ever since
-    has_waited: bool = False  # for hints, since then
-    gap_ms: float = 0.0  # smoothed, from a step's end to the next one's start
-    whole_ms: float = 0.0  # from the end of the step before to the last one's, waits included; 0.0: unknown
-
-    def idle(self) -> None:
-        self.finished_at = None
-
-    def wait(self) -> None:
-        self.has_waited = True
-
-    def busy_ms(self, step_ms: float, now: float) -> float:
-        """What the step that ends now took together with the work before it, deliberate waits not counted."""
-        self.whole_ms = 0.0 if self.finished_at is None else (now - self.finished_at) * 1e3
-        if self.whole_ms > 0.0 and not self.has_waited:
-            self.gap_ms += 0.1 * (min(max(self.whole_ms - step_ms, 0.0), step_ms) - self.gap_ms)
-        self.finished_at, self.has_waited = now, False
-        return step_ms + self.gap_ms
-
-
 class Scheduler:
     """All sessions of one worker. Every method returns at once; the caller runs the steps."""
 
@@ -91,7 +68,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.cost = StepCost()
         self._policy = ListeningPolicy()
-        self._pace = _Pace()
+        self._pace = Pace()
         self._recent = (
             RecentOutputs(max_tokens=limits.max_lookup_tokens) if limits.max_lookup_tokens else None
         )

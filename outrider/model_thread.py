@@ -8,11 +8,13 @@ event loop while the next step runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,10 @@ class ModelThread(Generic[EventT, ActionT]):
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # for `top -H` and profilers, where the system has names for threads
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(self._thread.name)
         try:
             wake_at: float | None = None
             while not self._is_stopping:

@@ -9,6 +9,7 @@ from outrider.errors import ConfigurationError
 __all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "serve_metrics"]
 
 MILLISECOND_BUCKETS = (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LABELS = ("model_name", "engine")
 
 
@@ -25,10 +26,8 @@ class _Metrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"outrider_{name}", text, LABELS, registry=self.registry).labels(*self._values)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        histogram = Histogram(
-            f"outrider_{name}", text, LABELS, registry=self.registry, buckets=MILLISECOND_BUCKETS
-        )
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = MILLISECOND_BUCKETS) -> Histogram:
+        histogram = Histogram(f"outrider_{name}", text, LABELS, registry=self.registry, buckets=buckets)
         return histogram.labels(*self._values)
 
 
@@ -52,10 +51,13 @@ class TargetMetrics(_Metrics):
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sessions waiting for a place")
         self.kv_cache_usage_perc = self._gauge("kv_cache_usage_perc", "Share of KV blocks reserved, 0 to 1")
         self.step_ms = self._histogram("step_milliseconds", "Forward pass and verification of a batch")
+        self.step_sessions = self._histogram("step_sessions", "Sessions in a step", BATCH_BUCKETS)
         self.step_gap_ms = self._histogram(
             "step_gap_milliseconds", "From a step's end to the next one's start"
         )
         self.num_bad_hints = self._counter("bad_hint_messages", "Hint messages that made no sense")
+        self.num_hint_frames = self._counter("hint_frames", "Messages from draft workers' streams")
+        self.num_commit_frames = self._counter("commit_frames", "Messages on draft workers' streams to them")
         self.num_hint_bytes = self._counter("hint_bytes", "Bytes of the messages that brought hints")
         self.num_commit_bytes = self._counter(
             "commit_bytes", "Bytes of the messages that told draft workers of commits"

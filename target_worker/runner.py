@@ -118,6 +118,7 @@ class TargetCore:
         result = run_step(self.engine, decision)
         self._last_end = time.perf_counter()
         self._metrics.step_ms.observe(result.step_ms)
+        self._metrics.step_sessions.observe(len(decision.items))
         actions = self.scheduler.finish_step(decision, result, time.monotonic())
         self._observe_load()
         return actions, 0.0

@@ -221,6 +221,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 if stream.is_overrun:
                     await abort(context, Overloaded("this draft worker does not read its commits"))
                 if frame.commits:
+                    self._metrics.num_commit_frames.inc()
                     yield frame
             error = reader.exception()
             if isinstance(error, OutriderError):
@@ -237,6 +238,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
     ) -> None:
         channels: dict[int, HintChannel] = {}
         async for frame in frames:
+            self._metrics.num_hint_frames.inc()
             for session_id in frame.unsubscribe:
                 stream.channels.pop(session_id, None)
                 self._submit(UnsubscribeDraft(stream_id, session_id))

@@ -7,6 +7,7 @@ most likely to be reached. A session whose tree is as large as its bounds allow 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 
 from draft_worker.messages import (
     Action,
@@ -41,6 +42,8 @@ class DraftScheduler:
         self.vocab_size = vocab_size
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
+        self._num_sessions_of: Counter[str] = Counter()  # by target address
+        self._resting: set[str] = set()  # targets that did not listen when last heard of, of those with sessions
         # Every admitted session can grow to its full length, so that a step never runs out of blocks.
         entries_per_session = limits.max_model_len + limits.max_nodes
         num_affordable = (allocator.num_blocks - 1) // allocator.blocks_for(entries_per_session)
@@ -87,6 +90,9 @@ class DraftScheduler:
             self.limits,
         )
         self._sessions[event.session_id] = session
+        self._num_sessions_of[session.target_address] += 1
+        # Should it not listen to any, a prefill would be for nothing; if it does to this one, it says so at once.
+        session.is_listened_to = session.target_address not in self._resting
         return [
             AttachmentAccepted(event.session_id),
             Subscribe(event.target_address, event.session_id, event.attachment, len(session.token_ids)),
@@ -110,6 +116,10 @@ class DraftScheduler:
     def _remove(self, session: DraftSession) -> None:
         del self._sessions[session.session_id]
         session.kv.free()
+        self._num_sessions_of[session.target_address] -= 1
+        if not self._num_sessions_of[session.target_address]:
+            del self._num_sessions_of[session.target_address]
+            self._resting.discard(session.target_address)
 
     def _introduce(self, target_address: str) -> list[Action]:
         actions: list[Action] = []
@@ -133,6 +143,7 @@ class DraftScheduler:
         if event.is_finished:
             self._remove(session)
             return [AttachmentEnded(session.session_id)]
+        (self._resting.discard if event.is_listening else self._resting.add)(session.target_address)
         if 0 <= event.num_held <= event.num_tried and event.num_tried > 0:
             session.acceptance.observe(event.num_held, event.num_tried)
         known_len = len(session.token_ids)

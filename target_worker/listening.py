@@ -14,7 +14,6 @@ that sizes and contexts that change meanwhile do not matter. Nothing here looks 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from target_worker.step_cost import StepCost
@@ -111,9 +110,22 @@ class SessionListening:
     num_rested: int = NUM_RESTED_STEPS  # how long its next one lasts
     worth: DecayedMean = field(default_factory=lambda: DecayedMean(0.95))
 
+    def turn(self, *, may_listen: bool) -> bool:
+        """After every step: whether it rests from now on follows from its own rest and from what its batch may do.
+
+        True when that has changed.
+        """
+        self.num_steps_left = max(self.num_steps_left - 1, 0)
+        is_resting = not may_listen or self.num_steps_left > 0
+        if is_resting == self.is_resting:
+            return False
+        self.is_resting = is_resting
+        self.num_steps, self.worth = 0, DecayedMean(self.worth.decay)
+        return True
+
 
 class ListeningPolicy:
-    """All sessions of one worker. After a step: `judge` for each that listened, `observe` once, then `turn`."""
+    """All sessions of one worker. After a step: `judge` for each that listened, `observe` once, then every `turn`."""
 
     def __init__(self) -> None:
         self._regimes: dict[int, Regime] = {}
@@ -169,16 +181,3 @@ class ListeningPolicy:
             plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
             speed = (num_committed / num_running) * (plain_ms / whole_ms)
             self.regime(num_running).observe(speed, listening_share)
-
-    def turn(self, candidates: Sequence[SessionListening], num_running: int) -> list[SessionListening]:
-        """Brings the sessions that have a draft worker in line; returns those whose state has changed."""
-        may_listen = self.may_listen(num_running)
-        changed = []
-        for own in candidates:
-            own.num_steps_left = max(own.num_steps_left - 1, 0)
-            is_resting = not may_listen or own.num_steps_left > 0
-            if is_resting != own.is_resting:
-                own.is_resting = is_resting
-                own.num_steps, own.worth = 0, DecayedMean(own.worth.decay)
-                changed.append(own)
-        return changed

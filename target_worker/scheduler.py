@@ -309,7 +309,8 @@ class Scheduler:
         """Commits what a step decided and says who must hear of it."""
         actions: list[Action] = []
         # Both before anything is rolled back, or ends.
-        num_context, listening_share = step.num_context, self._listening_share()
+        num_context, followed = step.num_context, self._followed()
+        listening_share = _listening_share(followed)
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         scored = result.prompt_logprobs or [[]] * len(step.items)
@@ -326,7 +327,10 @@ class Scheduler:
                 session.blocks.publish(session.token_ids)
         if self._recent is not None:
             self._recent.read_some()
-        return actions + self._judge_listening(step, num_context, listening_share, result, now)
+        if self.limits.may_rest:
+            self._observe_speed(step, num_context, listening_share, result)
+            actions += self._turn(followed, now)
+        return actions
 
     def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> _Prices:
         """What this step's hints are to be measured by."""
@@ -345,31 +349,28 @@ class Scheduler:
     def _followed(self) -> list[Session]:
         """Running sessions that have a draft worker which may be listened to."""
         return [
-            session for session in self._places.running.values() if session.may_listen and session.subscribers
+            session for session in self._places.running.values() if session.subscribers and session.may_listen
         ]
 
-    def _listening_share(self) -> float | None:
-        followed = self._followed()
-        return sum(session.is_listening for session in followed) / len(followed) if followed else None
-
-    def _judge_listening(
-        self, step: Step, num_context: int, listening_share: float | None, result: StepResult, now: float
-    ) -> list[Action]:
-        """Tells the listening policy how fast the step was; tells draft workers what follows from that."""
-        if not self.limits.may_rest:
-            return []
+    def _observe_speed(
+        self, step: Step, num_context: int, listening_share: float | None, result: StepResult
+    ) -> None:
+        """Tells the listening policy how fast the step was."""
         if self._pace.whole_ms > 0.0 and step.only_decodes:
             num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
             self._policy.observe(
                 *(len(step.items), step.num_tokens, num_committed, num_context),
                 *(self._pace.whole_ms, listening_share),
             )
-        followed = {id(session.listening): session for session in self._followed()}
+
+    def _turn(self, followed: list[Session], now: float) -> list[Action]:
+        """Lets sessions rest or listen as the policy has it; tells their draft workers of it."""
+        may_listen = self._policy.may_listen(self.num_running)
         actions: list[Action] = []
-        for own in self._policy.turn([s.listening for s in followed.values()], self.num_running):
-            session = followed[id(own)]
-            session.timing = HintTiming(lost_at=now, grown_at=now)
-            actions += session.publish()
+        for session in followed:
+            if session.listening.turn(may_listen=may_listen) and session.session_id in self._sessions:
+                session.timing = HintTiming(lost_at=now, grown_at=now)
+                actions += session.publish()
         return actions
 
     def _commit(
@@ -407,7 +408,7 @@ class Scheduler:
         )
         if outcome.reason is not None:
             actions.append(self._end(session, outcome.reason, outcome.stop_token_id))
-        else:
+        elif session.can_expect_hints():
             path = session.tree.primary_path(self.limits.num_speculative_tokens)
             session.timing.on_commit(now, len(path))
         return actions
@@ -430,6 +431,13 @@ class Scheduler:
             queue_ms=(first_step_at - session.arrived_at) * 1e3,
             prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
         )
+
+
+def _listening_share(followed: list[Session]) -> float | None:
+    """Of the sessions that have a draft worker; None when none has."""
+    if not followed:
+        return None
+    return sum(not session.listening.is_resting for session in followed) / len(followed)
 
 
 def _item(session: Session, path: HintPath, num_fed: int) -> StepItem:

@@ -222,10 +222,11 @@ class Session:
 
     def publish(self, *, is_finished: bool = False, num_tried: int = 0, num_held: int = 0) -> list[Action]:
         """What its subscribers have to hear now. One that was told to pause hears nothing until that changes."""
+        is_listening = self.is_listening
         return [
             self._news(stream_id, is_finished=is_finished, num_tried=num_tried, num_held=num_held)
             for stream_id, subscriber in self.subscribers.items()
-            if self.is_listening or is_finished or not subscriber.is_told_to_pause
+            if is_listening or is_finished or not subscriber.is_told_to_pause
         ]
 
     def _news(

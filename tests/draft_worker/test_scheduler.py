@@ -450,3 +450,38 @@ def test_detaching_frees_all_kv() -> None:
     assert world.tell(DetachSession("a", 1)) == [Unsubscribe(TARGET, "a")]
     world.allocator.check_integrity([])
     assert world.scheduler.next_step() is None
+
+
+class TestRestingTargets:
+    """A target that listens to nobody now is not drafted for before it says otherwise."""
+
+    def resting(self) -> World:
+        world = attached()
+        world.rest()
+        world.tell(CommitHeard("a", 3, [], False, False))
+        return world
+
+    def test_a_session_of_a_resting_target_is_not_even_prefilled(self) -> None:
+        world = self.resting()
+        world.tell(attach("b"))
+        assert not world.turn()
+
+    def test_it_grows_as_soon_as_its_target_listens_to_it(self) -> None:
+        world = self.resting()
+        world.tell(attach("b"))
+        world.tell(CommitHeard("b", 3, [], True, False))
+        assert world.turn()
+        assert world.sent["b"]
+
+    def test_the_next_one_is_prefilled_at_once_again_when_the_target_listens_to_any(self) -> None:
+        world = self.resting()
+        world.tell(CommitHeard("a", 3, [], True, False))
+        world.rest()
+        world.tell(attach("b"))
+        assert world.turn()
+
+    def test_what_a_target_did_is_forgotten_with_its_last_session(self) -> None:
+        world = self.resting()
+        world.tell(CommitHeard("a", 3, [], False, True))
+        world.tell(attach("b"))
+        assert world.turn()

@@ -286,7 +286,7 @@ def judged(
         policy.observe(
             size, size, size, 0, 5.0 if policy.may_listen(size) else 10.0, float(policy.may_listen(size))
         )
-        policy.turn([own], size)
+        own.turn(may_listen=policy.may_listen(size))
     return num_listened
 
 
@@ -307,7 +307,8 @@ class TestOwnRests:
             assert not own.is_resting
             policy.judge(own, -0.3)
             policy.judge(other, 2.0)
-            policy.turn([own, other], 4)
+            for each in (own, other):
+                each.turn(may_listen=policy.may_listen(4))
         assert own.is_resting
         assert not other.is_resting
         assert policy.may_listen(4)
@@ -347,16 +348,16 @@ class TestOwnRests:
         own = policy.start(4)
         for _ in range(2000):
             policy.judge(own, MIN_WORTH + 0.01)
-            assert policy.turn([own], 4) == []
+            assert not own.turn(may_listen=True)
 
     def test_who_turns_is_told_apart_from_who_stays(self) -> None:
         policy = ListeningPolicy()
         candidates = [policy.start(1) for _ in range(3)]
         for _ in range(NUM_FIRST_STEPS):
-            assert policy.turn(candidates, 1) == []
+            assert not any([own.turn(may_listen=policy.may_listen(1)) for own in candidates])
             policy.observe(1, 1, 1, 0, 10.0, 0.0)
-        assert policy.turn(candidates, 1) == candidates
-        assert policy.turn(candidates, 1) == []
+        assert all([own.turn(may_listen=policy.may_listen(1)) for own in candidates])
+        assert not any([own.turn(may_listen=policy.may_listen(1)) for own in candidates])
 
 
 # The scheduler in a simulated world: the clock is ours, a step costs what we say, drafts guess as well as we say.

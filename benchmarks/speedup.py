@@ -33,6 +33,9 @@ class Sample:
     num_draft_tokens: int
     num_accepted: int
     num_tokens: int
+    num_outcomes: int
+    num_predicted: int
+    num_ready: int
     is_identical: bool
 
 
@@ -62,6 +65,9 @@ def _sample(off: Generation, on: Generation) -> Sample:
         stats.num_draft_tokens,
         stats.num_accepted_draft_tokens,
         len(on.token_ids),
+        stats.num_outcomes,
+        stats.num_predicted_outcomes,
+        stats.num_ready_outcomes,
         off.token_ids == on.token_ids,
     )
 
@@ -72,6 +78,7 @@ def summarize(samples: list[Sample]) -> dict[str, Any]:
     num_steps = sum(sample.num_steps for sample in samples)
     num_drafted = sum(sample.num_draft_tokens for sample in samples)
     num_accepted = sum(sample.num_accepted for sample in samples)
+    num_outcomes = max(sum(sample.num_outcomes for sample in samples), 1)
     return {
         "off_tokens_per_s": round(statistics.median(sample.off_tokens_per_s for sample in samples), 1),
         "on_tokens_per_s": round(statistics.median(sample.on_tokens_per_s for sample in samples), 1),
@@ -85,6 +92,8 @@ def summarize(samples: list[Sample]) -> dict[str, Any]:
         "mean_acceptance_length": round(1 + num_accepted / num_steps, 2),
         "draft_acceptance_rate": round(num_accepted / max(num_drafted, 1), 3),
         "mean_hints_per_step": round(num_drafted / num_steps, 2),
+        "prediction_hit_rate": round(sum(sample.num_predicted for sample in samples) / num_outcomes, 3),
+        "ready_rate": round(sum(sample.num_ready for sample in samples) / num_outcomes, 3),
         "identical": all(sample.is_identical for sample in samples),
         "samples": len(samples),
     }

@@ -68,6 +68,13 @@ class TargetMetrics(_Metrics):
         self.num_lookup_tokens = self._counter(
             "lookup_accepted_tokens", "Tokens found in a text by lookup that cost no step of their own"
         )
+        self.num_outcomes = self._counter("outcomes", "Steps that verified hints and had a successor")
+        self.num_predicted_outcomes = self._counter(
+            "predicted_outcomes", "Of these, those whose accepted hints and next token the hint tree had foreseen"
+        )
+        self.num_ready_outcomes = self._counter(
+            "ready_outcomes", "Of these, those below which hints for the next step were there already"
+        )
         self.num_cached_tokens = self._counter(
             "prefix_cache_hits", "Prompt tokens whose KV an earlier prompt had left"
         )

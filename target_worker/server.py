@@ -278,6 +278,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._metrics.num_cached_tokens.inc(action.num_cached_tokens)
             self._metrics.num_forced_tokens.inc(action.stats.num_forced_tokens)
             self._metrics.num_lookup_tokens.inc(action.stats.num_lookup_tokens)
+            self._metrics.num_outcomes.inc(action.stats.num_outcomes)
+            self._metrics.num_predicted_outcomes.inc(action.stats.num_predicted_outcomes)
+            self._metrics.num_ready_outcomes.inc(action.stats.num_ready_outcomes)
 
 
 def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:

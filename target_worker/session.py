@@ -274,6 +274,8 @@ class Session:
             reason = _advance(self.grammar, token_ids) or reason
         self.token_ids.extend(token_ids)
         self.tree.commit(token_ids)
+        if num_tried and reason is None:
+            self._count_outcome()
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
         origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
@@ -322,6 +324,12 @@ class Session:
         stats.num_accepted_draft_tokens += num_accepted
         _increment(stats.acceptance_histogram, num_accepted)
         _increment(stats.draft_length_histogram, num_draft_tokens)
+
+    def _count_outcome(self) -> None:
+        """Whether the tree goes on where the step left off."""
+        self.stats.num_outcomes += 1
+        self.stats.num_predicted_outcomes += self.tree.cursor is not None
+        self.stats.num_ready_outcomes += self.tree.primary_child(self.tree.cursor) is not None
 
     def final_stats(self) -> common_pb2.SpeculationStats:
         self.stats.num_stale_hints = self.tree.num_stale

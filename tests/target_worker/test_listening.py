@@ -353,11 +353,15 @@ class TestOwnRests:
     def test_who_turns_is_told_apart_from_who_stays(self) -> None:
         policy = ListeningPolicy()
         candidates = [policy.start(1) for _ in range(3)]
+
+        def turns() -> set[bool]:
+            return {own.turn(may_listen=policy.may_listen(1)) for own in candidates}
+
         for _ in range(NUM_FIRST_STEPS):
-            assert not any([own.turn(may_listen=policy.may_listen(1)) for own in candidates])
+            assert turns() == {False}
             policy.observe(1, 1, 1, 0, 10.0, 0.0)
-        assert all([own.turn(may_listen=policy.may_listen(1)) for own in candidates])
-        assert not any([own.turn(may_listen=policy.may_listen(1)) for own in candidates])
+        assert turns() == {True}
+        assert turns() == {False}
 
 
 # The scheduler in a simulated world: the clock is ours, a step costs what we say, drafts guess as well as we say.

@@ -489,6 +489,38 @@ class TestHints:
         stats = self.hinted(SpeculationSettings()).ended["a"].stats
         assert stats.num_stale_hints == 0
 
+    def test_every_outcome_is_predicted_while_the_tree_goes_on_below_what_was_said(self) -> None:
+        stats = self.hinted(SpeculationSettings(), num_hints=20).ended["a"].stats
+        assert stats.num_outcomes == stats.num_steps - 1, "all but the last, after which nothing follows"
+        assert stats.num_predicted_outcomes == stats.num_ready_outcomes == stats.num_outcomes
+
+    @pytest.mark.parametrize(("hints_below", "is_ready"), [(2, True), (0, False)])
+    def test_a_rejection_is_predicted_by_an_alternative_and_ready_by_what_hangs_below_it(
+        self, hints_below: int, is_ready: bool
+    ) -> None:
+        stats = self.after_one_step(alternative=True, hints_below=hints_below)
+        assert (stats.num_outcomes, stats.num_predicted_outcomes) == (1, 1)
+        assert stats.num_ready_outcomes == is_ready
+
+    def test_a_rejection_that_no_alternative_foresaw_is_not_predicted(self) -> None:
+        stats = self.after_one_step(alternative=False, hints_below=0)
+        assert (stats.num_outcomes, stats.num_predicted_outcomes, stats.num_ready_outcomes) == (1, 0, 0)
+
+    def test_steps_without_hints_have_no_outcome_to_predict(self) -> None:
+        assert self.hinted(SpeculationSettings(), num_hints=0).ended["a"].stats.num_outcomes == 0
+
+    def after_one_step(self, *, alternative: bool, hints_below: int) -> common_pb2.SpeculationStats:
+        """A prefill that rejects a hint; perhaps there is an alternative, which is right, and some hints below it."""
+        world = World()
+        world.tell(start(ignore_eos=True, max_tokens=12))
+        text, _ = greedy_text([1, 2, 3], 30, frozenset())
+        hints = [Hint(1, 0, (text[3] + 1) % VOCAB_SIZE)]
+        if alternative:
+            hints += [Hint(2 + i, 0 if i == 0 else 1 + i, text[3 + i]) for i in range(1 + hints_below)]
+        world.tell(HintsArrived("a", 1, 3, hints, world.now))
+        world.turn()
+        return world.scheduler._sessions["a"].stats
+
     def test_speculation_turned_off_verifies_nothing(self) -> None:
         world = self.hinted(SpeculationSettings(enabled=False))
         stats = world.ended["a"].stats

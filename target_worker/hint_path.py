@@ -16,7 +16,7 @@ target's distribution where the residual is due.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import Hint, HintTree
@@ -36,16 +36,18 @@ class HintPath:
     num_feedable: int
     proposal: Proposal = NO_PROPOSAL  # whose tokens the local hints are
     local_chances: Sequence[float] = ()  # that its tokens hold, each given those before it
+    # That a draft worker's hint holds, by its place in `hints`, likewise. What is expected of a path is no part of it.
+    remote_chances: Sequence[float] = field(default=(), compare=False)
 
-    def gains(self, acceptance: float) -> list[float]:
+    def gains(self) -> list[float]:
         """Per feedable hint, the chance that it and all before it hold; what a grammar forces is certain."""
         chance, chances, num_local = 1.0, [], 0
-        for hint in self.hints[: self.num_feedable]:
+        for place, hint in enumerate(self.hints[: self.num_feedable]):
             if is_local(hint):
                 chance *= self.local_chances[num_local]
                 num_local += 1
             elif not is_forced(hint):
-                chance *= acceptance
+                chance *= self.remote_chances[place]
             chances.append(chance)
         return chances
 
@@ -82,7 +84,7 @@ class HintSources:
     """Where a session's hints come from; None where there is no such source."""
 
     tree: HintTree | None  # of a draft worker that is listened to
-    acceptance: float  # of its hints
+    acceptance: Sequence[float]  # the chance of each hint of a block of its, given those before it
     local: LocalHints | None
     grammar: GrammarState | None  # having read all committed output
 
@@ -103,10 +105,12 @@ def choose_path(
     num_feedable = min(len(hints), max_fed)
     for index, hint in enumerate(hints):
         if hint.token_id in stop_token_ids:
-            return HintPath(hints[: index + 1], min(index, num_feedable), proposal, chances)
+            return HintPath(
+                hints[: index + 1], min(index, num_feedable), proposal, chances, sources.acceptance
+            )
     if grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
         num_feedable = min(len(hints) - 1, num_feedable)
-    return HintPath(hints, num_feedable, proposal, chances)
+    return HintPath(hints, num_feedable, proposal, chances, sources.acceptance)
 
 
 def _with_lookup(
@@ -116,7 +120,7 @@ def _with_lookup(
     proposal = local.propose(committed, [], max_len)
     if hints and not (
         proposal.match_len >= CERTAIN_MATCH
-        and _expected(local.chances(proposal)) > _expected([sources.acceptance] * len(hints))
+        and _expected(local.chances(proposal)) > _expected(sources.acceptance[: len(hints)])
     ):
         proposal = local.propose(committed, [hint.token_id for hint in hints], max_len - len(hints))
         return hints + _local_hints(proposal), proposal

@@ -250,10 +250,11 @@ class Scheduler:
                 session.timing.path_len >= min(wanted, session.hint_limit(limit)) for session in hoping
             )
             return 0.0 if has_enough else longest_s
+        limits = [session.hint_limit(limit) for session in hoping]
         return best_wait(
             [session.timing for session in hoping],
-            [session.acceptance.rate for session in hoping],
-            [session.hint_limit(limit) for session in hoping],
+            [session.acceptance.chances(own) for session, own in zip(hoping, limits, strict=True)],
+            limits,
             self._line(),
             now,
             longest_s,
@@ -270,7 +271,7 @@ class Scheduler:
         hint_budget = budget // 2 if prefilling else budget
         limit = self.limits.num_speculative_tokens
         paths = [session.hint_path(limit) for session in decoding]
-        gains = [path.gains(session.acceptance.rate) for session, path in zip(decoding, paths, strict=True)]
+        gains = [path.gains() for path in paths]
         num_fed = allot(gains, self._line(), max(hint_budget, 0))
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):

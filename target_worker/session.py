@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
-from outrider.acceptance import AcceptanceHistory
+from outrider.acceptance import BlockAcceptance
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
 from outrider.engine.prefix_cache import TextBlocks
@@ -77,7 +77,7 @@ class Session:
     blocks: TextBlocks
     num_reserved_blocks: int
     tree: HintTree = field(default_factory=HintTree)
-    acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)
     local: LocalHints | None = None
     path: HintPath = NO_PATH  # that the last step was composed from
@@ -158,8 +158,9 @@ class Session:
             self.path = NO_PATH
             return self.path
         tree = self.tree if self.is_listening else None
-        sources = HintSources(tree, self.acceptance.rate, self.local, self.grammar)
         limit = self.hint_limit(num_speculative_tokens)
+        chances = self.acceptance.chances(limit + 1) if tree is not None else ()
+        sources = HintSources(tree, chances, self.local, self.grammar)
         self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit)
         return self.path
 
@@ -211,7 +212,7 @@ class Session:
 
     def forget_the_draft(self, now: float) -> None:
         """A draft worker comes, or comes back: what was learned from an earlier one does not hold for it."""
-        self.acceptance = AcceptanceHistory()
+        self.acceptance = BlockAcceptance()
         self.timing = HintTiming(lost_at=now, grown_at=now)
 
     def subscribe(self, stream_id: StreamId, known_len: int) -> list[Action]:

@@ -7,6 +7,8 @@ does not bias sampling (invariant I4): stopping early at hints that look unlikel
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,7 +94,7 @@ class HintTiming:
 
 def best_wait(
     timings: Sequence[HintTiming],
-    acceptance: Sequence[float],
+    chances: Sequence[Sequence[float]],
     limits: Sequence[int],
     cost: StepLine,
     now: float,
@@ -101,19 +103,24 @@ def best_wait(
 ) -> float:
     """How long to wait for hints before the next step, so that expected tokens per second are greatest; seconds.
 
-    Candidates are now and the expected arrivals of the next hints. `limits[s]` bounds the hints fed for session s.
+    Candidates are now and the expected arrivals of the next hints. `limits[s]` bounds the hints fed for session s, and
+    `chances[s][i]`, for i below that, is the chance that its hint i holds, given those before it.
     `num_others` sessions of the same step get no hints, and wait all the same.
     """
     fixed_ms, token_ms = cost
+    # worth[s][n]: tokens to expect of session s with n hints.
+    worth = [
+        list(itertools.accumulate(itertools.accumulate(own, operator.mul), initial=1.0)) for own in chances
+    ]
 
     def rate_after(wait: float) -> float:
         tokens, num_fed = float(num_others), num_others
-        for timing, rate, limit in zip(timings, acceptance, limits, strict=True):
+        for timing, own, limit in zip(timings, worth, limits, strict=True):
             length = timing.path_len
             while length < limit and timing.arrival(length + 1, now) <= now + wait:
                 length += 1
             num_hints = min(length, limit)
-            tokens += (1.0 - rate ** (num_hints + 1)) / (1.0 - rate)
+            tokens += own[num_hints]
             num_fed += num_hints + 1
         return tokens / (wait * 1e3 + fixed_ms + token_ms * num_fed)
 

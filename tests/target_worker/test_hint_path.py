@@ -20,7 +20,9 @@ PROMPT = [9, 9, 9]
 def path_of(
     tree: HintTree | None, grammar: GrammarState | None, stop_token_ids: frozenset[int], max_fed: int
 ) -> HintPath:
-    return choose_path(HintSources(tree, 0.7, None, grammar), PROMPT, stop_token_ids, max_fed)
+    return choose_path(
+        HintSources(tree, [0.7] * (max_fed + 1), None, grammar), PROMPT, stop_token_ids, max_fed
+    )
 
 
 OTHER_STOP = encode("7")[0]

@@ -164,7 +164,7 @@ def local(text: list[int]) -> LocalHints:
 def sources(hints: list[Hint], text: list[int], acceptance: float) -> HintSources:
     tree = HintTree()
     tree.add(text, 1, len(text), hints)
-    return HintSources(tree, acceptance, local(text), None)
+    return HintSources(tree, [acceptance] * 9, local(text), None)
 
 
 def chain(token_ids: list[int]) -> list[Hint]:
@@ -180,7 +180,7 @@ class TestPaths:
         path = choose_path(sources(chain([2, 3]), text, 0.8), text, frozenset(), 6)
         assert [hint.token_id for hint in path.hints] == [2, 3, 4, 5, 6, 7, 8]
         assert [is_local(hint) for hint in path.hints] == [False] * 2 + [True] * 5
-        gains = path.gains(0.8)
+        gains = path.gains()
         assert gains[:2] == pytest.approx([0.8, 0.64])
         assert gains == sorted(gains, reverse=True)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.acceptance import AcceptanceHistory
+from outrider.acceptance import NUM_POSITIONS, AcceptanceHistory, BlockAcceptance
 from target_worker.speculation import HintTiming, allot, best_wait
 from target_worker.step_cost import StepCost, StepLine
 
@@ -133,6 +133,41 @@ class TestAcceptanceHistory:
         assert 0.0 <= history.rate <= 0.99
 
 
+class TestBlockAcceptance:
+    def test_positions_are_told_apart(self) -> None:
+        """The first hint holds every time, the second every other time, the third never."""
+        block = BlockAcceptance()
+        for step in range(400):
+            block.observe(1 + step % 2, 3)
+        assert block.chances(3) == pytest.approx([0.95, 0.53, 0.1], abs=0.06)
+
+    def test_a_session_of_which_little_is_known_goes_by_its_rate_over_all_positions(self) -> None:
+        assert BlockAcceptance().chances(12) == pytest.approx([0.7] * 12)
+
+    def test_one_rate_at_all_positions_gives_that_rate(self) -> None:
+        rng, block = random.Random(1), BlockAcceptance()
+        for _ in range(2000):
+            held = next((i for i in range(5) if rng.random() > 0.8), 5)
+            block.observe(held, 5)
+        # Forty or so blocks are remembered: three standard errors at the first position, more behind.
+        assert block.chances(5) == pytest.approx([0.8] * 5, abs=0.2)
+
+    @settings(max_examples=100, derandomize=True)
+    @given(
+        steps=st.lists(
+            st.integers(1, 20).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=100
+        ),
+        num_hints=st.integers(0, 3 * NUM_POSITIONS),
+    )
+    def test_chances_are_chances_for_any_length(self, steps: list[tuple[int, int]], num_hints: int) -> None:
+        block = BlockAcceptance()
+        for num_accepted, num_verified in steps:
+            block.observe(num_accepted, num_verified)
+        chances = block.chances(num_hints)
+        assert len(chances) == num_hints
+        assert all(0.0 <= chance <= 0.99 for chance in chances)
+
+
 def timing(path_len: int, now: float, *, first_s: float = 0.004, gap_s: float = 0.002) -> HintTiming:
     made = HintTiming(first_s=first_s, gap_s=gap_s)
     made.on_commit(now, path_len)
@@ -157,7 +192,7 @@ class TestBestWait:
         timings = [timing(n, 50.0, first_s=first, gap_s=gap) for n, _, _, first, gap in sessions]
         wait = best_wait(
             timings,
-            [s[1] for s in sessions],
+            [[s[1]] * s[2] for s in sessions],
             [s[2] for s in sessions],
             StepCost().line(),
             50.0 + elapsed,
@@ -169,13 +204,13 @@ class TestBestWait:
         cost = StepLine(50.0, 0.1)
         assert best_wait([], [], [], cost, 10.0, 0.01) == 0.0
         full = timing(8, 10.0)
-        assert best_wait([full], [0.9], [8], cost, 10.0, 0.01) == 0.0
+        assert best_wait([full], [[0.9] * 8], [8], cost, 10.0, 0.01) == 0.0
         late = timing(0, 10.0, first_s=0.5)
-        assert best_wait([late], [0.9], [8], cost, 10.0, 0.01) == 0.0
+        assert best_wait([late], [[0.9] * 8], [8], cost, 10.0, 0.01) == 0.0
 
     def test_those_who_get_nothing_from_a_wait_count_too(self) -> None:
         soon = timing(0, 10.0, first_s=0.002, gap_s=0.001)
-        arguments = ([soon], [0.8], [5], StepLine(6.0, 0.1), 10.0, 0.01)
+        arguments = ([soon], [[0.8] * 5], [5], StepLine(6.0, 0.1), 10.0, 0.01)
         assert best_wait(*arguments) > 0.0
         assert best_wait(*arguments, num_others=31) == 0.0
 
@@ -183,8 +218,8 @@ class TestBestWait:
         """Design section 6."""
         cost = StepLine(60.0, 0.5)
         fast, slow = timing(0, 10.0, first_s=0.002, gap_s=0.001), timing(0, 10.0, first_s=0.009, gap_s=0.03)
-        assert best_wait([fast], [0.8], [5], cost, 10.0, 0.01) >= 0.005
-        assert best_wait([slow], [0.05], [5], StepLine(1.0, 0.2), 10.0, 0.01) == 0.0
+        assert best_wait([fast], [[0.8] * 5], [5], cost, 10.0, 0.01) >= 0.005
+        assert best_wait([slow], [[0.05] * 5], [5], StepLine(1.0, 0.2), 10.0, 0.01) == 0.0
 
 
 class TestHintTiming:

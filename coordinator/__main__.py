@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from coordinator.haproxy_launcher import LOOPBACK
+from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry import Registry
@@ -44,6 +46,7 @@ class Listen:
     grpc_port: int
     num_replicas: int
     ray_temp_dir: Path | None
+    proxy: Proxy | None  # None: HAProxy where it runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,21 +60,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     _stop_on_signals(stop)
     own_temp_dir = None if listen.ray_temp_dir else tempfile.mkdtemp(prefix="or-", dir="/tmp")
+    temp_dir = listen.ray_temp_dir or Path(str(own_temp_dir))
     try:
-        _serve(settings, listen, str(listen.ray_temp_dir or own_temp_dir), stop)
+        temp_dir.mkdir(parents=True, exist_ok=True)
+        chosen = _choose_proxy(settings, listen, temp_dir)
+        _serve(settings, listen, chosen, temp_dir, stop)
+    except ProxyUnusable as error:
+        print(f"coordinator: --proxy {listen.proxy}: {error}", file=sys.stderr)
+        return 1
     finally:
         if own_temp_dir is not None:
             shutil.rmtree(own_temp_dir, ignore_errors=True)
     return 0
 
 
-def _serve(settings: CoordinatorSettings, listen: Listen, ray_temp_dir: str, stop: threading.Event) -> None:
-    _prepare_ray_environment()
+def _choose_proxy(settings: CoordinatorSettings, listen: Listen, temp_dir: Path) -> Chosen:
+    ingress = Ingress(
+        host=listen.host,
+        port=listen.port,
+        grpc_port=listen.grpc_port,
+        requests_max=settings.requests_max * listen.num_replicas,
+        generation_max_s=settings.deadline_max_s,
+    )
+    chosen = choose(listen.proxy, ingress, temp_dir, os.cpu_count() or 1)
+    if chosen.why_not_haproxy is not None:
+        print(f"coordinator: Serve's proxy instead of HAProxy: {chosen.why_not_haproxy}", file=sys.stderr)
+    return chosen
+
+
+def _serve(
+    settings: CoordinatorSettings, listen: Listen, chosen: Chosen, temp_dir: Path, stop: threading.Event
+) -> None:
+    _prepare_ray_environment(chosen)
     import ray  # after the environment: Ray reads it on import
     from ray import serve
 
     from coordinator.app import APPLICATION_NAME, GRPC_SERVICER_FUNCTIONS, build_application
 
+    node_id = ""
     try:
         ray.init(
             address="local",
@@ -81,15 +107,20 @@ def _serve(settings: CoordinatorSettings, listen: Listen, ray_temp_dir: str, sto
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,  # replicas' output would land on our standard output
             logging_level="warning",
-            _temp_dir=ray_temp_dir,
+            _temp_dir=str(temp_dir),
             _node_ip_address="127.0.0.1",  # Ray's own ports are for this machine alone
         )
+        node_id = ray.get_runtime_context().get_node_id()
         _stop_on_signals(stop)  # again: Ray has put its own handler in place, which exits with status 15
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         # The ports are ours to name here only: options cannot change once Serve runs.
         serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": listen.host, "port": listen.port},
+            # Behind HAProxy this is where replicas listen; its launcher gives the public listeners their own.
+            http_options={
+                "host": LOOPBACK if chosen.proxy is Proxy.HAPROXY else listen.host,
+                "port": listen.port,
+            },
             grpc_options={
                 "port": listen.grpc_port,
                 "grpc_servicer_functions": list(GRPC_SERVICER_FUNCTIONS),
@@ -97,12 +128,17 @@ def _serve(settings: CoordinatorSettings, listen: Listen, ray_temp_dir: str, sto
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         serve.run(build_application(settings, listen.num_replicas), name=APPLICATION_NAME, route_prefix="/")
-        _announce(settings, listen)
+        _announce(settings, listen, chosen.proxy)
         stop.wait()
     finally:
         if ray.is_initialized():
             serve.shutdown()
         ray.shutdown()
+        if chosen.launcher is not None:
+            chosen.launcher.unlink(missing_ok=True)
+            shutil.rmtree(
+                temp_dir / (node_id or "none"), ignore_errors=True
+            )  # HAProxy's, as Serve places them
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
@@ -110,12 +146,13 @@ def _stop_on_signals(stop: threading.Event) -> None:
         signal.signal(number, lambda *_: stop.set())
 
 
-def _announce(settings: CoordinatorSettings, listen: Listen) -> None:
+def _announce(settings: CoordinatorSettings, listen: Listen, proxy: Proxy) -> None:
     host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
     line = {
         "event": "ready",
         "http": f"http://{host}:{listen.port}",
         "grpc": f"{host}:{listen.grpc_port}",
+        "proxy": proxy,
         "num_replicas": listen.num_replicas,
         "served_model_names": list(settings.served_model_names),
         "pid": os.getpid(),
@@ -123,7 +160,8 @@ def _announce(settings: CoordinatorSettings, listen: Listen) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _prepare_ray_environment() -> None:
+def _prepare_ray_environment(chosen: Chosen) -> None:
+    os.environ.update(chosen.environment)
     # Without an explicit mode Ray writes a token into the home directory. Ours lives as long as the process.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token":
@@ -144,17 +182,15 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
     """
     Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
     asyncio.run(_ping(settings.redis_url))
-    # Serve's gRPC listener takes every address of the machine, whatever --host says.
-    for name, host, port in (
-        ("--port", listen.host, listen.port),
-        ("--grpc-port", "0.0.0.0", listen.grpc_port),
-    ):
+    for name, port in (("--port", listen.port), ("--grpc-port", listen.grpc_port)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                probe.bind((listen.host, port))
             except OSError as error:
-                raise ConfigurationError(f"{name} {port} on {host} is not free: {error.strerror}") from error
+                raise ConfigurationError(
+                    f"{name} {port} on {listen.host} is not free: {error.strerror}"
+                ) from error
     if listen.ray_temp_dir is not None and len(os.fsencode(listen.ray_temp_dir)) > _RAY_TEMP_DIR_BYTES_MAX:
         raise ConfigurationError(
             f"--ray-temp-dir {listen.ray_temp_dir} is longer than {_RAY_TEMP_DIR_BYTES_MAX} bytes; Ray's sockets "
@@ -180,15 +216,15 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     parser.add_argument("--redis-url", default=os.environ.get("OUTRIDER_REDIS_URL"),
                         help="the registry; default: OUTRIDER_REDIS_URL")  # fmt: skip
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address of the HTTP listener (default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="address of the HTTP and gRPC listeners; everything else listens on the loopback (default: %(default)s)",
     )
     parser.add_argument("--port", type=int, default=8000, help="of HTTP (default: %(default)s)")
-    parser.add_argument(
-        "--grpc-port",
-        type=int,
-        default=9000,
-        help="of gRPC, on every address of the machine (default: %(default)s)",
-    )
+    parser.add_argument("--grpc-port", type=int, default=9000, help="of gRPC (default: %(default)s)")
+    parser.add_argument("--proxy", type=Proxy, choices=list(Proxy), metavar="{haproxy,python}",
+                        help="what takes requests in; python is Serve's own, which runs anywhere and costs several "
+                        "times more per streamed chunk (default: haproxy where it runs)")  # fmt: skip
     parser.add_argument(
         "--num-replicas", type=int, default=1, help="coordinator replicas (default: %(default)s)"
     )
@@ -232,6 +268,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         grpc_port=given.grpc_port,
         num_replicas=given.num_replicas,
         ray_temp_dir=given.ray_temp_dir,
+        proxy=given.proxy,
     )
     return settings, listen
 

@@ -1,6 +1,6 @@
 """The Ray Serve deployment: one replica is one service behind two edges, HTTP and gRPC, on one event loop.
 
-Ray is imported here and in `__main__` only. Workers never see it.
+Ray is imported here, in `listeners` and in `__main__` only. Workers never see it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each text is a session of its own. All prefer one target, picked once, so that it can share the prompt's prefill among
 them; those for which it has no room go elsewhere. If one fails the request fails, and leaving cancels all.
+
+What the sessions say and what the client reads go at their own pace, with a queue in between that joins what waits.
 """
 
 from __future__ import annotations
@@ -10,21 +12,21 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Final
 
 from coordinator.environment import Environment
 from coordinator.generation_request import GenerationSpec
 from coordinator.logprobs import mean_logprob
+from coordinator.news_queue import ChoiceNews, NewsQueue
 from coordinator.request_session import Finished, News, RequestSession
 from coordinator.statistics import RequestTimes
 from coordinator.text_output import VisibleOutput
 
+__all__ = ["ChoiceNews", "RequestFinished", "run_choices"]
 
-@dataclass(frozen=True, slots=True)
-class ChoiceNews:
-    """News of the text with this index, 0 to n - 1."""
 
-    index: int
-    news: News
+# Of one text. A client that reads slower than that slows the reading from the target.
+_STEPS_WAITING_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +85,27 @@ async def run_choices(
 
 
 async def _interleaved(sessions: Sequence[RequestSession]) -> AsyncGenerator[ChoiceNews]:
-    if len(sessions) == 1:  # the usual request needs neither tasks nor a queue
-        async with aclosing(sessions[0].run()) as items:
-            async for news in items:
-                yield ChoiceNews(0, news)
-        return
-    # Bounded, so that a client that reads slowly slows the reading from the targets.
-    arrived: asyncio.Queue[ChoiceNews | Exception] = asyncio.Queue(len(sessions))
-    tasks = [asyncio.create_task(_pump(index, session, arrived)) for index, session in enumerate(sessions)]
+    waiting = NewsQueue(len(sessions) * _STEPS_WAITING_MAX)
+    tasks = [asyncio.create_task(_pump(index, session, waiting)) for index, session in enumerate(sessions)]
     try:
         num_running = len(sessions)
         while num_running:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            num_running -= isinstance(item.news, Finished)
-            yield item
+            for item in await waiting.take():
+                num_running -= isinstance(item.news, Finished)
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
 
-async def _pump(index: int, session: RequestSession, arrived: asyncio.Queue[ChoiceNews | Exception]) -> None:
+async def _pump(index: int, session: RequestSession, waiting: NewsQueue) -> None:
     try:
         async with aclosing(session.run()) as items:
             async for news in items:
-                await arrived.put(ChoiceNews(index, news))
+                await waiting.put(ChoiceNews(index, news))
     except Exception as error:  # raised again by the reader
-        await arrived.put(error)
+        await waiting.put(error)
 
 
 def _likeliest(held: Iterable[ChoiceNews], num_choices: int) -> list[ChoiceNews]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.priors import PriorTable
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
@@ -26,3 +27,4 @@ class Environment:
     snapshot: Callable[[], Snapshot]
     now_s: Callable[[], float]  # a monotonic clock
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)
+    priors: PriorTable = field(default_factory=PriorTable)

@@ -1,6 +1,6 @@
 """Whether speculation pays for one request: speculating → paused → probing → speculating.
 
-Pure: counts of target steps and news of the draft go in, actions for the session come out.
+Pure: counts of target steps, the time between them and news of the draft go in, actions for the session come out.
 
 | state       | trigger         | next        | actions                                   |
 |-------------|-----------------|-------------|-------------------------------------------|
@@ -10,23 +10,35 @@ Pure: counts of target steps and news of the draft go in, actions for the sessio
 | PAUSED      | PAUSE_OVER      | PROBING     | start listening, attach                   |
 | PROBING     | HIGH_ACCEPTANCE | SPECULATING |                                           |
 | PROBING     | LOW_ACCEPTANCE  | PAUSED      | detach, stop listening; twice as long     |
+| PROBING     | SLOWER          | PAUSED      | detach, stop listening; twice as long     |
 | PROBING     | STARVED         | PAUSED      | detach, stop listening; twice as long     |
 | PROBING     | NO_DRAFT        | PAUSED      | twice as long                             |
 
-What is measured is the acceptance of hints that were *decided*: each step decides its accepted hints and at
-most one rejected one, the rest of the block was never looked at. (Accepted over all verified hints would call
-a draft with blocks of six at 0.16 hopeless although it doubles the speed: that is what one right guess in two
-looks like.) A rate a promises 1 + a + a² + … tokens a step, so below 0.2 a draft brings at most a quarter;
-0.3 to resume keeps a request from swinging. Both counts decay by a tenth per step, a memory of about ten
-steps.
+A request begins in any of the three, as those before it suggest (`coordinator.priors`); one that begins PAUSED has no
+draft worker and the target does not listen.
+
+Acceptance is measured over hints that were *decided*, position by position (`coordinator.block_acceptance`), and what
+counts is what it promises: tokens a step on top of its own. The two bounds are given as flat rates: 0.2 promises
+0.2 + 0.04 + … = 0.25 and 0.3 promises 0.43, so for a draft that is equally good at every position they are bounds on
+its rate. (Accepted over all verified hints would call a draft with blocks of six at 0.16 hopeless although it doubles
+the speed: that is what one right guess in two looks like.) All counts decay by a twentieth per step, a memory
+of about twenty steps: with ten, bad luck alone paused a draft at 0.4 within 200 steps in seven of ten requests.
+
+What it costs is measured where a comparison is fair, between a probe and the pause right before it: a probe whose
+tokens come more slowly than the pause's came has failed, however many hints hold. Whether listening pays for the
+batch as a whole the target finds out itself. While it rests, steps have no hints and nothing is wrong with the draft
+worker, which keeps a slot and computes nothing: such steps are not counted at all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final
+
+from coordinator.block_acceptance import BlockAcceptance, extra_tokens_at
+from coordinator.priors import NOTHING, Evidence, StartingMode
 
 
 class FallbackState(Enum):
@@ -39,10 +51,11 @@ class FallbackState(Enum):
 
 
 class Trigger(Enum):
-    """What moves the state; derived from counts except NO_DRAFT, which the session reports."""
+    """What moves the state; derived from steps except NO_DRAFT, which the session reports."""
 
     LOW_ACCEPTANCE = auto()
     HIGH_ACCEPTANCE = auto()
+    SLOWER = auto()
     STARVED = auto()
     NO_DRAFT = auto()
     PAUSE_OVER = auto()
@@ -65,18 +78,25 @@ class IllegalTransition(RuntimeError):
 class FallbackPolicy:
     """The numbers. Rates are per decided hint, 0 to 1; lengths are committed tokens; steps are target steps."""
 
-    pause_below: float = 0.2
+    pause_below: float = 0.2  # in what such a rate at every position promises
     resume_above: float = 0.3
+    slower_below: float = 0.9  # tokens a second while probing, over those of the pause before it
     judge_after_spec_steps: int = 8
+    kept_after_spec_steps: int = 32  # not paused by then, a request speaks well of its kind
     probe_spec_steps: int = 8
     starved_after_steps: int = 128  # steps in a row without a hint; the draft's prefill must fit in
-    decay: float = 0.9  # what a step leaves of the counts before it
+    decay: float = 0.95  # what a step leaves of the counts before it
     pause_min_tokens: int = 64
     pause_max_tokens: int = 512
+    pause_tokens: float = field(init=False)  # what `pause_below` promises, tokens a step
+    resume_tokens: float = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.pause_below <= self.resume_above <= 1:
             raise ValueError("need 0 <= pause_below <= resume_above <= 1")
+        # Computed here once: every step of every request asks.
+        object.__setattr__(self, "pause_tokens", extra_tokens_at(self.pause_below))
+        object.__setattr__(self, "resume_tokens", extra_tokens_at(self.resume_above))
         if not 0 < self.decay <= 1 or not 1 <= self.pause_min_tokens <= self.pause_max_tokens:
             raise ValueError("need 0 < decay <= 1 and 1 <= pause_min_tokens <= pause_max_tokens")
 
@@ -90,19 +110,62 @@ _TRANSITIONS: Final = MappingProxyType({
     (_S.PAUSED, _T.PAUSE_OVER): (_S.PROBING, (_A.START_LISTENING, _A.ATTACH)),
     (_S.PROBING, _T.HIGH_ACCEPTANCE): (_S.SPECULATING, ()),
     (_S.PROBING, _T.LOW_ACCEPTANCE): (_S.PAUSED, _GIVE_UP),
+    (_S.PROBING, _T.SLOWER): (_S.PAUSED, _GIVE_UP),
     (_S.PROBING, _T.STARVED): (_S.PAUSED, _GIVE_UP),
     (_S.PROBING, _T.NO_DRAFT): (_S.PAUSED, ()),
 })  # fmt: skip
+
+
+_STARTS: Final = MappingProxyType({
+    StartingMode.SPECULATING: _S.SPECULATING,
+    StartingMode.PAUSED: _S.PAUSED,
+    StartingMode.PROBING: _S.PROBING,
+})  # fmt: skip
+_VERDICTS: Final = frozenset({_T.LOW_ACCEPTANCE, _T.SLOWER, _T.HIGH_ACCEPTANCE})
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How fast tokens come lately."""
+
+    decay: float
+    num_steps: int = 0
+    num_tokens: float = 0.0
+    seconds: float = 0.0
+
+    def observe(self, num_tokens: int, gap_s: float) -> None:
+        self.num_steps += 1
+        self.num_tokens = self.num_tokens * self.decay + num_tokens
+        self.seconds = self.seconds * self.decay + gap_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before enough is known."""
+        return self.num_tokens / self.seconds if self.num_steps >= _PACE_STEPS_MIN and self.seconds else None
+
+
+_PACE_STEPS_MIN: Final = 8
+_PAUSE_PACE_DECAY: Final = 0.95  # a memory of about twenty steps: what was long ago had another load
 
 
 class FallbackController:
     """One request's controller. `start` once, then `on_step` per target step and `on_no_draft` when it
     happens."""
 
-    def __init__(self, policy: FallbackPolicy, *, is_enabled: bool) -> None:
+    def __init__(
+        self,
+        policy: FallbackPolicy,
+        *,
+        is_enabled: bool,
+        starting_mode: StartingMode = StartingMode.SPECULATING,
+    ) -> None:
         self._policy = policy
         self._pause_tokens = policy.pause_min_tokens
-        self.state = FallbackState.SPECULATING if is_enabled else FallbackState.DISABLED
+        self._is_worth_it: bool | None = None  # the first verdict
+        self._num_steps, self._num_decided, self._num_accepted = 0, 0, 0  # of all its life
+        self._pause_pace = _Pace(_PAUSE_PACE_DECAY)
+        self.state = _STARTS[starting_mode] if is_enabled else FallbackState.DISABLED
+        self.last_trigger: Trigger | None = None
         self._reset_counts()
 
     @property
@@ -113,7 +176,29 @@ class FallbackController:
     @property
     def acceptance(self) -> float:
         """Accepted share of the hints decided lately; 0 before the first."""
-        return self._accepted / self._decided if self._decided else 0.0
+        return self._blocks.rate
+
+    @property
+    def extra_tokens(self) -> float:
+        """What a step may expect on top of its own token, from acceptance lately; 0 before the first hint."""
+        return self._blocks.extra_tokens
+
+    @property
+    def evidence(self) -> Evidence:
+        """What later requests may learn from this one, so far."""
+        if not self._num_steps:
+            return NOTHING
+        is_worth_it = self._is_worth_it
+        # A request that was never paused has its verdict too, once there was enough to judge.
+        if is_worth_it is None and self._num_steps >= self._policy.judge_after_spec_steps:
+            is_worth_it = True if self.state is FallbackState.SPECULATING else None
+        return Evidence(
+            num_judged=float(is_worth_it is not None),
+            num_paused=float(is_worth_it is False),
+            num_steps=self._num_steps,
+            num_decided=self._num_decided,
+            num_accepted=self._num_accepted,
+        )
 
     def start(self) -> tuple[FallbackAction, ...]:
         """Actions with which a session at a target begins, the first one and every replay."""
@@ -121,15 +206,32 @@ class FallbackController:
         return (FallbackAction.ATTACH,) if self.is_listening else ()
 
     def on_step(
-        self, num_tokens: int, num_draft_tokens: int, num_accepted: int
+        self,
+        num_tokens: int,
+        num_draft_tokens: int,
+        num_accepted: int,
+        *,
+        gap_s: float | None = None,
+        is_resting: bool = False,
     ) -> tuple[FallbackAction, ...]:
-        """Takes one step's counts: tokens committed, hints verified, hints accepted."""
+        """Takes one step's counts: tokens committed, hints verified, hints accepted.
+
+        `gap_s` is the time since the step before, None for the first; `is_resting` says that the target listens to no
+        draft worker at present, by its own choice.
+        """
         if self.state is FallbackState.DISABLED:
             return ()
         if self.state is FallbackState.PAUSED:
             self._paused_tokens += num_tokens
+            if gap_s is not None:
+                self._pause_pace.observe(num_tokens, gap_s)
             return self.handle(Trigger.PAUSE_OVER) if self._paused_tokens >= self._pause_tokens else ()
+        if is_resting:
+            self._steps_without_hints = 0
+            return ()
         self._count(num_draft_tokens, num_accepted)
+        if num_draft_tokens and gap_s is not None:
+            self._probe_pace.observe(num_tokens, gap_s)
         trigger = self._judge()
         return () if trigger is None else self.handle(trigger)
 
@@ -143,17 +245,22 @@ class FallbackController:
         if entry is None:
             raise IllegalTransition(f"{trigger.name} means nothing in state {self.state.name}")
         before, (self.state, actions) = self.state, entry
+        self.last_trigger = trigger
+        if self._is_worth_it is None and trigger in _VERDICTS:
+            self._is_worth_it = trigger is Trigger.HIGH_ACCEPTANCE
         if before is FallbackState.PROBING:
             failed = self.state is FallbackState.PAUSED
             longer = min(2 * self._pause_tokens, self._policy.pause_max_tokens)
             self._pause_tokens = longer if failed else self._policy.pause_min_tokens
+        if self.state is FallbackState.PAUSED:
+            self._pause_pace = _Pace(_PAUSE_PACE_DECAY)
         if self.state is not FallbackState.SPECULATING:
             self._reset_counts()
         return actions
 
     def _reset_counts(self) -> None:
-        self._accepted = 0.0
-        self._decided = 0.0
+        self._blocks = BlockAcceptance(self._policy.decay)
+        self._probe_pace = _Pace(1.0)
         self._num_spec_steps = 0
         self._steps_without_hints = 0
         self._paused_tokens = 0
@@ -164,9 +271,12 @@ class FallbackController:
             return
         self._steps_without_hints = 0
         self._num_spec_steps += 1
-        num_decided = min(num_accepted + 1, num_draft_tokens)
-        self._accepted = self._accepted * self._policy.decay + num_accepted
-        self._decided = self._decided * self._policy.decay + num_decided
+        self._blocks.observe(num_draft_tokens, num_accepted)
+        self._num_steps += 1
+        self._num_decided += min(num_accepted + 1, num_draft_tokens)
+        self._num_accepted += num_accepted
+        if self._is_worth_it is None and self._num_steps > self._policy.kept_after_spec_steps:
+            self._is_worth_it = True
 
     def _judge(self) -> Trigger | None:
         policy = self._policy
@@ -174,7 +284,13 @@ class FallbackController:
             return Trigger.STARVED
         if self.state is FallbackState.SPECULATING:
             is_known = self._num_spec_steps >= policy.judge_after_spec_steps
-            return Trigger.LOW_ACCEPTANCE if is_known and self.acceptance < policy.pause_below else None
+            return Trigger.LOW_ACCEPTANCE if is_known and self.extra_tokens < policy.pause_tokens else None
         if self._num_spec_steps < policy.probe_spec_steps:
             return None
-        return Trigger.HIGH_ACCEPTANCE if self.acceptance >= policy.resume_above else Trigger.LOW_ACCEPTANCE
+        if self.extra_tokens < policy.resume_tokens:
+            return Trigger.LOW_ACCEPTANCE
+        return Trigger.SLOWER if self._is_slower() else Trigger.HIGH_ACCEPTANCE
+
+    def _is_slower(self) -> bool:
+        before, now = self._pause_pace.tokens_per_s, self._probe_pace.tokens_per_s
+        return before is not None and now is not None and now < self._policy.slower_below * before

@@ -113,6 +113,7 @@ class GenerationBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "speculation": speculation,
             "is_detailed": self.speculation.detail,
+            "tenant": self.user or "",
         }
 
     def _sampling(self, num_logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:

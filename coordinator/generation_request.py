@@ -51,6 +51,7 @@ class GenerationInput:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     is_detailed: bool = False  # where each token came from, and what each step did
     deadline_s: float | None = None
+    tenant: str = ""  # on whose behalf, as far as the client says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,15 @@
-"""Registers outrider.v1.Generation with Serve's gRPC proxy so that no cancellation is lost.
+"""Registers outrider.v1.Generation with Serve's gRPC servers so that no cancellation is lost.
 
-Serve (2.60) notices a client that leaves only while the proxy waits for the next message. One that leaves
+Serve's proxy (2.60) notices a client that leaves only while it waits for the next message. One that leaves
 while a message is on its way to it, as clients do that have just read what they wanted, goes unnoticed and
 the replica generates to the end: measured with a client that cancels on its first message, 7 of 40 times.
 Here the waiting happens in a task that does nothing else, and the end of the call, which gRPC always reports,
 cancels that task.
 
-Runs inside the proxy process, which finds this function by its import path.
+A replica behind HAProxy serves gRPC itself: there gRPC cancels the very task that generates, and nothing stands in
+between that could lose it.
+
+Runs inside the proxy or replica process, which finds this function by its import path.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ _END: Final = object()
 
 def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
     """As the generated function of this name, with streaming handlers that pass every cancellation on."""
+    if _is_replica():
+        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        return
     make_handler = server.service_handler_factory
 
     def make_cancellable_handler(service_method: str, streaming_type: Any) -> Any:
@@ -35,6 +41,17 @@ def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
         generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
     finally:
         server.service_handler_factory = make_handler
+
+
+def _is_replica() -> bool:
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 def cancellable(handler: Handler) -> Handler:

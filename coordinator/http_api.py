@@ -6,7 +6,6 @@ every kind leave as OpenAI's error body; a client that goes away cancels its req
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -25,13 +24,14 @@ from coordinator.choice_writer import AnswerFormat
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationInput, GenerationSpec
 from coordinator.http_transport import (
+    Application,
     EventStream,
     RequestIds,
     first_of,
     read_body,
     unless_disconnected,
 )
-from coordinator.openai_response import ResponseWriter, error_body
+from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
     ChatBody,
     CompletionBody,
@@ -39,6 +39,7 @@ from coordinator.openai_schema import (
     TokenizeBody,
     parse_body,
 )
+from coordinator.request_session import Finished
 from coordinator.service import GenerationService
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 
@@ -108,23 +109,23 @@ class HttpApi:
         items: AsyncGenerator[ChoiceNews | RequestFinished],
         writer: ResponseWriter,
     ) -> AsyncGenerator[str]:
+        # What is sent with the next event instead of by itself: the role, and a text's end.
+        held = "".join(map(sse, writer.opening()))
         async with aclosing(items):
-            for chunk in writer.opening():
-                yield _event(chunk)
             try:
                 item = first
                 while not isinstance(item, RequestFinished):
-                    news = writer.chunk(item)
-                    if news is not None:
-                        yield _event(news)
+                    held += writer.event(item) or ""
+                    if held and not isinstance(item.news, Finished):
+                        yield held
+                        held = ""
                     item = await anext(items)
-                for chunk in writer.closing(item):
-                    yield _event(chunk)
+                held += "".join(map(sse, writer.closing(item)))
             except OutriderError as error:
                 # The status line is long gone: the error is the stream's last event.
                 self._service.count_failure(error)
-                yield _event(error_body(error))
-            yield "data: [DONE]\n\n"
+                held += sse(error_body(error))
+            yield held + "data: [DONE]\n\n"
 
     async def models(self) -> dict[str, Any]:
         return {
@@ -199,7 +200,7 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
     """The application over an opened service. Who opened it closes it."""
     api = HttpApi(service)
     # No schema pages: bodies are read by hand, so that each error names its parameter as OpenAI's does.
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app = Application(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"], response_model=None)
@@ -235,7 +236,3 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
 
 def _request_id(request: Request) -> str:
     return str(request.state.request_id)
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

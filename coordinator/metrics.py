@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from coordinator.priors import Evidence, PriorKey
 from coordinator.statistics import RequestTimes
 
 _LABELS: Final = ("model_name", "engine")
@@ -76,6 +78,25 @@ class CoordinatorMetrics:
         self.live_workers = gauge("live_workers", "Usable workers", "pool")
         self.registry_degraded = gauge("registry_degraded", "1 while Redis does not answer")
         self.fallback_transitions = counter("fallback_transitions", "Fallback state changes", "state")
+        self.fallback_starts = counter(
+            "fallback_starts", "Texts by the mode they started in", *_LABELS, "mode"
+        )
+        self.fallback_probes = counter("fallback_probes", "Probes by what ended them", *_LABELS, "outcome")
+        self.num_priors = gauge("num_priors", "Models, routes and tenants with a prior")
+        self.priors_degraded = gauge("priors_degraded", "1 while priors are not shared for want of Redis")
+        prior_labels = (*_LABELS, "route")
+        self.prior_num_judged = gauge(
+            "prior_judged_requests", "Verdicts that a prior rests on, faded", *prior_labels
+        )
+        self.prior_paused_share = gauge(
+            "prior_paused_share", "Share of them that paused speculation", *prior_labels
+        )
+        self.prior_acceptance = gauge(
+            "prior_acceptance", "Accepted share of the hints decided", *prior_labels
+        )
+        self.prior_extra_tokens = gauge(
+            "prior_extra_tokens_per_step", "Tokens gained per step with hints", *prior_labels
+        )
         self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.target_replays = counter("target_replays", "Sessions moved to another target")
 
@@ -98,6 +119,28 @@ class CoordinatorMetrics:
         self.num_accepted.labels(model, _ENGINE).inc(num_accepted)
         for position in range(min(num_accepted, _POSITIONS_MAX)):
             self.num_accepted_per_pos.labels(model, _ENGINE, str(position)).inc()
+
+    def count_start(self, model: str, mode: str) -> None:
+        """A text that begins speculating, paused, probing or disabled."""
+        self.fallback_starts.labels(model, _ENGINE, mode).inc()
+
+    def count_probe(self, model: str, outcome: str) -> None:
+        """A probe that ended, by the trigger that ended it."""
+        self.fallback_probes.labels(model, _ENGINE, outcome).inc()
+
+    def show_priors(self, priors: Mapping[PriorKey, Evidence], num_priors: int) -> None:
+        """What is known by model and route, all tenants together; `num_priors` counts tenants' own too."""
+        self.num_priors.set(num_priors)
+        for gauge in (
+            self.prior_num_judged, self.prior_paused_share, self.prior_acceptance, self.prior_extra_tokens,
+        ):  # fmt: skip
+            gauge.clear()  # of models that are gone
+        for key, evidence in priors.items():
+            labels = (key.model, _ENGINE, key.route)
+            self.prior_num_judged.labels(*labels).set(evidence.num_judged)
+            self.prior_paused_share.labels(*labels).set(evidence.paused_share)
+            self.prior_acceptance.labels(*labels).set(evidence.acceptance)
+            self.prior_extra_tokens.labels(*labels).set(evidence.extra_tokens)
 
     def observe_end(
         self, model: str, reason: str, num_prompt_tokens: int, num_output_tokens: int, times: RequestTimes

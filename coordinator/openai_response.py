@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from json.encoder import encode_basestring as json_string
+from typing import Any, Final
 
 from coordinator.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
 from coordinator.choices import ChoiceNews, RequestFinished
@@ -13,6 +15,8 @@ from coordinator.text_output import VisibleOutput
 from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
+
+_PLACEHOLDER: Final = "\0"  # nothing that follows the text in a chunk contains it
 
 
 class ResponseWriter:
@@ -33,6 +37,11 @@ class ResponseWriter:
         self._created_s = created_s
         self._choices = [ChoiceWriter(spec, form, tokenizer, new_call_id) for _ in range(spec.num_choices)]
         self._has_shown_prompt_ids = [False] * spec.num_choices
+        request = spec.request
+        self._has_only_text = not (
+            request.tools or request.is_detailed or spec.shows_logprobs or form.returns_token_ids
+        )
+        self._frames: list[tuple[str, str] | None] = [None] * spec.num_choices
 
     def whole(self, news: Sequence[ChoiceNews], finished: RequestFinished) -> dict[str, Any]:
         """The answer of a request that does not stream."""
@@ -66,6 +75,25 @@ class ResponseWriter:
             self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, None)
             for index in range(len(self._choices))
         ]
+
+    def event(self, item: ChoiceNews) -> str | None:
+        """`chunk` as a server-sent event."""
+        news = item.news
+        if self._has_only_text and isinstance(news, VisibleOutput):
+            if not news.text:
+                return None
+            before, after = self._frames[item.index] or self._frame_of_text(item.index)
+            return f"{before}{json_string(news.text)}{after}"
+        chunk = self.chunk(item)
+        return None if chunk is None else sse(chunk)
+
+    def _frame_of_text(self, index: int) -> tuple[str, str]:
+        """What stands before and after the text of a chunk that carries nothing else, which is most of them."""
+        chunk = self.chunk(ChoiceNews(index, VisibleOutput(_PLACEHOLDER, (), (), ())))
+        assert chunk is not None
+        before, _, after = sse(chunk).rpartition(json_string(_PLACEHOLDER))
+        self._frames[index] = before, after
+        return before, after
 
     def chunk(self, item: ChoiceNews) -> dict[str, Any] | None:
         """The news as a chunk of a stream; None when there is nothing to show, for all its text is held back."""
@@ -161,6 +189,11 @@ class ResponseWriter:
         ):  # of the first one; the others may share what it computed
             usage["prompt_tokens_details"] = {"cached_tokens": candidates[0].num_cached_tokens}
         return {"usage": usage, "metrics": metrics}
+
+
+def sse(content: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:

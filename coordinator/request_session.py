@@ -28,8 +28,9 @@ import grpc.aio
 
 from coordinator.draft_link import DraftLink, LinkedSession
 from coordinator.environment import Environment
-from coordinator.fallback import FallbackAction, FallbackController
+from coordinator.fallback import FallbackAction, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
+from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.routing import WorkerKey, key_of
 from coordinator.statistics import RequestTimes, SpeculationCounts
@@ -94,7 +95,10 @@ class RequestSession:
         self._spec = spec
         self._deadline_s = arrival_s + spec.deadline_s
         self._is_plain = request.speculation.is_plain or not request.speculation.enabled
-        self._controller = FallbackController(environment.policy, is_enabled=not self._is_plain)
+        self._prior_key = key_for(spec, spec.request.tenant)
+        self._controller = FallbackController(
+            environment.policy, is_enabled=not self._is_plain, starting_mode=self._starting_mode(index)
+        )
         self._output = TextOutput(
             IncrementalDetokenizer(
                 environment.tokenizer,
@@ -121,6 +125,17 @@ class RequestSession:
         when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value or the
         parameters leave no token that could follow.
         """
+        self._environment.metrics.count_start(self._spec.model, self._controller.state.name.lower())
+        try:
+            async with aclosing(self._run_attempts()) as items:
+                async for item in items:
+                    yield item
+        finally:  # one that was cancelled has learned something too
+            if self._environment.settings.uses_priors:
+                evidence, now_s = self._controller.evidence, self._environment.now_s()
+                self._environment.priors.record(self._prior_key, evidence, now_s)
+
+    async def _run_attempts(self) -> AsyncGenerator[News]:
         refusal: OutriderError | None = None
         for _ in range(self._environment.settings.target_attempts_max):
             attempt = self._begin_attempt()
@@ -141,6 +156,13 @@ class RequestSession:
                     return
                 self._environment.metrics.target_replays.inc()
         raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
+
+    def _starting_mode(self, index: int) -> StartingMode:
+        environment = self._environment
+        if not environment.settings.uses_priors:
+            return StartingMode.SPECULATING
+        text_id = f"{self._spec.request.request_id}/{index}"
+        return environment.priors.start(self._prior_key, text_id, environment.now_s())
 
     def _begin_attempt(self) -> _Attempt | None:
         environment = self._environment
@@ -185,7 +207,7 @@ class RequestSession:
                 deadline_s=self._deadline_s,
                 committed=self._committed,
             ),
-            on_no_draft=lambda: self._apply(self._controller.on_no_draft(), attempt),
+            on_no_draft=lambda: self._lose_draft(attempt),
         )
         try:
             self._apply(self._controller.start(), attempt)
@@ -264,12 +286,29 @@ class RequestSession:
         visible = self._output.push(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
         state = self._controller.state
         actions = self._controller.on_step(
-            len(step.token_ids), step.num_draft_tokens, step.num_accepted_draft_tokens
+            len(step.token_ids),
+            step.num_draft_tokens,
+            step.num_accepted_draft_tokens,
+            gap_s=gap_s,
+            is_resting=step.is_resting,
         )
         self._apply(actions, attempt)
-        if self._controller.state is not state:
-            metrics.fallback_transitions.labels(self._controller.state.name.lower()).inc()
+        self._count_move(state)
         return visible
+
+    def _lose_draft(self, attempt: _Attempt) -> None:
+        state = self._controller.state
+        self._apply(self._controller.on_no_draft(), attempt)
+        self._count_move(state)
+
+    def _count_move(self, before: FallbackState) -> None:
+        metrics, controller = self._environment.metrics, self._controller
+        if controller.state is before:
+            return
+        metrics.fallback_transitions.labels(controller.state.name.lower()).inc()
+        if before is FallbackState.PROBING:
+            assert isinstance(controller.last_trigger, Trigger)
+            metrics.count_probe(self._spec.model, controller.last_trigger.name.lower())
 
     def _apply(self, actions: Sequence[FallbackAction], attempt: _Attempt) -> None:
         assert attempt.link is not None

@@ -25,6 +25,7 @@ from coordinator.environment import Environment
 from coordinator.generation_request import GenerationInput, GenerationSpec, check_input
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.preparation import RequestPreparation
+from coordinator.prior_store import PriorStore
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
@@ -59,6 +60,7 @@ class GenerationService:
             _log.warning("%s has no chat template; messages are joined by newlines", settings.tokenizer_dir)
         self._injected_snapshot = snapshot
         self._directory: WorkerDirectory | None = None
+        self._prior_store: PriorStore | None = None
         self._stack = AsyncExitStack()
         self._num_active = 0
         self.preparation = RequestPreparation(tokenizer, settings, random.Random())
@@ -79,6 +81,9 @@ class GenerationService:
             registry = Registry(self.environment.settings.redis_url)
             self._stack.push_async_callback(registry.close)
             self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
+            if self.environment.settings.uses_priors:
+                store = PriorStore(registry, self.environment.priors, self.environment.now_s)
+                self._prior_store = await self._stack.enter_async_context(store)
         self._stack.push_async_callback(self.environment.channels.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
         self._stack.push_async_callback(_end, housekeeping)
@@ -177,6 +182,9 @@ class GenerationService:
                 usable, _ = self.environment.router.usable(workers, self.environment.now_s())
                 metrics.live_workers.labels(pool).set(len(usable))
             metrics.registry_degraded.set(snapshot.degraded)
+            priors = self.environment.priors
+            metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)
+            metrics.priors_degraded.set(self._prior_store is not None and self._prior_store.is_degraded)
             await asyncio.sleep(_HOUSEKEEPING_S)
 
     def count_failure(self, error: OutriderError) -> None:

@@ -34,6 +34,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="how far ahead of the committed tokens (default %(default)s)",
     )
     parser.add_argument(
+        "--max-alternatives",
+        type=int,
+        default=4,
+        help="other likely tokens that a node keeps beside the draft's own, to be grown when their turn comes; "
+        "0: none (default %(default)s)",
+    )
+    parser.add_argument(
         "--min-sampled-reach",
         type=float,
         default=0.15,
@@ -65,6 +72,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_model_len=engine.max_model_len,
             max_nodes=arguments.max_nodes,
             max_lookahead=arguments.max_lookahead,
+            max_alternatives=arguments.max_alternatives,
             min_sampled_reach=arguments.min_sampled_reach,
             end_of_sequence_ids=engine.eos_token_ids,
         )

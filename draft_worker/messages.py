@@ -16,6 +16,9 @@ from outrider.hint_tree import DraftDistribution, Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 
 MAX_TREE_NODES = 256  # KV entries that the engine provides for a tree, and half of what one message may hold
+NUM_ALTERNATIVES = 4
+"""Beside the primary child, unless told otherwise: beside a slow target there is time for unlikely branches."""
+MAX_ALTERNATIVES = 32
 
 # Events.
 
@@ -167,6 +170,9 @@ class DraftLimits:
     max_model_len: int = 1024  # tokens; a longer session gets no more hints
     max_nodes: int = 240  # live nodes of one tree
     max_lookahead: int = 20  # depth below the cursor
+    max_alternatives: int = (
+        NUM_ALTERNATIVES  # other likely tokens that a node keeps; 0: its primary child only
+    )
     max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
     min_reach: float = 0.01  # nodes that are less likely to be reached are not grown
     min_sampled_reach: float = (
@@ -180,5 +186,9 @@ class DraftLimits:
             raise ConfigurationError("--max-num-seqs and --max-lookahead must be at least 1")
         if not 1 <= self.max_nodes <= MAX_TREE_NODES:
             raise ConfigurationError(f"--max-nodes is {self.max_nodes}; permitted: 1 to {MAX_TREE_NODES}")
+        if not 0 <= self.max_alternatives <= MAX_ALTERNATIVES:
+            raise ConfigurationError(
+                f"--max-alternatives is {self.max_alternatives}; permitted: 0 to {MAX_ALTERNATIVES}"
+            )
         if not 0.0 <= self.min_sampled_reach <= 1.0:
             raise ConfigurationError(f"--min-sampled-reach is {self.min_sampled_reach:g}; permitted: 0 to 1")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draft_worker.messages import Action, Event, Expansion, Step, StepItem
+from draft_worker.messages import NUM_ALTERNATIVES, Action, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.logit_processing import NEVER, is_idle, process
 from outrider.engine.model import Engine, SequenceChunk
@@ -17,8 +17,8 @@ from outrider.hint_tree import DraftDistribution
 from outrider.sampling_params import DecodingMode
 from outrider.telemetry import DraftMetrics
 
-NUM_CHILDREN = 5
-"""One primary child and up to four alternatives: beside a slow target the draft has time for unlikely branches."""
+NUM_CHILDREN = 1 + NUM_ALTERNATIVES
+"""Most children of a node: the primary one and alternatives."""
 NUM_DRAFT_PROBS = 6
 """Entries of a hint's distribution in rejection mode, where the request does not say."""
 DRAFT_PROBS_BITS = 8
@@ -27,8 +27,8 @@ NOTHING = Expansion([], [], None)
 
 
 @torch.inference_mode()
-def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
-    """One forward pass; per item, the expansion of each of its nodes."""
+def run_step(engine: Engine, step: Step, num_children: int = NUM_CHILDREN) -> list[list[Expansion]]:
+    """One forward pass; per item, the expansion of each of its nodes into `num_children` at most."""
     for move in step.moves:
         engine.move_entries(move.source_slots, move.destination_slots)
     chunks = [
@@ -38,7 +38,7 @@ def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
     logits = engine.forward(chunks)
     # The nodes of most sessions are expanded by the same operations: all at once.
     is_simple = [_is_simple(item) for item in step.items]
-    together = _expand_together(step.items, is_simple, logits)
+    together = _expand_together(step.items, is_simple, logits, num_children)
     expansions: list[list[Expansion]] = []
     end = 0
     for item, simple in zip(step.items, is_simple, strict=True):
@@ -46,7 +46,7 @@ def run_step(engine: Engine, step: Step) -> list[list[Expansion]]:
         if simple:
             expansions.append(together[start:end])
         else:
-            expansions.append(_expand_safely(item, logits[start:end]) if item.node_ids else [])
+            expansions.append(_expand_safely(item, logits[start:end], num_children) if item.node_ids else [])
     return expansions
 
 
@@ -55,23 +55,23 @@ def _is_simple(item: StepItem) -> bool:
 
 
 def _expand_together(
-    items: Sequence[StepItem], is_simple: Sequence[bool], logits: torch.Tensor
+    items: Sequence[StepItem], is_simple: Sequence[bool], logits: torch.Tensor, num_children: int
 ) -> list[Expansion]:
     """The expansion of every row, had each the parameters of a simple item."""
     if not any(simple and item.node_ids for item, simple in zip(items, is_simple, strict=True)):
         return []
     rates = [item.acceptance_rate for item in items for _ in item.node_ids]
-    return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1), rates)
+    return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1), rates, num_children)
 
 
-def _expand_safely(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
+def _expand_safely(item: StepItem, logits: torch.Tensor, num_children: int) -> list[Expansion]:
     try:
-        return expand(item, logits)
+        return expand(item, logits, num_children)
     except GrammarViolation:  # a limit of the grammar's parser: nothing is guessed here
         return [NOTHING] * len(item.node_ids)
 
 
-def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
+def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDREN) -> list[Expansion]:
     """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
     params = item.sampling
     rates = [item.acceptance_rate] * len(item.node_ids)
@@ -79,7 +79,8 @@ def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
     is_dead = processed.amax(dim=-1) == NEVER
     processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
     if params.decoding_mode is DecodingMode.GREEDY:
-        expansions = _most_likely(torch.softmax(processed, dim=-1), processed.argmax(dim=-1), rates)
+        chances = torch.softmax(processed, dim=-1)
+        expansions = _most_likely(chances, processed.argmax(dim=-1), rates, num_children)
     else:
         probs = probabilities(processed, params)
         if params.decoding_mode is DecodingMode.COUPLED:
@@ -87,9 +88,9 @@ def expand(item: StepItem, logits: torch.Tensor) -> list[Expansion]:
             positions = [committed_len + len(continuation) for continuation in item.text.continuations]
             scores = coupled_scores(probs, item.seed, positions)
             chances = scores / scores.sum(dim=-1, keepdim=True)
-            expansions = _most_likely(chances, scores.argmax(dim=-1), rates)
+            expansions = _most_likely(chances, scores.argmax(dim=-1), rates, num_children)
         else:
-            expansions = _sample(item, probs)
+            expansions = _sample(item, probs, num_children)
     return [
         _forced(item, row) or (NOTHING if is_dead[row] else expansion)
         for row, expansion in enumerate(expansions)
@@ -104,7 +105,9 @@ def _forced(item: StepItem, row: int) -> Expansion | None:
     return Expansion(forced, [1.0], None) if forced else None
 
 
-def _most_likely(chances: torch.Tensor, best: torch.Tensor, rates: Sequence[float]) -> list[Expansion]:
+def _most_likely(
+    chances: torch.Tensor, best: torch.Tensor, rates: Sequence[float], num_children: int
+) -> list[Expansion]:
     """`best` as primary children, the next likely tokens as alternatives.
 
     chances: [num_nodes, vocab_size]; best: [num_nodes]; rates: how often each node's session accepts primary children.
@@ -112,7 +115,7 @@ def _most_likely(chances: torch.Tensor, best: torch.Tensor, rates: Sequence[floa
     The target decides by argmax; where several tokens share the maximum, which is common in bfloat16, topk may name
     another one first, and the hint would be lost.
     """
-    values, indices = torch.topk(chances, min(NUM_CHILDREN, chances.shape[-1]), dim=-1)
+    values, indices = torch.topk(chances, min(num_children, chances.shape[-1]), dim=-1)
     expansions = []
     for first, row_ids, row_chances, rate in zip(
         best.tolist(), indices.tolist(), values.tolist(), rates, strict=False
@@ -124,13 +127,13 @@ def _most_likely(chances: torch.Tensor, best: torch.Tensor, rates: Sequence[floa
             (token_id, chance * share)
             for token_id, chance in zip(row_ids, row_chances, strict=True)
             if token_id != first and chance > 0.0
-        ][: NUM_CHILDREN - 1]
+        ][: num_children - 1]
         token_ids = [first, *(token_id for token_id, _ in others)]
         expansions.append(Expansion(token_ids, [primary_chance, *(chance for _, chance in others)], None))
     return expansions
 
 
-def _sample(item: StepItem, probs: torch.Tensor) -> list[Expansion]:
+def _sample(item: StepItem, probs: torch.Tensor, num_children: int) -> list[Expansion]:
     """Primary children drawn from exactly the distributions that are sent with them (I5), and the likeliest others."""
     distributions = draft_distributions(
         probs,
@@ -138,8 +141,12 @@ def _sample(item: StepItem, probs: torch.Tensor) -> list[Expansion]:
         item.speculation.draft_probs_bits or DRAFT_PROBS_BITS,
     )
     return [
-        _sampled(
-            distribution, sample_draft(distribution, item.seed, item.first_draw + index), item.acceptance_rate
+        _first(
+            _sampled(
+                *(distribution, sample_draft(distribution, item.seed, item.first_draw + index)),
+                item.acceptance_rate,
+            ),
+            num_children,
         )
         for index, distribution in enumerate(distributions)
     ]
@@ -147,11 +154,16 @@ def _sample(item: StepItem, probs: torch.Tensor) -> list[Expansion]:
 
 def _sampled(distribution: DraftDistribution, token_id: int, primary_chance: float) -> Expansion:
     weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
-    others = [other for other in distribution.token_ids[:NUM_CHILDREN] if other != token_id]
-    others = others[: NUM_CHILDREN - 1]
+    others = [other for other in distribution.token_ids if other != token_id]
     rest = max(distribution.total - weights[token_id], 1)
     chances = [(1.0 - primary_chance) * weights[other] / rest for other in others]
     return Expansion([token_id, *others], [primary_chance, *chances], distribution)
+
+
+def _first(expansion: Expansion, num_children: int) -> Expansion:
+    return Expansion(
+        expansion.token_ids[:num_children], expansion.chances[:num_children], expansion.distribution
+    )
 
 
 class DraftCore:
@@ -171,6 +183,6 @@ class DraftCore:
         if step is None:
             return [], None
         started = time.perf_counter()
-        expansions = run_step(self.engine, step)
+        expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives)
         self._metrics.step_ms.observe((time.perf_counter() - started) * 1e3)
         return self.scheduler.finish_step(step, expansions), 0.0

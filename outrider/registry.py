@@ -24,6 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from outrider.errors import RegistryUnavailable
@@ -90,13 +91,13 @@ class Registry:
             retry=Retry(NoBackoff(), 0),  # the default sleeps through ten attempts
             max_connections=8,
         )
-        self._write = self._client.register_script(_WRITE)
-        self._remove = self._client.register_script(_REMOVE)
-        self._read = self._client.register_script(_READ)
+        self._write = self.register_script(_WRITE)
+        self._remove = self.register_script(_REMOVE)
+        self._read = self.register_script(_READ)
 
     async def ping(self) -> None:
         """Returns when Redis answers. Raises RegistryUnavailable, naming the address without its password."""
-        await self._ask(self._client.ping())
+        await self.ask(self._client.ping())
 
     async def close(self) -> None:
         """Gives the connections back."""
@@ -113,16 +114,16 @@ class Registry:
             int(LEASE_S * 1000),
             *stored,
         ]
-        return bool(await self._ask(self._write(keys=_keys(record), args=arguments)))
+        return bool(await self.ask(self._write(keys=_keys(record), args=arguments)))
 
     async def remove(self, record: WorkerRecord) -> bool:
         """Removes a record. False when it is gone or belongs to another incarnation."""
         arguments = [record.worker_id, record.incarnation]
-        return bool(await self._ask(self._remove(keys=_keys(record), args=arguments)))
+        return bool(await self.ask(self._remove(keys=_keys(record), args=arguments)))
 
     async def read(self, pool: Pool) -> tuple[WorkerRecord, ...]:
         """The pool's live workers in order of their ids. A record that cannot be read is logged and left out."""
-        rows = await self._ask(self._read(keys=[f"{{or:{pool}}}:ids"], args=[f"{{or:{pool}}}:w:"]))
+        rows = await self.ask(self._read(keys=[f"{{or:{pool}}}:ids"], args=[f"{{or:{pool}}}:w:"]))
         records = []
         for row in cast("list[list[str]]", rows):
             stored = dict(zip(row[::2], row[1::2], strict=True))
@@ -132,16 +133,28 @@ class Registry:
                 _log.warning("ignoring the record of %s worker %s: %s", pool, stored.get("worker_id"), error)
         return tuple(sorted(records, key=lambda record: record.worker_id))
 
-    async def _ask(self, reply: Any) -> Any:
+    def register_script(self, source: str) -> AsyncScript:
+        """A Lua script on this connection; `ask` for what calling it returns."""
+        return self._client.register_script(source)
+
+    async def ask(self, reply: Any) -> Any:
+        """Awaits a reply of Redis, two seconds at the most. Raises RegistryUnavailable."""
+        task = asyncio.current_task()
+        num_cancellations = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(2 * _CALL_TIMEOUT_S):  # connecting and asking
-                return await reply
+                answer = await reply
         except (RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(
                 f"Redis at {self.address} does not answer ({str(error) or type(error).__name__}); "
                 "start one there, or set OUTRIDER_REDIS_URL to one that runs "
                 "(`outrider serve` without it starts its own)"
             ) from error
+        finally:
+            # redis-py (8.1) swallows cancellations that meet its own work; a task that nobody can end is the price.
+            if task is not None and task.cancelling() > num_cancellations:
+                raise asyncio.CancelledError
+        return answer
 
 
 class WorkerLease:

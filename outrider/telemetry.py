@@ -70,7 +70,8 @@ class TargetMetrics(_Metrics):
         )
         self.num_outcomes = self._counter("outcomes", "Steps that verified hints and had a successor")
         self.num_predicted_outcomes = self._counter(
-            "predicted_outcomes", "Of these, those whose accepted hints and next token the hint tree had foreseen"
+            "predicted_outcomes",
+            "Of these, those whose accepted hints and next token the hint tree had foreseen",
         )
         self.num_ready_outcomes = self._counter(
             "ready_outcomes", "Of these, those below which hints for the next step were there already"

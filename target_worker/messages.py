@@ -123,6 +123,7 @@ class TokensCommitted:
     num_accepted_draft_tokens: int
     step_ms: float
     logprobs: list[TokenLogprobs] | None = None  # one per token, where asked for
+    is_resting: bool = False  # draft workers may be listened to, and are not at present
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,6 +400,7 @@ class Scheduler:
                     outcome.num_accepted,
                     step_ms,
                     outcome.logprobs,
+                    is_resting=session.may_listen and session.listening.is_resting,
                 )
             )
         actions += session.publish(

@@ -361,6 +361,7 @@ def _event_message(action: Action) -> target_pb2.GenerateEvent:
                 num_accepted_draft_tokens=action.num_accepted_draft_tokens,
                 step_ms=action.step_ms,
                 logprobs=[logprobs.to_proto() for logprobs in action.logprobs or ()],
+                is_resting=action.is_resting,
             )
             return target_pb2.GenerateEvent(step=step)
         case SessionEnded():

@@ -32,7 +32,9 @@ IMPURE = {
 # Every module that calls itself pure in its docstring is checked; these must do so.
 MUST_BE_PURE = {
     "outrider/child_spec.py",
+    "coordinator/block_acceptance.py",
     "coordinator/fallback.py",
+    "coordinator/priors.py",
     "coordinator/routing.py",
     "outrider/cli/deployment.py",
     "outrider/cli/report.py",

@@ -40,6 +40,13 @@ class Affinity(StrEnum):
     NONE = "none"
 
 
+class Proxy(StrEnum):
+    """What takes requests in, as the coordinator names it."""
+
+    HAPROXY = "haproxy"
+    PYTHON = "python"
+
+
 @dataclass(frozen=True)
 class Deployment:
     """One model pair on one machine. None leaves a value to the process it concerns."""
@@ -60,6 +67,7 @@ class Deployment:
     affinity: Affinity = Affinity.AUTO
     quantization: Quantization = Quantization.NONE
     seed_requests: bool = False
+    proxy: Proxy | None = None
     enable_prefix_caching: bool = True
 
     @property
@@ -162,6 +170,7 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
         "--num-replicas": deployment.num_replicas,
         "--served-model-name": deployment.model_name,
         "--ray-temp-dir": ray_temp_dir,
+        "--proxy": None if deployment.proxy is None else deployment.proxy.value,
     }
     return ChildSpec(
         "coordinator",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deployment, Dtype, Quantization
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deployment, Dtype, Proxy, Quantization
 from outrider.cli.options import (
     CpuAffinity,
     Draft,
@@ -36,6 +37,16 @@ from outrider.cli.system import new_log_dir, run_until_signalled, running_system
 
 SIGTERM_STATUS = 128 + 15
 
+ProxyChoice = Annotated[
+    Proxy | None,
+    typer.Option(
+        help="What takes requests in: haproxy (where it runs, the default) or Ray Serve's own in Python, which costs "
+        "several times more per streamed chunk.",
+        rich_help_panel="Network",
+        show_default=False,
+    ),
+]
+
 
 def serve(
     target: Target = DEMO_TARGET,
@@ -53,6 +64,7 @@ def serve(
     num_target_workers: NumTargetWorkers = 1,
     num_draft_workers: NumDraftWorkers = 1,
     num_replicas: NumReplicas = 1,
+    proxy: ProxyChoice = None,
     max_num_seqs: MaxNumSeqs = None,
     max_model_len: MaxModelLen = None,
     cpu_affinity: CpuAffinity = Affinity.AUTO,
@@ -82,6 +94,7 @@ def serve(
         affinity=cpu_affinity,
         quantization=quantization,
         seed_requests=seed_requests,
+        proxy=proxy,
     )
     status = run_until_signalled(lambda: _serve(deployment, redis_url, log_dir, verbose))
     # Being asked to stop and having stopped is success; Ctrl-C keeps the status that shells expect.

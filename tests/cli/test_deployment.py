@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from outrider.cli.deployment import Affinity, CorePlan, Deployment, coordinator_spec, plan_cores, worker_specs
+from outrider.cli.deployment import (
+    Affinity,
+    CorePlan,
+    Deployment,
+    Proxy,
+    coordinator_spec,
+    plan_cores,
+    worker_specs,
+)
 
 PAIR = Deployment(Path("large"), Path("small"))
 URL = "redis://127.0.0.1:6379/0"
@@ -92,3 +101,9 @@ def test_what_is_asked_of_all_requests_reaches_the_processes_it_concerns() -> No
     assert "--seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
     plain = Deployment(target=Path("/m/target"), draft=None)
     assert "--no-enable-prefix-caching" not in worker_specs(plain, [0], "run")[0].command
+
+
+def test_the_proxy_is_the_coordinators_choice_unless_one_is_named() -> None:
+    assert "--proxy" not in coordinator_spec(PAIR, Path("/tmp/x")).command
+    named = replace(PAIR, proxy=Proxy.PYTHON)
+    assert flags(coordinator_spec(named, Path("/tmp/x")).command)["--proxy"] == "python"

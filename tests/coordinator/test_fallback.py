@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from coordinator.fallback import (
     IllegalTransition,
     Trigger,
 )
+from coordinator.priors import NOTHING, StartingMode
 
 POLICY = FallbackPolicy()
 GIVE_UP = (FallbackAction.DETACH, FallbackAction.STOP_LISTENING)
@@ -79,7 +81,7 @@ def test_a_draft_that_turns_bad_is_noticed_within_a_few_steps() -> None:
     made = controller()
     for _ in range(200):
         made.on_step(6, 5, 5)
-    assert steps_until(made, FallbackState.PAUSED, (1, 5, 0)) <= 40
+    assert steps_until(made, FallbackState.PAUSED, (1, 5, 0)) <= 60
 
 
 def test_steps_without_hints_do_not_count_as_rejections() -> None:
@@ -134,6 +136,117 @@ def test_no_draft_pauses_without_a_word_to_the_target_and_is_tried_again() -> No
     assert made.on_no_draft() == ()
     assert made.state is FallbackState.PAUSED
     assert steps_until(made, FallbackState.PROBING, (1, 0, 0)) == 64
+
+
+@pytest.mark.parametrize(
+    ("mode", "state", "actions"),
+    [
+        (StartingMode.SPECULATING, FallbackState.SPECULATING, (FallbackAction.ATTACH,)),
+        (StartingMode.PROBING, FallbackState.PROBING, (FallbackAction.ATTACH,)),
+        (StartingMode.PAUSED, FallbackState.PAUSED, ()),
+    ],
+)
+def test_a_request_starts_as_it_is_told(
+    mode: StartingMode, state: FallbackState, actions: tuple[FallbackAction, ...]
+) -> None:
+    made = FallbackController(POLICY, is_enabled=True, starting_mode=mode)
+    assert (made.state, made.start()) == (state, actions)
+    assert FallbackController(POLICY, is_enabled=False, starting_mode=mode).state is FallbackState.DISABLED
+
+
+def test_a_request_that_starts_paused_probes_after_the_shortest_pause() -> None:
+    made = FallbackController(POLICY, is_enabled=True, starting_mode=StartingMode.PAUSED)
+    made.start()
+    assert steps_until(made, FallbackState.PROBING, (1, 0, 0)) == POLICY.pause_min_tokens
+
+
+def test_the_bounds_are_those_of_a_flat_rate() -> None:
+    for rate, policy_tokens in (
+        (POLICY.pause_below, POLICY.pause_tokens),
+        (POLICY.resume_above, POLICY.resume_tokens),
+    ):
+        assert policy_tokens == pytest.approx(rate / (1 - rate), rel=1e-3)
+
+
+def probed(pause_gap_s: float, probe_gap_s: float) -> FallbackController:
+    """A request that speaks plainly, then probes a draft of which three hints of five hold."""
+    made = FallbackController(POLICY, is_enabled=True, starting_mode=StartingMode.PAUSED)
+    made.start()
+    while made.state is FallbackState.PAUSED:
+        made.on_step(1, 0, 0, gap_s=pause_gap_s)
+    for _ in range(POLICY.probe_spec_steps):
+        made.on_step(4, 5, 3, gap_s=probe_gap_s)
+    return made
+
+
+def test_a_probe_whose_tokens_come_more_slowly_has_failed_whatever_holds() -> None:
+    assert probed(0.010, 0.030).last_trigger is Trigger.HIGH_ACCEPTANCE
+    slower = probed(0.010, 0.050)
+    assert (slower.state, slower.last_trigger) == (FallbackState.PAUSED, Trigger.SLOWER)
+    assert (slower.evidence.num_judged, slower.evidence.num_paused) == (1, 1)
+
+
+def test_uneven_gaps_rarely_fail_a_probe_that_pays() -> None:
+    """Gaps vary by half of their mean, and tokens come 1.5 times as fast: fewer than one probe in fifty may fail.
+
+    Simulated it is below one in a hundred, so that 2000 probes stay below one in fifty but for a chance of 1e-4.
+    """
+    chance, num_failed = random.Random(3), 0
+    for _ in range(2000):
+        made = FallbackController(POLICY, is_enabled=True, starting_mode=StartingMode.PAUSED)
+        made.start()
+        while made.last_trigger in (None, Trigger.PAUSE_OVER):
+            is_paused = made.state is FallbackState.PAUSED
+            gap_s = chance.gammavariate(4, 0.0025) * (1.0 if is_paused else 4 / 1.5)
+            made.on_step(1 if is_paused else 4, 0 if is_paused else 5, 0 if is_paused else 3, gap_s=gap_s)
+        num_failed += made.last_trigger is Trigger.SLOWER
+    assert num_failed < 2000 / 50
+
+
+def test_steps_of_a_target_that_rests_are_not_counted() -> None:
+    made = controller()
+    for _ in range(10 * POLICY.starved_after_steps):
+        assert made.on_step(1, 0, 0, is_resting=True) == ()
+    assert made.state is FallbackState.SPECULATING
+    for _ in range(POLICY.starved_after_steps - 1):
+        assert made.on_step(1, 0, 0) == ()
+    assert made.on_step(1, 0, 0) == GIVE_UP
+
+
+def test_a_probe_waits_for_a_target_that_rests() -> None:
+    made = paused()
+    steps_until(made, FallbackState.PROBING, (1, 0, 0))
+    for _ in range(5 * POLICY.starved_after_steps):
+        assert made.on_step(1, 0, 0, is_resting=True) == ()
+    assert steps_until(made, FallbackState.SPECULATING, (4, 5, 3)) == POLICY.probe_spec_steps
+
+
+def test_what_a_request_teaches_is_its_first_verdict() -> None:
+    assert controller().evidence == NOTHING
+    bad = paused()
+    assert (bad.evidence.num_judged, bad.evidence.num_paused, bad.evidence.num_steps) == (1, 1, 8)
+    steps_until(bad, FallbackState.PROBING, (1, 0, 0))
+    steps_until(bad, FallbackState.SPECULATING, (4, 5, 3))
+    assert (bad.evidence.num_judged, bad.evidence.num_paused) == (1, 1)
+    assert bad.evidence.num_accepted == 3 * POLICY.probe_spec_steps
+
+    good = controller()
+    for _ in range(POLICY.judge_after_spec_steps - 1):
+        good.on_step(4, 5, 3)
+    assert good.evidence.num_judged == 0, "too short to tell"
+    good.on_step(4, 5, 3)
+    assert (good.evidence.num_judged, good.evidence.num_paused) == (1, 0)
+    for _ in range(POLICY.kept_after_spec_steps):
+        good.on_step(4, 5, 3)
+    steps_until(good, FallbackState.PAUSED, (1, 5, 0))
+    assert (good.evidence.num_judged, good.evidence.num_paused) == (1, 0), "it was worth it for long enough"
+
+
+def test_want_of_a_draft_worker_teaches_nothing() -> None:
+    starved, alone = controller(), controller()
+    steps_until(starved, FallbackState.PAUSED, (1, 0, 0))
+    alone.on_no_draft()
+    assert starved.evidence == alone.evidence == NOTHING
 
 
 @pytest.mark.parametrize("state", list(FallbackState))

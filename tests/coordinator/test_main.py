@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import pytest
 import pytest_asyncio
 
 from coordinator.__main__ import _parse
+from coordinator.ingress import Proxy
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry, WorkerLease
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -32,6 +35,7 @@ from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
+REQUESTS_MAX = 8
 
 
 def free_port() -> int:
@@ -100,14 +104,15 @@ class Running:
     """A coordinator under Ray Serve and the fakes behind it."""
 
     process: asyncio.subprocess.Process
+    temp_dir: Path
     ready: dict[str, Any]
     target: FakeTarget
     draft: FakeDraft
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(Proxy))
 async def running(
-    clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Running]:
     target, draft = clusters.target(tokens_per_step=3, num_draft_tokens=4), FakeDraft()
     redis = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
@@ -121,16 +126,19 @@ async def running(
             address = await stack.enter_async_context(serving(worker))
             record = record_of("target" if pool == "target" else "draft", address, fingerprint)
             await stack.enter_async_context(WorkerLease(registry, record, lambda: (0, 0)))
+        temp_dir = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # short, for Ray's sockets
+        stack.callback(shutil.rmtree, temp_dir, ignore_errors=True)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir),
+            sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir), "--proxy", request.param,
             "--port", str(free_port()), "--grpc-port", str(free_port()), "--served-model-name", "demo",
+            "--max-requests", str(REQUESTS_MAX), "--ray-temp-dir", str(temp_dir),
             cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await process.stdout.readline()
-            yield Running(process, json.loads(line), target, draft)
+            yield Running(process, temp_dir, json.loads(line), target, draft)
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -144,11 +152,13 @@ async def running(
 @pytest.mark.asyncio(loop_scope="module")
 class TestUnderRayServe:
     async def test_the_openai_package_streams(self, running: Running, clusters: ClusterFactory) -> None:
+        running.target.step_s = 0.02  # time for a draft worker to be attached
         async with openai.AsyncOpenAI(base_url=running.ready["http"] + "/v1", api_key="none") as client:
             stream = await client.completions.create(
                 model="demo", prompt="import", max_tokens=10, stream=True, temperature=0
             )
             text = "".join([chunk.choices[0].text async for chunk in stream])
+        running.target.step_s = 0.0
         assert text == clusters.tokenizer.decode(clusters.script[:10])
         assert running.draft.requests[-1].session_id == running.target.requests[-1].session_id
 
@@ -180,6 +190,7 @@ class TestUnderRayServe:
 
     async def test_clients_that_leave_free_both_workers(self, running: Running) -> None:
         running.target.step_s = 0.02
+        num_before = running.target.num_cancelled
         try:
             body = {"prompt": "x", "max_tokens": 900, "stream": True}
             async with (
@@ -190,22 +201,79 @@ class TestUnderRayServe:
             sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1)
             asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling)
             async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
-                for _ in range(10):  # Serve alone loses one in five of these
+                for _ in range(40):  # Serve's proxy alone loses one in five of these
                     call = generation_pb2_grpc.GenerationStub(channel).Generate(asked, timeout=10)
                     await call.read()
                     call.cancel()
             await eventually(
                 lambda: running.target.num_open + running.draft.num_open == 0, "both workers are free"
             )
-            assert running.target.num_cancelled == 11
+            assert running.target.num_cancelled == num_before + 41
+        finally:
+            running.target.step_s = 0.0
+
+    async def test_what_serves_requests_listens_on_the_given_address_only(self, running: Running) -> None:
+        family = psutil.Process(running.process.pid).children(recursive=True)
+        listening = {
+            (process.name(), connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+            for process in family
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        public = {int(running.ready[name].rpartition(":")[2]) for name in ("http", "grpc")}
+        assert public <= {port for _, _, port in listening}
+        # HAProxy's statistics too, and what it forwards to; the rest is between Ray's own processes.
+        forwarded = {*range(30000, 31000), *range(40000, 41000)}
+        ours = {
+            (name, ip, port)
+            for name, ip, port in listening
+            if name == "haproxy" or port in public or ("Replica" in name and port in forwarded)
+        }
+        assert {ip for _, ip, _ in ours} == {"127.0.0.1"}, ours
+
+    async def test_a_full_replica_says_so_with_both_protocols(self, running: Running) -> None:
+        running.target.step_s = 0.05
+        body = {"prompt": "x", "max_tokens": 900, "stream": True}
+        asked = generation_pb2.GenerationRequest(prompt="import")
+        try:
+            async with AsyncExitStack() as stack:
+                limits = httpx.Limits(max_connections=100)
+                client = await stack.enter_async_context(
+                    httpx.AsyncClient(base_url=running.ready["http"], limits=limits)
+                )
+                waiting: list[asyncio.Task[httpx.Response]] = []
+                for _ in range(REQUESTS_MAX):
+                    stream = client.stream("POST", "/v1/completions", json=body)
+                    assert (await stack.enter_async_context(stream)).status_code == 200
+                for _ in range(REQUESTS_MAX + 2):  # as many may wait
+                    post = client.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=20)
+                    waiting.append(asyncio.create_task(post))
+                done, others = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+                refusal = done.pop().result()
+                for task in others:
+                    task.cancel()
+                assert (refusal.status_code, refusal.headers["Retry-After"]) == (429, "1")
+                await asyncio.wait(waiting)
+                async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
+                    stub = generation_pb2_grpc.GenerationStub(channel)
+                    calls = [stub.Generate(asked, timeout=20) for _ in range(2 * REQUESTS_MAX)]
+                    ends = [asyncio.create_task(call.code()) for call in calls]
+                    ended, _ = await asyncio.wait(ends, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+                    assert {task.result() for task in ended} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+                    for call in calls:
+                        call.cancel()
         finally:
             running.target.step_s = 0.0
 
     async def test_it_stops_with_status_zero_and_leaves_no_process(self, running: Running) -> None:
         family = psutil.Process(running.process.pid).children(recursive=True)
         assert any("raylet" in process.name() for process in family)
+        is_haproxy = running.ready["proxy"] == "haproxy"
+        assert any(process.name() == "haproxy" for process in family) is is_haproxy
         running.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             assert await running.process.wait() == 0
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
         assert alive == []
+        left = [path.name for path in running.temp_dir.iterdir() if not path.name.startswith("session_")]
+        assert left == [], "beside Ray's own, in a folder that was given to it"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from coordinator.generation_request import GenerationInput
+from coordinator.priors import Evidence, PriorKey, StartingMode
 from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually
 
@@ -140,6 +141,105 @@ class TestFallback:
             await cluster.complete(max_tokens=400)
         assert target.speculation_calls == []
         assert len(draft.requests) == 1
+
+
+KEY = PriorKey("demo", "text/free/greedy")
+
+
+def doubt(cluster: Cluster) -> None:
+    environment = cluster.service.environment
+    for _ in range(40):
+        environment.priors.record(KEY, Evidence(1, 1, 8, 8, 0), environment.now_s())
+
+
+def request_id_that_starts(cluster: Cluster, mode: StartingMode) -> str:
+    environment = cluster.service.environment
+    ids = (f"request-{number}" for number in range(1000))
+    return next(
+        each for each in ids if environment.priors.start(KEY, f"{each}/0", environment.now_s()) is mode
+    )
+
+
+class TestPriors:
+    async def test_a_doubted_request_starts_without_a_draft_and_probes_later(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target, draft = clusters.target(), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            doubt(cluster)
+            request_id = request_id_that_starts(cluster, StartingMode.PAUSED)
+            short = await cluster.complete(request_id=request_id)
+            assert (target.requests[0].speculation.enabled, draft.requests) == (False, [])
+            assert not target.requests[0].speculation.plain, "lookup and grammars go on"
+            assert target.speculation_calls == []
+            long = await cluster.complete(request_id=request_id, max_tokens=110)
+            metrics = (await cluster.client.get("/metrics")).text
+        assert text_of(short) == expected(clusters, 12)
+        assert text_of(long) == expected(clusters, 110)
+        assert [call.speculation.enabled for call in target.speculation_calls] == [True]
+        (attach,) = draft.requests
+        assert attach.attachment == 1
+        assert len(attach.token_ids) >= target.requests[1].num_prompt_tokens + 64
+        assert 'fallback_starts_total{engine="coordinator",mode="paused",model_name="demo"} 2.0' in metrics
+
+    async def test_one_in_sixteen_of_them_probes_at_once(self, clusters: ClusterFactory) -> None:
+        target = clusters.target(step_s=0.002, tokens_per_step=4, num_draft_tokens=3)
+        draft = FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            doubt(cluster)
+            request_id = request_id_that_starts(cluster, StartingMode.PROBING)
+            await cluster.complete(request_id=request_id, max_tokens=60)
+            metrics = (await cluster.client.get("/metrics")).text
+        assert target.requests[0].speculation.enabled
+        assert len(draft.requests) == 1
+        assert 'fallback_starts_total{engine="coordinator",mode="probing",model_name="demo"} 1.0' in metrics
+        probes = 'fallback_probes_total{engine="coordinator",model_name="demo",outcome="high_acceptance"} 1.0'
+        assert probes in metrics
+
+    async def test_requests_whose_draft_is_useless_teach_the_next_to_start_paused(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target, draft = clusters.target(num_draft_tokens=5), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            for number in range(40):
+                await cluster.complete(request_id=f"r{number}", max_tokens=10)
+            environment = cluster.service.environment
+            evidence = environment.priors.evidence(KEY, environment.now_s())
+        enabled = [request.speculation.enabled for request in target.requests]
+        assert enabled[:16] == [True] * 16, "nothing is known yet"
+        assert enabled[20:].count(False) > 10
+        assert (evidence.paused_share, evidence.acceptance) == (1.0, 0.0)
+
+    async def test_requests_that_gain_teach_that_too_and_so_do_clients_that_leave(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target = clusters.target(step_s=0.001, tokens_per_step=4, num_draft_tokens=3)
+        async with clusters.open([target], [FakeDraft()]) as cluster:
+            service = cluster.service
+            request = GenerationInput(request_id="r", text="import", max_tokens=500)
+            items = service.generate(await service.prepare(request), service.environment.now_s())
+            for _ in range(20):
+                await anext(items)
+            await items.aclose()
+            key = PriorKey("demo", "text/free/rejection")
+            evidence = service.environment.priors.evidence(key, service.environment.now_s())
+        assert evidence.num_judged == pytest.approx(1, rel=0.05)
+        assert evidence.num_paused == 0
+        assert evidence.extra_tokens == pytest.approx(3)
+
+    async def test_a_text_without_speculation_teaches_nothing(self, clusters: ClusterFactory) -> None:
+        target = clusters.target(num_draft_tokens=5)
+        async with clusters.open([target], [FakeDraft()]) as cluster:
+            await cluster.complete(speculation={"enabled": False})
+            assert cluster.service.environment.priors.num_keys == 0
+
+    async def test_an_operator_may_do_without_priors(self, clusters: ClusterFactory) -> None:
+        target = clusters.target(num_draft_tokens=5)
+        async with clusters.open([target], [FakeDraft()], settings={"uses_priors": False}) as cluster:
+            doubt(cluster)
+            for _ in range(20):
+                await cluster.complete(max_tokens=10)
+        assert all(request.speculation.enabled for request in target.requests)
 
 
 class TestTargetFaults:

@@ -60,20 +60,22 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_ids", "origins", "num_draft_tokens", "num_accepted_draft_tokens", "step_ms", "logprobs")
+    __slots__ = ("token_ids", "origins", "num_draft_tokens", "num_accepted_draft_tokens", "step_ms", "logprobs", "is_resting")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    IS_RESTING_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[_common_pb2.TokenOrigin]
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     step_ms: float
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    is_resting: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., is_resting: _Optional[bool] = ...) -> None: ...
 
 class SessionFinished(_message.Message):
     __slots__ = ("reason", "stop_token_id", "num_prompt_tokens", "num_output_tokens", "stats", "queue_ms", "prefill_ms", "num_cached_tokens")

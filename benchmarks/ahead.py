@@ -1,0 +1,215 @@
+"""Drafting ahead against waiting for verdicts, and both against a free draft: `python -m benchmarks.ahead --help`.
+
+Four ways of using the same two models, under the same load:
+
+- plain: the target alone;
+- synchronous-N: the target waits for N hints and the draft, having sent these, for the verdict on them. The draft keeps
+  no alternatives and goes no further than N tokens below what is committed;
+- ahead: the draft goes on while the target verifies, along its primary path only;
+- ahead+enumerate: the workers' defaults. The draft also grows other tokens that the target may say instead.
+
+A synchronous draft, too, stops early at hints that it thinks will not be reached (DraftLimits.min_reach), and the
+target has then waited in vain; `vain_wait_share` says how often. It feeds at most DraftLimits.max_nodes_per_step nodes
+in a forward pass, which prolongs its turn when there are more streams than that.
+
+The bound is what the same tokens per step and the same step times would give if steps followed each other as plain
+ones do (`benchmarks/bound.py`). Beside it stands what hints that hold independently, each as often as measured, would
+give: `analytic` with as many hints per step as were fed, `free_draft` with the best number of them always in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import bound, plot
+from benchmarks.machine import machine
+from benchmarks.modes import (
+    Mode,
+    ModeSlice,
+    Totals,
+    add_load_arguments,
+    load_of,
+    measure_in_turns,
+    middle,
+    speed_figures,
+    start_modes,
+    step_figures,
+    total,
+)
+from benchmarks.target_model import target_model
+from demo.corpus import held_out_prompts
+from outrider.sampling_params import SamplingParams
+from outrider.tokenizer import Tokenizer
+
+PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE = "plain", "synchronous", "ahead", "ahead+enumerate"
+KINDS = (PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE)
+NO_ALTERNATIVES = ("--max-alternatives", "0")
+SYNCHRONOUS_WAIT_MS = 50.0
+MAX_HINTS = 7
+"""Most hints per session and step, the target worker's default."""
+
+
+def synchronous(num_hints: int) -> Mode:
+    return Mode(
+        f"{SYNCHRONOUS}-{num_hints}",
+        (
+            *("--wait-for-num-hints", str(num_hints), "--num-speculative-tokens", str(num_hints)),
+            *("--hint-wait-ms", str(SYNCHRONOUS_WAIT_MS), "--always-listen"),
+        ),
+        ("--max-lookahead", str(num_hints), *NO_ALTERNATIVES),
+    )
+
+
+def modes(kinds: Sequence[str], num_hints: Sequence[int]) -> list[Mode]:
+    """Modes of these kinds, plain decoding always among them; one synchronous mode for each of `num_hints`."""
+    wanted = [Mode(PLAIN, draft_arguments=None)]
+    if SYNCHRONOUS in kinds:
+        wanted += [synchronous(each) for each in num_hints]
+    if AHEAD in kinds:
+        wanted.append(Mode(AHEAD, draft_arguments=NO_ALTERNATIVES))
+    if ENUMERATE in kinds:
+        wanted.append(Mode(ENUMERATE))
+    return wanted
+
+
+def vain_wait_share(slices: Sequence[ModeSlice], step_ms: float) -> float:
+    """Which part of the intervals between steps is so long that the target must have waited to the limit."""
+    intervals = [ms for each in slices for ms in each.window.intervals_ms]
+    longest = SYNCHRONOUS_WAIT_MS + 0.8 * step_ms
+    return sum(ms >= longest for ms in intervals) / len(intervals) if intervals else 0.0
+
+
+def bound_figures(own: Totals, plain: Totals, speedup: float) -> dict[str, Any]:
+    """One mode against what its own steps would allow, and against hints that hold independently."""
+    measured = bound.speedup_bound(own.tokens_per_step, plain.step_ms, own.step_ms)
+    tokens = bound.expected_tokens(own.acceptance, own.hints_per_step)
+    analytic = bound.speedup_bound(tokens, plain.step_ms, own.step_ms)
+    cost = bound.line_through(
+        *(plain.sessions_per_step, plain.step_ms),
+        *(own.sessions_per_step * (1.0 + own.hints_per_step), own.step_ms),
+    )
+    free = bound.free_draft(own.acceptance, cost, plain.sessions_per_step, MAX_HINTS)
+    return {
+        "bound": round(measured, 3),
+        "share_of_bound": round(speedup / measured, 3),
+        "analytic_tokens_per_step": round(tokens, 3),
+        "analytic_speedup": round(analytic, 3),
+        "free_draft": {"hints_per_step": free.num_hints, "speedup": round(free.speedup, 3)},
+        "share_of_free_draft": round(speedup / free.speedup, 3),
+    }
+
+
+def prediction_figures(slices: Sequence[ModeSlice]) -> dict[str, float]:
+    """How often the tree held what the target said, and hints below that, over requests that ended in a slice."""
+    stats = [generation.finished.stats for each in slices for _, generation in each.recorded]
+    num_outcomes = sum(each.num_outcomes for each in stats)
+    if not num_outcomes:
+        return {}
+    return {
+        "prediction_hit_rate": round(sum(each.num_predicted_outcomes for each in stats) / num_outcomes, 3),
+        "ready_rate": round(sum(each.num_ready_outcomes for each in stats) / num_outcomes, 3),
+    }
+
+
+def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
+    """Figures of one batch size by mode, and the best synchronous setting."""
+    plain = total(slices[PLAIN])
+    summary: dict[str, Any] = {}
+    for name, own in slices.items():
+        totals = total(own)
+        figures = speed_figures(own, None if name == PLAIN else slices[PLAIN]) | step_figures(totals)
+        if name != PLAIN:
+            figures |= bound_figures(totals, plain, figures["speedup"]) | prediction_figures(own)
+        if name.startswith(SYNCHRONOUS):
+            figures["vain_wait_share"] = round(vain_wait_share(own, totals.step_ms), 4)
+        summary[name] = figures
+    best = best_synchronous({name: each["speedup"] for name, each in summary.items() if name != PLAIN})
+    result: dict[str, Any] = {"modes": summary}
+    if best is not None:
+        result["best_synchronous"] = best
+        result["over_best_synchronous"] = {
+            name: over(slices[name], slices[best]) for name in (AHEAD, ENUMERATE) if name in slices
+        }
+    return result
+
+
+def best_synchronous(speedups: Mapping[str, float]) -> str | None:
+    """The fastest synchronous mode; None where there is none."""
+    names = [name for name in speedups if name.startswith(SYNCHRONOUS)]
+    return max(names, key=lambda name: speedups[name], default=None)
+
+
+def over(own: Sequence[ModeSlice], other: Sequence[ModeSlice]) -> dict[str, Any]:
+    """The ratio of speeds round by round."""
+    pairs = zip(own, other, strict=True)
+    ratio, *quartiles = middle([a.window.tokens_per_s / b.window.tokens_per_s for a, b in pairs])
+    return {"ratio": round(ratio, 3), "quartiles": [round(each, 3) for each in quartiles]}
+
+
+def draw(result: Mapping[str, Any], path: object) -> None:
+    """Speed-ups by batch size; the free draft beside them."""
+    groups: dict[str, dict[str, plot.Value]] = {}
+    for num_streams, figures in result["batch"].items():
+        group: dict[str, plot.Value] = {}
+        shown = {figures.get("best_synchronous"): "best synchronous", AHEAD: AHEAD, ENUMERATE: ENUMERATE}
+        for name, label in shown.items():
+            if name in figures["modes"]:
+                own = figures["modes"][name]
+                group[label] = (own["speedup"], *own["speedup_quartiles"])
+        if ENUMERATE in figures["modes"]:
+            own = figures["modes"][ENUMERATE]
+            group["bound: its own steps, nothing between them"] = (own["bound"],) * 3
+            group["free draft"] = (own["free_draft"]["speedup"],) * 3
+        groups[f"{num_streams} streams"] = group
+    title = f"Speed over plain decoding, {result['load']['target']}"
+    plot.bars(str(path), title, groups, "times plain")
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
+    wanted = modes(arguments.modes, arguments.synchronous)
+    result: dict[str, Any] = {"machine": machine(), "load": load_of(arguments), "batch": {}}
+    with target_model(arguments) as target_dir:
+        tokenizer = Tokenizer(target_dir)
+        prompts = [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)]
+        async with start_modes(wanted, target_dir, arguments.draft) as pairs:
+            for num_streams in arguments.batch:
+                slices = await measure_in_turns(
+                    pairs,
+                    prompts,
+                    sampling,
+                    num_streams=num_streams,
+                    seconds=arguments.seconds,
+                    rounds=arguments.rounds,
+                    warmup=arguments.warmup,
+                )
+                result["batch"][str(num_streams)] = summarize(slices)
+    return result
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_load_arguments(parser, batch=(1, 8), seconds=2.0, rounds=3)
+    parser.add_argument(
+        "--modes", nargs="+", choices=KINDS, default=list(KINDS), help="plain is always among them"
+    )
+    parser.add_argument(
+        "--synchronous", type=int, nargs="+", default=[2, 3, 5, 7], help="hints to try (default 2 3 5 7)"
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    result = asyncio.run(run(arguments))
+    print(json.dumps(result, indent=1))
+    if arguments.plot is not None:
+        draw(result, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

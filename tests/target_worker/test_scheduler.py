@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -65,6 +66,7 @@ class World:
         self.texts: dict[str, list[int]] = {}
         self.ended: dict[str, SessionEnded] = {}
         self.refused: list[SessionRefused] = []
+        self.rests: dict[str, list[bool]] = {}  # of each step of a session, as its caller hears of it
         self.views: dict[tuple[int, str], list[int]] = {}  # a draft worker's idea of a text
         self.finished_views: set[tuple[int, str]] = set()
         self.last_step: Step | None = None
@@ -92,6 +94,7 @@ class World:
                     assert 0 <= action.num_accepted_draft_tokens <= action.num_draft_tokens
                     assert action.session_id not in self.ended
                     self.texts[action.session_id] += action.token_ids
+                    self.rests.setdefault(action.session_id, []).append(action.is_resting)
                 case SessionEnded():
                     assert action.session_id not in self.ended
                     self.ended[action.session_id] = action
@@ -520,6 +523,27 @@ class TestHints:
         world.tell(HintsArrived("a", 1, 3, hints, world.now))
         world.turn()
         return world.scheduler._sessions["a"].stats
+
+    def test_a_caller_hears_of_steps_in_which_the_worker_chose_not_to_listen(self) -> None:
+        """As a new worker does, to learn what plain steps cost."""
+        world = World(replace(LIMITS, may_rest=True))
+        world.tell(start(ignore_eos=True, max_tokens=20))
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.run_until_idle()
+        assert world.rests["a"][0]
+        assert not world.rests["a"][-1]
+
+    @pytest.mark.parametrize(
+        "speculation", [SpeculationSettings(is_plain=True), SpeculationSettings(enabled=False)]
+    )
+    def test_a_session_that_must_not_listen_is_not_said_to_rest(
+        self, speculation: SpeculationSettings
+    ) -> None:
+        world = World()
+        world.tell(start(ignore_eos=True, max_tokens=20, speculation=speculation))
+        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.run_until_idle()
+        assert not any(world.rests["a"])
 
     def test_speculation_turned_off_verifies_nothing(self) -> None:
         world = self.hinted(SpeculationSettings(enabled=False))

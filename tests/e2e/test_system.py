@@ -183,7 +183,7 @@ def test_a_conversation_is_answered_streamed_or_not(system: System) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_usage_and_statistics_have_the_names_that_load_tools_read(system: System, is_streamed: bool) -> None:
     # Long enough for the draft worker's hints to come while the target still works.
-    asked = {"max_tokens": 300, "ignore_eos": True, "speculation": {"detail": True}}
+    asked = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "speculation": {"detail": True}}
     body: dict[str, Any] = {"prompt": held_out_prompts(13)[-1 - is_streamed], **asked}
     if is_streamed:
         with system.stream(COMPLETIONS, body) as stream:

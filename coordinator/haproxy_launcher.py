@@ -7,6 +7,9 @@ Prometheus on the address that replicas listen on too, or on all. Here only the 
 ports FRONTENDS names ("8000,9000"), take HOST, and everything else the loopback. What is not understood is an error:
 better no proxy than one open to more than was asked for.
 
+Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
+a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
+
 The process dies with the one that started it, as no part of a Ray system may outlive the rest.
 
 Only the standard library's core: the file runs by itself, without site packages, in a few milliseconds.
@@ -22,11 +25,13 @@ import sys
 
 LOOPBACK = "127.0.0.1"
 _BIND = re.compile(r"^(\s*bind\s+)(\S*):(\d+)(.*)$", re.MULTILINE)
+_SPLICE = re.compile(r"^\s*option\s+splice-\w+[^\S\n]*\n", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 
 
 def rewritten(configuration: str, host: str, public_ports: frozenset[int]) -> str:
-    """The configuration with every listener where it belongs. Raises ValueError for one that is no host and port."""
+    """The configuration with every listener where it belongs and nothing spliced. Raises ValueError for a listener
+    that is no host and port."""
     lines = re.findall(r"^\s*bind\s.*$", configuration, re.MULTILINE)
     if not lines or not all(_BIND.fullmatch(line) for line in lines):
         raise ValueError(f"cannot read HAProxy's listeners: {lines}")
@@ -35,7 +40,7 @@ def rewritten(configuration: str, host: str, public_ports: frozenset[int]) -> st
         before, _, port, after = found.groups()
         return f"{before}{host if int(port) in public_ports else LOOPBACK}:{port}{after}"
 
-    return _BIND.sub(place, configuration)
+    return _BIND.sub(place, _SPLICE.sub("", configuration))
 
 
 def main(arguments: list[str]) -> None:

@@ -142,6 +142,12 @@ class TestLauncher:
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
 
+    def test_nothing_is_spliced(self) -> None:
+        options = ["option abortonclose", "option splice-request", "option splice-response"]
+        configuration = "defaults\n    " + "\n    ".join(options) + "\nfrontend x\n    bind :8000\n"
+        changed = rewritten(configuration, "*", frozenset({8000}))
+        assert changed == "defaults\n    option abortonclose\nfrontend x\n    bind *:8000\n"
+
     def test_a_configuration_of_another_kind_is_refused(self) -> None:
         for unknown in ("frontend x\n    bind unix@/tmp/s\n", "frontend x\n"):
             with pytest.raises(ValueError, match="listeners"):

@@ -320,7 +320,8 @@ def leave_http_stream(system: System, stub: generation_pb2_grpc.GenerationStub) 
 
 
 def leave_http_answer(system: System, stub: generation_pb2_grpc.GenerationStub) -> None:
-    """Impatient for an answer in one piece."""
+    """Impatient for an answer in one piece, on a connection that has had one."""
+    system.client.get("/v1/models")
     with pytest.raises(httpx.ReadTimeout):
         system.client.post(COMPLETIONS, json=LONG, timeout=0.15)
 

@@ -7,6 +7,7 @@ themselves. A mutation counts as caught when its p-value lies below what the fam
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def stops_at_unlikely_hints(monkeypatch: pytest.MonkeyPatch) -> None:
         for index, hint in enumerate(path.hints):
             given = hint.distribution
             if given and given.weights[given.token_ids.index(hint.token_id)] < 0.5 * given.total:
-                return HintPath(path.hints[:index], min(index, path.num_feedable))
+                return replace(path, hints=path.hints[:index], num_feedable=min(index, path.num_feedable))
         return path
 
     monkeypatch.setattr(target_session, "choose_path", peeking)

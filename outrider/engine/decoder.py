@@ -1,8 +1,9 @@
 """A decoder of the Llama kind run with few operations: the CPU's fast path beside transformers' own module code.
 
 Four matrix products a layer (query, key and value in one; gate and up in one) in the batch-invariant forms of
-`linear`, and four compiled kernels between them (`kernels`). What a step costs beyond its matrix products is then
-small even for models of a few million parameters, whose speed is otherwise that of the interpreter. Weights are
+`linear`, and four compiled kernels between them (`kernels`); where the products are compiled too, a step is one call.
+What a step costs beyond its matrix products is then small even for models of a few million parameters, whose speed is
+otherwise that of the interpreter. Weights are
 transformers' own, taken from the loaded model; rotary tables come from its rotary embedding, so that every static
 scaling of it works. `load_model` compares the result with transformers' as for any other model.
 """
@@ -10,18 +11,19 @@ scaling of it works. `load_model` compares the result with transformers' as for 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from outrider.engine import kernels as compiled
 from outrider.engine.attention import QueryBlock
 from outrider.engine.kernels import HEAD_DIMS, MAX_QUERIES, NUM_MEMBER_FIELDS, Kernels, Shape, Step, kernels
-from outrider.engine.linear import LinearForms
+from outrider.engine.linear import CompiledLinear, LinearForms
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOVING_ROPE_TYPES = ("dynamic", "longrope")
@@ -101,13 +103,25 @@ class _Layer:
     attention_norm: torch.Tensor
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    qkv: Callable[[torch.Tensor], torch.Tensor]
-    output: Callable[[torch.Tensor], torch.Tensor]
-    gate_up: Callable[[torch.Tensor], torch.Tensor]
-    down: Callable[[torch.Tensor], torch.Tensor]
+    qkv: nn.Module
+    output: nn.Module
+    gate_up: nn.Module
+    down: nn.Module
     shape: Shape
     keys: torch.Tensor  # this layer's cache, [num_slots, num_kv_heads, head_dim]
     values: torch.Tensor
+
+    def products(self) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def as_struct(self) -> compiled.Layer:
+        """For compiled products only. The addresses stay those of this object's tensors."""
+        return compiled.Layer(
+            *(self.input_norm.data_ptr(), self.attention_norm.data_ptr()),
+            *(_address(self.query_norm), _address(self.key_norm)),
+            *(cast(CompiledLinear, each).matrix for each in self.products()),
+            *(self.shape, self.keys.data_ptr(), self.values.data_ptr()),
+        )
 
 
 class FusedDecoder:
@@ -121,9 +135,9 @@ class FusedDecoder:
         block_size: int,
         forms: LinearForms,
     ) -> None:
-        compiled = kernels(model.dtype)
-        assert compiled is not None, "why_not was not asked"
-        self._kernels: Kernels = compiled
+        found = kernels(model.dtype)
+        assert found is not None, "why_not was not asked"
+        self._kernels: Kernels = found
         self._block_size = block_size
         body = model.model
         self._embedding: torch.Tensor = body.embed_tokens.weight
@@ -143,6 +157,7 @@ class FusedDecoder:
         self._model = model
         shape = self._layers[0].shape
         self._attended_width = shape.num_heads * shape.head_dim
+        self._whole = self._as_one_call()
         self._scratch_stride = 0
         self._scores: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._slots: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -153,6 +168,8 @@ class FusedDecoder:
         """Logits of rows `wanted` (all, if None) of a flat step.  # [num_rows] int64 -> [num_wanted, vocab_size]"""
         step = RaggedStep(blocks, self._block_size)
         self._make_room(step.num_keys_max)
+        if self._whole is not None:
+            return self._decode(self._whole, step, token_ids, wanted)
         num_rows = step.num_rows
         residual = self._embedding.index_select(0, token_ids)
         normed = torch.empty_like(residual)
@@ -204,6 +221,44 @@ class FusedDecoder:
         logits: torch.Tensor = self._model.lm_head(normed)
         return logits
 
+    def _as_one_call(self) -> compiled.Decoder | None:
+        """The model as `decode` wants it; None where some product is not a compiled one."""
+        products = [each for layer in self._layers for each in layer.products()]
+        if not all(type(each) is CompiledLinear for each in (*products, self._model.lm_head)):
+            return None
+        layers = (compiled.Layer * len(self._layers))(*(layer.as_struct() for layer in self._layers))
+        self._layer_structs = layers  # kept alive
+        widest = max(cast(CompiledLinear, layer.qkv).matrix.num_outputs for layer in self._layers)
+        self._activation_width = (
+            3 * self._width
+            + max(self._attended_width, self._intermediate)
+            + max(widest, 2 * self._intermediate)
+        )
+        return compiled.Decoder(
+            *(ctypes.addressof(layers), len(layers), self._width, self._intermediate, self._attended_width),
+            *(self._embedding.data_ptr(), self._norm.data_ptr(), self._model.lm_head.matrix),
+            *(self._cosines.data_ptr(), self._sines.data_ptr(), self._epsilon, torch.get_num_threads()),
+        )
+
+    def _decode(
+        self,
+        decoder: compiled.Decoder,
+        step: RaggedStep,
+        token_ids: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        products = compiled.products()
+        assert products is not None
+        room = torch.empty(step.num_rows * self._activation_width, dtype=torch.bfloat16)
+        num_wanted = step.num_rows if wanted is None else wanted.shape[0]
+        logits = torch.empty(num_wanted, decoder.head.num_outputs)
+        products.decode(
+            *(ctypes.addressof(decoder), ctypes.addressof(step.struct), token_ids.data_ptr()),
+            *(_address(wanted), num_wanted, room.data_ptr()),
+            *(self._scores.ctypes.data, self._scratch_stride, self._slots.ctypes.data, logits.data_ptr()),
+        )
+        return logits
+
     def _make_room(self, num_keys: int) -> None:
         if num_keys > self._scratch_stride:
             self._scratch_stride = max(2 * self._scratch_stride, -(-num_keys // 1024) * 1024)
@@ -246,10 +301,10 @@ def _take_layer(
         attention_norm=layer.post_attention_layernorm.weight,
         query_norm=None if query_norm is None else query_norm.weight,
         key_norm=None if key_norm is None else key_norm.weight,
-        qkv=forms.build(_joined(attention.q_proj, attention.k_proj, attention.v_proj)).forward,
-        output=forms.build(attention.o_proj).forward,
-        gate_up=forms.build(_joined(mlp.gate_proj, mlp.up_proj)).forward,
-        down=forms.build(mlp.down_proj).forward,
+        qkv=forms.build(_joined(attention.q_proj, attention.k_proj, attention.v_proj)),
+        output=forms.build(attention.o_proj),
+        gate_up=forms.build(_joined(mlp.gate_proj, mlp.up_proj)),
+        down=forms.build(mlp.down_proj),
         shape=shape,
         keys=keys,
         values=values,

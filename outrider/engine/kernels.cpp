@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -32,10 +34,6 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint32_t UnalignedWords __attribute__((vector_size(64), aligned(2)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint16_t UnalignedHalves __attribute__((vector_size(32), aligned(2)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
 
 INLINE Floats load(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
 INLINE Floats load(const BFloat16* from) {
@@ -252,19 +250,6 @@ INLINE void rotate(const T* from, T* to, const T* norm, float epsilon, const flo
   }
 }
 
-struct Shape {
-  int64_t num_heads, num_kv_heads, head_dim, rotary_half, window;
-  float scale, softcap, norm_epsilon;
-};
-
-struct Step {
-  int64_t num_rows, num_members;
-  const int32_t *positions, *write_slots;        // [num_rows]
-  const int32_t* members;                        // [num_members][6], see Member
-  const int32_t *tables, *paths;                 // block tables; entries of tree nodes
-  int64_t block_size;
-};
-
 // Rows that see the same keys, each up to its own position. Key `p` is entry `p` of the sequence, or from `tree_start`
 // on the entry that `paths` names.
 struct Member {
@@ -456,7 +441,7 @@ INLINE bool attend_any(const T* qkv, T* output, const Step& step, const Shape& s
 
 }  // namespace
 
-EXPORT int32_t kernels_version() { return 1; }
+EXPORT int32_t kernels_version() { return 2; }
 
 EXPORT void add_rms_norm_bfloat16(BFloat16* residual, const BFloat16* addend, const BFloat16* weight, BFloat16* output, int64_t num_rows, int64_t width, float epsilon) {
   add_rms_norm(residual, addend, weight, output, num_rows, width, epsilon);

@@ -1,4 +1,5 @@
-"""The compiled kernels between a decoder layer's matrix products, for CPUs (`kernels.cpp`).
+"""The compiled kernels for CPUs: a decoder layer's between its matrix products (`kernels.cpp`), the products
+themselves and whole steps (`decode.cpp`).
 
 The package's installation compiles them where there is a C++ compiler; `available` says whether it did. Tensors are
 handed over by address: every function here checks nothing, `FusedDecoder` gives it what it made itself.
@@ -16,12 +17,15 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
+VERSION = 2  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
 
-_POINTER, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+GROUP = 48
+"""Outputs whose weights lie together, pairs of inputs by pairs of inputs."""
+
+_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class Shape(ctypes.Structure):
@@ -52,6 +56,65 @@ class Step(ctypes.Structure):
         ("paths", _POINTER),
         ("block_size", _INT64),
     )
+
+
+class Matrix(ctypes.Structure):
+    """Weights bfloat16 [num_groups, num_inputs / 2, GROUP, 2], zeros behind the last output; bias or None."""
+
+    _fields_ = (
+        ("weights", _POINTER),
+        ("bias", _POINTER),
+        ("num_inputs", _INT64),
+        ("num_outputs", _INT64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """One layer for `decode`."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "attention_norm", "query_norm", "key_norm")),
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        ("shape", Shape),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """All of a model for `decode`."""
+
+    _fields_ = (
+        ("layers", _POINTER),
+        *((name, _INT64) for name in ("num_layers", "width", "intermediate", "attended_width")),
+        ("embedding", _POINTER),
+        ("norm", _POINTER),
+        ("head", Matrix),
+        ("cosines", _POINTER),
+        ("sines", _POINTER),
+        ("epsilon", _FLOAT),
+        ("num_threads", _INT32),
+    )
+
+
+class Products:
+    """Functions whose inputs are multiplied with bfloat16 weights by the processor's own dot products (AVX512_BF16).
+
+    They are long enough to give the interpreter's lock away.
+
+    multiply(matrix, inputs, outputs, num_rows, num_threads): outputs = inputs @ weights + bias, all bfloat16.
+    decode(decoder, step, token_ids, wanted or None, num_wanted, activations, scores, stride, slots, logits): a step.
+    token_ids and wanted are int64, activations room for num_rows times (3 * width + max(attended_width,
+    intermediate) + max(qkv's outputs, 2 * intermediate)) bfloat16, logits float32 [num_wanted or num_rows, vocab].
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.multiply = library.multiply_bfloat16
+        self.multiply.argtypes = [_POINTER, _POINTER, _POINTER, _INT64, _INT32]
+        self.multiply.restype = None
+        self.decode = library.decode_bfloat16
+        self.decode.argtypes = [_POINTER] * 4 + [_INT64, _POINTER, _POINTER, _INT64, _POINTER, _POINTER]
+        self.decode.restype = ctypes.c_bool
 
 
 class Kernels:
@@ -88,8 +151,12 @@ def _library() -> ctypes.PyDLL | None:
         path = folder / f"_kernels{suffix}"
         if not path.is_file():
             continue
-        # PyDLL keeps the interpreter's lock: the calls are shorter than handing it over would take.
-        library = ctypes.PyDLL(str(path))
+        try:
+            # PyDLL keeps the interpreter's lock: the calls are shorter than handing it over would take.
+            library = ctypes.PyDLL(str(path))
+        except OSError as error:
+            logger.warning("the compiled kernels cannot be loaded: %s", error)
+            return None
         if library.kernels_version() == VERSION:
             return library
         logger.warning("%s is of another version; install Outrider again to have it compiled anew", path)
@@ -107,3 +174,17 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
     library = _library()
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
     return Kernels(library, names[dtype]) if library is not None and dtype in names else None
+
+
+@functools.cache
+def products() -> Products | None:
+    """None where there are no compiled kernels or the processor has no dot products of bfloat16.
+
+    With AMX, products of many rows are far faster by oneDNN; there they are all left to it, since the rows of a
+    model must have the same bits in any batch.
+    """
+    library = _library()
+    if library is None or torch.cpu._is_amx_tile_supported():
+        return None
+    library.has_products.restype = ctypes.c_bool
+    return Products(ctypes.CDLL(library._name)) if library.has_products() else None

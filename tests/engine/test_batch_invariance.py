@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from outrider.engine import linear as linear_module
+from outrider.engine.kernels import GROUP, products
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.linear import (
+    COMPILED_FORMS,
     INT8_FORMS,
     PACKED_FORMS,
     PLAIN_FORMS,
+    CompiledLinear,
     LinearForm,
     PackedLinear,
     PaddedLinear,
@@ -24,6 +27,7 @@ from tests import models
 from tests.engine.sequences import text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+needs_products = pytest.mark.skipif(products() is None, reason="the processor lacks AVX512_BF16, or has AMX")
 
 
 class TestTheWholeEngine:
@@ -160,7 +164,16 @@ class TestLinearLayers:
             for count in (2, 3, 8, 17, 33, 64, 65, 129, 140):
                 assert torch.equal(built(rows[:count]), alone[:count]), f"{form.name}, {count} rows"
 
-    @pytest.mark.parametrize("form", [*PACKED_FORMS, *PLAIN_FORMS, *INT8_FORMS], ids=lambda form: form.name)
+    @pytest.mark.parametrize(
+        "form",
+        [
+            *(pytest.param(form, marks=needs_products) for form in COMPILED_FORMS),
+            *PACKED_FORMS,
+            *PLAIN_FORMS,
+            *INT8_FORMS,
+        ],
+        ids=lambda form: form.name,
+    )
     @pytest.mark.parametrize("bias", [True, False])
     def test_every_form_computes_the_layer(self, form: linear_module.LinearForm, bias: bool) -> None:
         torch.manual_seed(0)
@@ -173,6 +186,33 @@ class TestLinearLayers:
             )
         assert outputs.shape == exact.shape
         torch.testing.assert_close(outputs.double(), exact, rtol=2e-2, atol=2e-2)
+
+    @needs_products
+    @pytest.mark.parametrize("num_outputs", [1, 15, 16, 17, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 5])
+    @pytest.mark.parametrize("num_rows", [1, 2, 7, 9, 10, 18, 19, 40])
+    def test_compiled_form_writes_all_outputs_and_no_more(self, num_outputs: int, num_rows: int) -> None:
+        torch.manual_seed(num_outputs)
+        plain = nn.Linear(34, num_outputs, dtype=torch.bfloat16).requires_grad_(False)
+        rows = torch.randn(num_rows, 34).to(torch.bfloat16)
+        built = CompiledLinear(plain)
+        room = torch.full((num_rows * num_outputs + 64,), 7.0, dtype=torch.bfloat16)
+        built.multiply(rows, room)
+        exact = nn.functional.linear(rows.double(), plain.weight.double(), plain.bias.double())
+        found = room[:-64].view(num_rows, num_outputs).double()
+        torch.testing.assert_close(found, exact, rtol=2**-7, atol=1e-4)
+        assert bool((room[-64:] == 7.0).all())
+
+    @needs_products
+    def test_compiled_form_has_the_same_bits_with_any_number_of_threads(self) -> None:
+        plain = nn.Linear(96, 500, dtype=torch.bfloat16).requires_grad_(False)
+        rows = torch.randn(13, 96).to(torch.bfloat16)
+        found = []
+        for num_threads in (1, 2, 5):
+            outputs = torch.empty(13, 500, dtype=torch.bfloat16)
+            CompiledLinear(plain).multiply(rows, outputs, num_threads)
+            found.append(outputs)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
 
     def test_packed_form_cuts_wide_inputs(self) -> None:
         plain = nn.Linear(1500, 40, dtype=torch.bfloat16).requires_grad_(False)

@@ -17,7 +17,7 @@ from torch import nn
 
 from outrider.engine import decoder
 from outrider.engine.decoder import FAMILIES, why_not
-from outrider.engine.kernels import available
+from outrider.engine.kernels import available, products
 from outrider.engine.linear import Int8Linear, LinearForms
 from outrider.engine.model import (
     LOOKAHEAD_ENTRIES,
@@ -288,6 +288,30 @@ class TestPositions:
         assert_close(prefill(load(rope)), prefill(plain))
 
 
+@pytest.mark.skipif(products() is None, reason="the processor lacks AVX512_BF16, or has AMX")
+class TestStepsInOneCall:
+    @pytest.mark.parametrize(
+        "work", [prefill, chunked_prefill_beside_decoding, trees], ids=lambda w: w.__name__
+    )
+    @pytest.mark.parametrize("name", [*FOUR, *ODD])
+    def test_it_has_the_bits_of_call_after_call(self, name: str, work: Work) -> None:
+        at_once, one_by_one = load(name, "bfloat16"), load(name, "bfloat16")
+        assert at_once._fused is not None
+        assert one_by_one._fused is not None
+        assert at_once._fused._whole is not None
+        one_by_one._fused._whole = None
+        assert torch.equal(work(at_once), work(one_by_one))
+
+    def test_without_compiled_products_steps_go_call_after_call(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("outrider.engine.linear.products", lambda: None)
+        engine = load("llama", "bfloat16")
+        assert engine._fused is not None
+        assert engine._fused._whole is None
+        assert batch_invariance_failures(engine) == []
+
+
 @needs_kernels
 class TestInt8:
     @pytest.mark.parametrize("name", FOUR)
@@ -304,12 +328,7 @@ class TestInt8:
 def linear_classes(engine: Engine) -> set[type]:
     """Of a fused engine's layers."""
     assert engine._fused is not None
-    calls = [
-        call
-        for layer in engine._fused._layers
-        for call in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
-    return {type(getattr(call, "__self__", None)) for call in calls}
+    return {type(product) for layer in engine._fused._layers for product in layer.products()}
 
 
 @dataclass

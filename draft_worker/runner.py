@@ -11,7 +11,13 @@ from draft_worker.messages import NUM_ALTERNATIVES, Action, Event, Expansion, St
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.logit_processing import NEVER, is_idle, process
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.sampling import coupled_scores, draft_distributions, probabilities, sample_draft
+from outrider.engine.sampling import (
+    coupled_scores,
+    draft_distributions,
+    most_likely,
+    probabilities,
+    sample_draft,
+)
 from outrider.grammar import GrammarViolation
 from outrider.hint_tree import DraftDistribution
 from outrider.sampling_params import DecodingMode
@@ -61,7 +67,7 @@ def _expand_together(
     if not any(simple and item.node_ids for item, simple in zip(items, is_simple, strict=True)):
         return []
     rates = [item.acceptance_rate for item in items for _ in item.node_ids]
-    return _most_likely(torch.softmax(logits, dim=-1), logits.argmax(dim=-1), rates, num_children)
+    return _primary_first(*most_likely(logits, num_children), rates)
 
 
 def _expand_safely(item: StepItem, logits: torch.Tensor, num_children: int) -> list[Expansion]:
@@ -79,8 +85,7 @@ def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDRE
     is_dead = processed.amax(dim=-1) == NEVER
     processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
     if params.decoding_mode is DecodingMode.GREEDY:
-        chances = torch.softmax(processed, dim=-1)
-        expansions = _most_likely(chances, processed.argmax(dim=-1), rates, num_children)
+        expansions = _primary_first(*most_likely(processed, num_children), rates)
     else:
         probs = probabilities(processed, params)
         if params.decoding_mode is DecodingMode.COUPLED:
@@ -88,7 +93,8 @@ def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDRE
             positions = [committed_len + len(continuation) for continuation in item.text.continuations]
             scores = coupled_scores(probs, item.seed, positions)
             chances = scores / scores.sum(dim=-1, keepdim=True)
-            expansions = _most_likely(chances, scores.argmax(dim=-1), rates, num_children)
+            best = torch.topk(chances, min(num_children, chances.shape[-1]), dim=-1)
+            expansions = _primary_first(best.indices.tolist(), best.values.tolist(), rates)
         else:
             expansions = _sample(item, probs, num_children)
     return [
@@ -105,31 +111,31 @@ def _forced(item: StepItem, row: int) -> Expansion | None:
     return Expansion(forced, [1.0], None) if forced else None
 
 
-def _most_likely(
-    chances: torch.Tensor, best: torch.Tensor, rates: Sequence[float], num_children: int
+def _primary_first(
+    token_ids: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rates: Sequence[float]
 ) -> list[Expansion]:
-    """`best` as primary children, the next likely tokens as alternatives.
+    """Per row, the likeliest token as the primary child and the next likely ones as alternatives.
 
-    chances: [num_nodes, vocab_size]; best: [num_nodes]; rates: how often each node's session accepts primary children.
-
-    The target decides by argmax; where several tokens share the maximum, which is common in bfloat16, topk may name
-    another one first, and the hint would be lost.
+    token_ids and chances: [num_nodes][num_children], falling; rates: how often each node's session accepts primary
+    children.
     """
-    values, indices = torch.topk(chances, min(num_children, chances.shape[-1]), dim=-1)
     expansions = []
-    for first, row_ids, row_chances, rate in zip(
-        best.tolist(), indices.tolist(), values.tolist(), rates, strict=False
-    ):
+    for (first, *other_ids), (chance, *other_chances), rate in zip(token_ids, chances, rates, strict=False):
         # The draft's own certainty and its record so far, each of which alone misleads at times.
-        primary_chance = 0.5 * (row_chances[0] + rate)
-        share = (1.0 - primary_chance) / max(1.0 - row_chances[0], 1e-6)
+        primary_chance = 0.5 * (chance + rate)
+        share = (1.0 - primary_chance) / max(1.0 - chance, 1e-6)
         others = [
-            (token_id, chance * share)
-            for token_id, chance in zip(row_ids, row_chances, strict=True)
-            if token_id != first and chance > 0.0
-        ][: num_children - 1]
-        token_ids = [first, *(token_id for token_id, _ in others)]
-        expansions.append(Expansion(token_ids, [primary_chance, *(chance for _, chance in others)], None))
+            (token_id, own * share)
+            for token_id, own in zip(other_ids, other_chances, strict=True)
+            if own > 0.0
+        ]
+        expansions.append(
+            Expansion(
+                [first, *(token_id for token_id, _ in others)],
+                [primary_chance, *(own for _, own in others)],
+                None,
+            )
+        )
     return expansions
 
 

@@ -11,6 +11,7 @@ import torch
 from outrider.engine.logit_processing import is_idle
 from outrider.engine.logprobs import token_logprobs
 from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.sampling import greedy_choices
 from outrider.engine.verification import Verdict, verify, verify_choices
 from outrider.grammar import GrammarViolation
 from outrider.sampling_params import DecodingMode
@@ -30,7 +31,7 @@ def run_step(engine: Engine, step: Step) -> StepResult:
     logits = engine.forward(chunks)
     # Most sessions want no more than the maximum of each row: those of the whole batch are found at once.
     is_simple = [_is_simple(item) for item in step.items]
-    best = logits.argmax(dim=-1).tolist() if any(is_simple) else []
+    best = greedy_choices(logits) if any(is_simple) else []
     verdicts: list[Verdict | None] = []
     prompt_logprobs: list[list[TokenLogprobs]] = []
     end = 0

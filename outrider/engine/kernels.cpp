@@ -439,9 +439,60 @@ INLINE bool attend_any(const T* qkv, T* output, const Step& step, const Shape& s
   return false;
 }
 
+INLINE bool any(Ints flags) {
+  flags |= __builtin_shuffle(flags, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  flags |= __builtin_shuffle(flags, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  flags |= __builtin_shuffle(flags, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  return (flags[0] | flags[1]) != 0;
+}
+
+// Of one row: the `count` highest values in falling order, of equal ones the first; what is not found has index 0.
+INLINE void highest(const float* values, int64_t width, int64_t count, int64_t* indices, float* found) {
+  constexpr int64_t STRIDE = 4 * LANES;
+  std::fill_n(found, count, -INFINITY);
+  std::fill_n(indices, count, 0);
+  for (int64_t start = 0; start < width; start += STRIDE) {
+    const int64_t stop = std::min(start + STRIDE, width);
+    if (stop - start == STRIDE) {
+      const Floats least = broadcast(found[count - 1]);
+      Ints above{};
+      UNROLL for (int v = 0; v < 4; ++v) above |= load(values + start + v * LANES) > least;
+      if (!any(above)) continue;
+    }
+    for (int64_t i = start; i < stop; ++i) {
+      if (!(values[i] > found[count - 1])) continue;
+      int64_t place = count - 1;
+      for (; place > 0 && values[i] > found[place - 1]; --place) {
+        found[place] = found[place - 1];
+        indices[place] = indices[place - 1];
+      }
+      found[place] = values[i];
+      indices[place] = i;
+    }
+  }
+}
+
+constexpr int64_t MAX_LIKELY = 64;
+
+INLINE void most_likely(const float* logits, int64_t num_rows, int64_t width, int64_t count, int64_t* indices, float* chances) {
+  const int64_t whole = width / LANES * LANES;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* own = logits + row * width;
+    float found[MAX_LIKELY];
+    highest(own, width, count, indices + row * count, found);
+    if (chances == nullptr) continue;
+    const float top = found[0];
+    Floats totals{};
+    for (int64_t i = 0; i < whole; i += LANES) totals += exponential(load(own + i) - top);
+    float total = sum(totals);
+    for (int64_t i = whole; i < width; ++i) total += std::exp(own[i] - top);
+    for (int64_t i = 0; i < count; ++i) chances[row * count + i] = std::exp(found[i] - top) / total;
+  }
+}
+
 }  // namespace
 
-EXPORT int32_t kernels_version() { return 2; }
+EXPORT int32_t kernels_version() { return 3; }
 
 EXPORT void add_rms_norm_bfloat16(BFloat16* residual, const BFloat16* addend, const BFloat16* weight, BFloat16* output, int64_t num_rows, int64_t width, float epsilon) {
   add_rms_norm(residual, addend, weight, output, num_rows, width, epsilon);
@@ -466,4 +517,7 @@ EXPORT bool attend_bfloat16(const BFloat16* qkv, BFloat16* output, const Step* s
 }
 EXPORT bool attend_float32(const float* qkv, float* output, const Step* step, const Shape* shape, const float* keys, const float* values, float* scores, int64_t stride, int32_t* slots, int64_t first_member, int64_t last_member) {
   return attend_any(qkv, output, *step, *shape, keys, values, scores, stride, slots, first_member, last_member);
+}
+EXPORT void most_likely_float32(const float* logits, int64_t num_rows, int64_t width, int64_t count, int64_t* indices, float* chances) {
+  most_likely(logits, num_rows, width, count, indices, chances);
 }

@@ -12,15 +12,17 @@ import functools
 import importlib.machinery
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
+VERSION = 3  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
+MAX_LIKELY = 64
 
 GROUP = 48
 """Outputs whose weights lie together, pairs of inputs by pairs of inputs."""
@@ -188,3 +190,19 @@ def products() -> Products | None:
         return None
     library.has_products.restype = ctypes.c_bool
     return Products(ctypes.CDLL(library._name)) if library.has_products() else None
+
+
+@functools.cache
+def most_likely() -> Any:
+    """most_likely(logits, num_rows, width, count, indices, chances) of float32 rows; None where it is not compiled.
+
+    indices int64 and chances float32 (or None) [num_rows, count], count at most MAX_LIKELY: after a softmax the
+    likeliest first, of equals the first.
+    """
+    library = _library()
+    if library is None:
+        return None
+    function = library.most_likely_float32
+    function.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER]
+    function.restype = None
+    return function

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from outrider.engine.kernels import MAX_LIKELY
+from outrider.engine.kernels import most_likely as most_likely_kernel
 from outrider.engine.logit_processing import NEVER
 from outrider.hint_tree import DraftDistribution
 from outrider.randomness import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Purpose, key, uniform
@@ -61,6 +64,41 @@ def _keep_typical(logits: torch.Tensor, typical_p: float) -> torch.Tensor:
     dropped = distance > distance.gather(-1, last)
     dropped[:, 0] = False
     return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), NEVER)
+
+
+def greedy_choices(logits: torch.Tensor) -> list[int]:
+    """Each row's most likely token, of equals the first.  # float32 [num_rows, vocab_size]"""
+    kernel = most_likely_kernel()
+    if kernel is None or not _is_readable(logits):
+        return logits.argmax(dim=-1).tolist()
+    choices = np.empty(len(logits), dtype=np.int64)
+    kernel(logits.data_ptr(), *logits.shape, 1, choices.ctypes.data, None)
+    return choices.tolist()
+
+
+def most_likely(logits: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Per row the most likely tokens in falling order and their chances.  # float32 [num_rows, vocab_size]
+
+    The first is the one that `greedy_choices` takes: several tokens often share the maximum in bfloat16.
+    """
+    count = min(count, logits.shape[-1], MAX_LIKELY)
+    kernel = most_likely_kernel()
+    if kernel is None or not _is_readable(logits):
+        best = torch.topk(torch.softmax(logits, dim=-1), count, dim=-1)
+        token_ids = best.indices.tolist()
+        for row, first in zip(token_ids, logits.argmax(dim=-1).tolist(), strict=True):
+            others = [token_id for token_id in row if token_id != first]
+            row[:] = [first, *others[: count - 1]]
+        return token_ids, best.values.tolist()
+    indices = np.empty((len(logits), count), dtype=np.int64)
+    values = np.empty((len(logits), count), dtype=np.float32)
+    kernel(logits.data_ptr(), *logits.shape, count, indices.ctypes.data, values.ctypes.data)
+    return indices.tolist(), values.tolist()
+
+
+def _is_readable(logits: torch.Tensor) -> bool:
+    """By the compiled kernels."""
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
 
 
 def sample_from(weights: torch.Tensor, number: float) -> int:

@@ -23,6 +23,8 @@ from outrider.engine.sampling import (
     coupled_choice,
     coupled_scores,
     draft_distributions,
+    greedy_choices,
+    most_likely,
     probabilities,
     sample_draft,
     sample_from,
@@ -272,3 +274,40 @@ class TestDraftDistribution:
         monkeypatch.setattr(sampling, "uniform", lambda *_: next(numbers))
         counts = np.bincount([sample_draft(distribution, 0, 0) for _ in range(WEIGHT_TOTAL_MAX)], minlength=9)
         assert [counts[5], counts[1], counts[8]] == [65_000, 535, 1]
+
+
+class TestTheMostLikely:
+    @pytest.mark.parametrize("is_compiled", [True, False])
+    @pytest.mark.parametrize("width", [3, 16, 63, 64, 65, 500, 4096])
+    @pytest.mark.parametrize("count", [1, 2, 5, 33])
+    def test_are_those_of_a_softmax(
+        self, is_compiled: bool, width: int, count: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not is_compiled:
+            monkeypatch.setattr(sampling, "most_likely_kernel", lambda: None)
+        logits = 3.0 * torch.randn(4, width, generator=torch.Generator().manual_seed(width))
+        token_ids, chances = most_likely(logits, count)
+        expected = torch.softmax(logits.double(), dim=-1).topk(min(count, width))
+        assert token_ids == expected.indices.tolist()
+        torch.testing.assert_close(torch.tensor(chances).double(), expected.values, rtol=2e-5, atol=1e-9)
+        assert greedy_choices(logits) == logits.argmax(dim=-1).tolist()
+
+    @pytest.mark.parametrize("is_compiled", [True, False])
+    def test_of_equals_the_first_is_chosen(self, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As argmax does, by which the target decides; equal maxima are common in bfloat16."""
+        if not is_compiled:
+            monkeypatch.setattr(sampling, "most_likely_kernel", lambda: None)
+        logits = torch.randint(0, 6, (50, 300), generator=torch.Generator().manual_seed(1)).float()
+        first = logits.argmax(dim=-1).tolist()
+        token_ids, chances = most_likely(logits, 4)
+        assert [row[0] for row in token_ids] == first == greedy_choices(logits)
+        assert all(len(set(row)) == 4 for row in token_ids)
+        assert all(row[0] == row[3] for row in chances)  # there are more than four maxima in each
+
+    @pytest.mark.parametrize("width", [40, 64])
+    def test_what_is_forbidden_has_no_chance(self, width: int) -> None:
+        logits = torch.full((1, width), -torch.inf)
+        logits[0, [7, 31]] = torch.tensor([1.0, 2.0])
+        token_ids, chances = most_likely(logits, 4)
+        assert token_ids[0][:2] == [31, 7]
+        assert chances[0][2:] == [0.0, 0.0]

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from outrider import turns
+
 logger = logging.getLogger(__name__)
 
 EventT = TypeVar("EventT")
@@ -83,6 +85,7 @@ class ModelThread(Generic[EventT, ActionT]):
             OSError
         ):  # for `top -H` and profilers, where the system has names for threads
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(self._thread.name)
+        turns.take_long_turns()
         try:
             wake_at: float | None = None
             while not self._is_stopping:

@@ -35,6 +35,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from outrider import turns
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Pool, Registry, WorkerLease, WorkerRecord
@@ -358,6 +359,7 @@ def run_worker(main: Callable[[], Any], cores: str | None = None) -> int:
     )
     try:
         pin_to_cores(cores)
+        turns.take_short_turns()
         uvloop.run(main())
     except OutriderError as error:
         print(f"error: {error.message}", file=sys.stderr)

@@ -20,7 +20,7 @@ from target_worker.step_cost import StepCost
 
 NUM_TRIAL_STEPS = 24
 """Steps of a trial of the other way."""
-NUM_SETTLING_STEPS = 4
+NUM_SETTLING_STEPS = 6
 """After a change, which say nothing yet: a draft worker that was woken has to catch up."""
 NUM_STEADY_STEPS = 96
 NUM_STEADY_STEPS_MAX = 4096

@@ -69,6 +69,7 @@ class Scheduler:
         self.cost = StepCost()
         self._policy = ListeningPolicy()
         self._pace = Pace()
+        self._usual_timing = HintTiming()  # of the sessions so far
         self._recent = (
             RecentOutputs(max_tokens=limits.max_lookup_tokens) if limits.max_lookup_tokens else None
         )
@@ -168,7 +169,7 @@ class Scheduler:
         if session is None:
             return [SessionRefused(event.session_id, NotFound(f"no session {event.session_id} here"))]
         if event.speculation.enabled and not session.may_listen:
-            session.forget_the_draft(now)
+            session.forget_the_draft(now, self._usual_timing)
         session.speculation = event.speculation
         return session.publish()
 
@@ -178,7 +179,7 @@ class Scheduler:
             self._early.keep(event.session_id, event, now)
             return []
         if not session.subscribers:
-            session.forget_the_draft(now)
+            session.forget_the_draft(now, self._usual_timing)
             session.listening = self._new_listening()
         return session.subscribe(event.stream_id, event.known_len)
 
@@ -198,7 +199,10 @@ class Scheduler:
             session.stats.num_hint_bytes += event.num_bytes
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
-            session.timing.on_hints(event.arrived_at, len(session.tree.primary_path(limit)))
+            path_len = len(session.tree.primary_path(limit))
+            is_waited = self._wait_deadline is not None
+            session.timing.on_hints(event.arrived_at, path_len, event.base_len, is_waited=is_waited)
+            self._usual_timing.learn_from(session.timing)
 
     # Steps.
 
@@ -238,7 +242,7 @@ class Scheduler:
         if wait_s <= 0.0:
             return None
         if self._wait_deadline is None:
-            self._wait_deadline = now + min(1.5 * wait_s + 2e-4, longest_s)
+            self._wait_deadline = now + min(3.0 * wait_s + 5e-4, longest_s)
         return self._wait_deadline
 
     def _wanted_wait(self, hoping: list[Session], now: float, longest_s: float) -> float:
@@ -250,6 +254,7 @@ class Scheduler:
                 session.timing.path_len >= min(wanted, session.hint_limit(limit)) for session in hoping
             )
             return 0.0 if has_enough else longest_s
+        hoping = [session for session in hoping if session.timing.has_heard]
         limits = [session.hint_limit(limit) for session in hoping]
         return best_wait(
             [session.timing for session in hoping],
@@ -259,6 +264,7 @@ class Scheduler:
             now,
             longest_s,
             num_others=self.num_running - len(hoping),
+            usual_rate=self._pace.rate,
         )
 
     def _compose(self) -> Step:
@@ -314,6 +320,9 @@ class Scheduler:
         listening_share = _listening_share(followed)
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
+        num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
+        if step.only_decodes:
+            self._pace.commit(num_committed)
         scored = result.prompt_logprobs or [[]] * len(step.items)
         for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
             session = self._sessions.get(item.session_id)
@@ -329,7 +338,7 @@ class Scheduler:
         if self._recent is not None:
             self._recent.read_some()
         if self.limits.may_rest:
-            self._observe_speed(step, num_context, listening_share, result)
+            self._observe_speed(step, num_context, listening_share, num_committed)
             actions += self._turn(followed, now)
         return actions
 
@@ -354,11 +363,10 @@ class Scheduler:
         ]
 
     def _observe_speed(
-        self, step: Step, num_context: int, listening_share: float | None, result: StepResult
+        self, step: Step, num_context: int, listening_share: float | None, num_committed: int
     ) -> None:
         """Tells the listening policy how fast the step was."""
         if self._pace.whole_ms > 0.0 and step.only_decodes:
-            num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
             self._policy.observe(
                 *(len(step.items), step.num_tokens, num_committed, num_context),
                 *(self._pace.whole_ms, listening_share),
@@ -370,7 +378,8 @@ class Scheduler:
         actions: list[Action] = []
         for session in followed:
             if session.listening.turn(may_listen=may_listen) and session.session_id in self._sessions:
-                session.timing = HintTiming(lost_at=now, grown_at=now)
+                if session.is_listening:
+                    session.timing = session.timing.fresh(now)
                 actions += session.publish()
         return actions
 
@@ -412,7 +421,7 @@ class Scheduler:
             actions.append(self._end(session, outcome.reason, outcome.stop_token_id))
         elif session.can_expect_hints():
             path = session.tree.primary_path(self.limits.num_speculative_tokens)
-            session.timing.on_commit(now, len(path))
+            session.timing.on_commit(now, len(path), session.committed_len)
         return actions
 
     def _end(

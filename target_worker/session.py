@@ -210,10 +210,10 @@ class Session:
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens
         return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)
 
-    def forget_the_draft(self, now: float) -> None:
+    def forget_the_draft(self, now: float, usual: HintTiming) -> None:
         """A draft worker comes, or comes back: what was learned from an earlier one does not hold for it."""
         self.acceptance = BlockAcceptance()
-        self.timing = HintTiming(lost_at=now, grown_at=now)
+        self.timing = usual.fresh(now)
 
     def subscribe(self, stream_id: StreamId, known_len: int) -> list[Action]:
         """A draft worker that knows the first `known_len` tokens follows the session from now on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from target_worker.step_cost import StepLine
 
@@ -44,43 +44,85 @@ FIRST_S_MAX = 0.5
 """Waits are far shorter than this; a larger estimate would only take longer to be proved wrong."""
 
 
+HOPE = 0.8
+OUTLIER = 4.0
+DOUBT = 1.5
+"""Factors for times: where a session starts from what was usual; what one late arrival, or none, counts at most."""
+NUM_REMEMBERED = 16
+"""Commits that answers are still expected to: an answer is far sooner than so many steps."""
+
+
 @dataclass(slots=True)
 class HintTiming:
-    """When one session's hints arrive, learned from when they did; seconds on the shell's clock."""
+    """When one session's hints arrive, learned from when they did; seconds on the shell's clock.
 
-    first_s: float = 0.004  # from losing the cursor to the first hint below the new one
-    gap_s: float = 0.002  # between one more hint on the primary path and the next
+    A draft worker says which text its hints follow. So its answer to a commit is known as such even when the target
+    has gone on meanwhile. That only bounds how soon hints would come if they were waited for: steps and commits without
+    pause keep the workers' cores and their links busy. On two cores it took three times as long.
+    """
+
+    first_s: float = 0.001  # from losing the cursor to the first hint below the new one
+    gap_s: float = 0.0003  # between one more hint on the primary path and the next
     lost_at: float | None = None
     grown_at: float = 0.0  # the primary path's last change
     path_len: int = 0
+    lost_lens: dict[int, float] = field(
+        default_factory=dict
+    )  # committed lengths without hints below, and since when
+    has_heard: bool = False  # anything yet; a draft worker that has to read the text first is not waited for
     smoothing: float = 0.2
 
-    def on_commit(self, now: float, path_len: int) -> None:
+    def fresh(self, now: float) -> HintTiming:
+        """For a session whose tree is empty from now on: what was learned is where it starts from, in good hope.
+
+        Hope that proves wrong costs a few waits. Without it one slow hour would be believed in for ever: where hints
+        are not waited for, nothing shows that they would be sooner.
+        """
+        return HintTiming(HOPE * self.first_s, HOPE * self.gap_s, lost_at=now, grown_at=now)
+
+    def learn_from(self, other: HintTiming) -> None:
+        """Moves towards another session's times."""
+        self.first_s += 0.1 * (other.first_s - self.first_s)
+        self.gap_s += 0.1 * (other.gap_s - self.gap_s)
+
+    def on_commit(self, now: float, path_len: int, committed_len: int) -> None:
         """The cursor has moved; `path_len` hints are still below it."""
         self.path_len, self.grown_at = path_len, now
-        if path_len == 0 and self.lost_at is None:
-            self.lost_at = now
-
-    def on_hints(self, now: float, path_len: int) -> None:
-        """Hints that arrived at `now` made the primary path `path_len` long."""
-        if path_len <= self.path_len:
-            return
-        if self.lost_at is not None and now <= self.lost_at:
-            self.lost_at = None  # they were under way when the cursor moved: nothing was lost
-        elif self.lost_at is not None:
-            self.first_s += self.smoothing * (min(now - self.lost_at, 4.0 * self.first_s) - self.first_s)
+        if path_len > 0:
             self.lost_at = None
-        elif now > self.grown_at:
+            return
+        self.lost_at = self.lost_lens[committed_len] = now
+        if len(self.lost_lens) > NUM_REMEMBERED:
+            del self.lost_lens[next(iter(self.lost_lens))]
+
+    def on_hints(self, now: float, path_len: int, base_len: int, *, is_waited: bool) -> None:
+        """Hints that follow the first `base_len` tokens arrived at `now`; the primary path is `path_len` long.
+
+        is_waited: whether the target waits for hints, of this session or of others.
+        """
+        self.has_heard = True
+        has_grown = path_len > self.path_len
+        # Either the draft began anew where the target had lost it, or it had foreseen the target's token in time, but
+        # the hints below it are only coming now.
+        asked_at = self.lost_lens.pop(base_len, self.lost_at if has_grown else None)
+        if asked_at is not None and now > asked_at and (is_waited or now - asked_at < self.first_s):
+            self.first_s += self.smoothing * (min(now - asked_at, OUTLIER * self.first_s) - self.first_s)
+        if not has_grown:
+            return
+        if self.lost_at is None and now > self.grown_at:
             gap = (now - self.grown_at) / (path_len - self.path_len)
-            self.gap_s += self.smoothing * (min(gap, 4.0 * self.gap_s) - self.gap_s)
-        self.grown_at, self.path_len = now, path_len
+            if is_waited or gap < self.gap_s:
+                self.gap_s += self.smoothing * (min(gap, OUTLIER * self.gap_s) - self.gap_s)
+        self.lost_at, self.grown_at, self.path_len = None, now, path_len
 
     def on_disappointment(self, now: float) -> None:
         """A wait ended without what it was for: believe in later arrivals until one proves otherwise."""
         if self.lost_at is not None:
-            self.first_s = min(max(self.first_s, now - self.lost_at) * 1.2, FIRST_S_MAX)
+            # Perhaps the machine only paused for once: not more than so much later at a time.
+            late_s = min(max(self.first_s, now - self.lost_at), DOUBT * self.first_s)
+            self.first_s = min(max(late_s, 1.2 * self.first_s), FIRST_S_MAX)
         else:
-            self.gap_s = max(self.gap_s * 1.2, min(now - self.grown_at, 4.0 * self.gap_s))
+            self.gap_s = max(self.gap_s * 1.2, min(now - self.grown_at, DOUBT * self.gap_s))
 
     def arrival(self, num_hints: int, now: float) -> float:
         """When the primary path should be `num_hints` long; what is overdue is expected to take as long again."""
@@ -100,8 +142,14 @@ def best_wait(
     now: float,
     wait_s_max: float,
     num_others: int = 0,
+    usual_rate: float = 0.0,
 ) -> float:
     """How long to wait for hints before the next step, so that expected tokens per second are greatest; seconds.
+
+    That is not the greatest rate of this step alone: a step with the one hint that is there may be quick for what it
+    gives, and leaves the next one with none. As in any average over renewals, a wait pays when the tokens that it adds
+    are more than the time that it takes gives usually: `usual_rate`, tokens per millisecond of the whole batch lately,
+    or that of plain steps where it is more.
 
     Candidates are now and the expected arrivals of the next hints. `limits[s]` bounds the hints fed for session s, and
     `chances[s][i]`, for i below that, is the chance that its hint i holds, given those before it.
@@ -113,7 +161,10 @@ def best_wait(
         list(itertools.accumulate(itertools.accumulate(own, operator.mul), initial=1.0)) for own in chances
     ]
 
-    def rate_after(wait: float) -> float:
+    num_sessions = len(timings) + num_others
+    usual_rate = max(usual_rate, num_sessions / cost.step_ms(num_sessions))
+
+    def gain_after(wait: float) -> float:
         tokens, num_fed = float(num_others), num_others
         for timing, own, limit in zip(timings, worth, limits, strict=True):
             length = timing.path_len
@@ -122,7 +173,7 @@ def best_wait(
             num_hints = min(length, limit)
             tokens += own[num_hints]
             num_fed += num_hints + 1
-        return tokens / (wait * 1e3 + fixed_ms + token_ms * num_fed)
+        return tokens - usual_rate * (wait * 1e3 + fixed_ms + token_ms * num_fed)
 
     waits = {0.0}
     for timing, limit in zip(timings, limits, strict=True):
@@ -130,4 +181,4 @@ def best_wait(
             wait = timing.arrival(num_hints, now) - now
             if 0.0 < wait <= wait_s_max:
                 waits.add(wait)
-    return max(sorted(waits), key=rate_after)
+    return max(sorted(waits), key=gain_after)

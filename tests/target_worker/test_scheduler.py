@@ -615,8 +615,12 @@ class TestWaiting:
     def test_nobody_listened_to_is_waited_for(self) -> None:
         assert self.waits(LIMITS, lambda world: None) == 0.0
 
-    def test_a_subscriber_is_waited_for_within_the_bound(self) -> None:
-        waited = self.waits(LIMITS, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3))))
+    def test_a_subscriber_that_has_spoken_is_waited_for_within_the_bound(self) -> None:
+        def join(world: World) -> None:
+            world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))
+            world.hear(world.tell(HintsArrived("a", 1, 1, [Hint(1, 0, 0)], world.now)))
+
+        waited = self.waits(LIMITS, join)
         assert 0.0 < waited <= LIMITS.hint_wait_ms_max / 1e3 + 1e-9
 
     def test_a_bound_of_zero_never_waits(self) -> None:
@@ -624,6 +628,9 @@ class TestWaiting:
             may_rest=False, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, hint_wait_ms_max=0.0
         )
         assert self.waits(limits, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))) == 0.0
+
+    def test_a_subscriber_that_has_said_nothing_yet_is_not_waited_for(self) -> None:
+        assert self.waits(LIMITS, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))) == 0.0
 
     def test_a_silent_subscriber_soon_costs_nothing(self) -> None:
         """The promise: never meaningfully slower than plain decoding. Total wait over a long text stays small."""
@@ -642,6 +649,7 @@ class TestWaiting:
         world = World()
         world.tell(start(ignore_eos=True))
         world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(HintsArrived("a", 1, 1, [Hint(1, 0, 0)], world.now))
         while not isinstance(decision := world.turn(), WaitForHints):
             assert decision is not None
         began = world.now

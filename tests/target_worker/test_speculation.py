@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.acceptance import NUM_POSITIONS, AcceptanceHistory, BlockAcceptance
-from target_worker.speculation import HintTiming, allot, best_wait
+from target_worker.speculation import DOUBT, HOPE, NUM_REMEMBERED, HintTiming, allot, best_wait
 from target_worker.step_cost import StepCost, StepLine
 
 RATES = st.floats(0.01, 0.99)
@@ -170,7 +170,7 @@ class TestBlockAcceptance:
 
 def timing(path_len: int, now: float, *, first_s: float = 0.004, gap_s: float = 0.002) -> HintTiming:
     made = HintTiming(first_s=first_s, gap_s=gap_s)
-    made.on_commit(now, path_len)
+    made.on_commit(now, path_len, committed_len=10)
     return made
 
 
@@ -214,6 +214,12 @@ class TestBestWait:
         assert best_wait(*arguments) > 0.0
         assert best_wait(*arguments, num_others=31) == 0.0
 
+    def test_a_step_is_not_taken_for_being_quick_when_the_next_one_pays_for_it(self) -> None:
+        """One hint is there, more come soon: the greatest rate of this step alone is that of going now."""
+        soon = timing(1, 10.0, first_s=0.001, gap_s=0.0005)
+        arguments = ([soon], [[0.9] * 5], [5], StepLine(1.0, 0.1), 10.0, 0.01)
+        assert best_wait(*arguments, usual_rate=1.0) > best_wait(*arguments, usual_rate=2.5) == 0.0
+
     def test_a_fast_draft_is_waited_for_and_a_slow_one_is_not(self) -> None:
         """Design section 6."""
         cost = StepLine(60.0, 0.5)
@@ -225,14 +231,52 @@ class TestBestWait:
 class TestHintTiming:
     def test_regular_arrivals_are_learned(self) -> None:
         learned, now = HintTiming(), 0.0
-        for _ in range(80):
-            learned.on_commit(now, 0)
-            learned.on_hints(now + 0.003, 1)
-            learned.on_hints(now + 0.004, 2)
-            learned.on_hints(now + 0.005, 3)
+        for length in range(80):
+            learned.on_commit(now, 0, length)
+            learned.on_hints(now + 0.003, 1, length, is_waited=True)
+            learned.on_hints(now + 0.004, 2, length, is_waited=True)
+            learned.on_hints(now + 0.005, 3, length, is_waited=True)
             now += 0.02
         assert learned.first_s == pytest.approx(0.003, rel=0.05)
         assert learned.gap_s == pytest.approx(0.001, rel=0.05)
+
+    def test_answers_are_timed_that_come_when_the_target_has_gone_on(self) -> None:
+        """Steps of 2 ms that wait for nothing, and a draft that needs 3 ms: no hint is ever below the cursor."""
+        learned = HintTiming(first_s=0.5)
+        for length in range(80):
+            now = 0.002 * length
+            learned.on_commit(now, 0, length)
+            if length:
+                learned.on_hints(now + 0.001, 0, length - 1, is_waited=False)
+        assert learned.first_s == pytest.approx(0.003, rel=0.05)
+        assert len(learned.lost_lens) <= 2
+
+    def test_answers_that_never_come_are_forgotten(self) -> None:
+        learned = HintTiming()
+        for length in range(1000):
+            learned.on_commit(float(length), 0, length)
+        assert len(learned.lost_lens) <= NUM_REMEMBERED
+
+    def test_a_session_begins_with_what_others_saw(self) -> None:
+        usual, other = HintTiming(), HintTiming(first_s=0.001, gap_s=0.0005)
+        for _ in range(100):
+            usual.learn_from(other)
+        made = usual.fresh(7.0)
+        assert made.arrival(1, 7.0) == pytest.approx(7.0 + HOPE * 0.001, abs=1e-5)
+        assert made.arrival(3, 7.0) == pytest.approx(7.0 + HOPE * 0.002, abs=1e-5)
+
+    def test_a_late_answer_says_nothing_about_one_that_is_waited_for(self) -> None:
+        """Unless it is sooner than what was believed."""
+        made = HintTiming(first_s=0.002)
+        for length, late_s in enumerate((0.009, 0.009, 0.009, 0.001)):
+            made.on_commit(float(length), 0, length)
+            made.on_hints(length + late_s, 0, length, is_waited=False)
+            assert (made.first_s < 0.002) == (late_s < 0.002)
+
+    def test_one_pause_of_the_machine_is_not_believed_in(self) -> None:
+        made = timing(0, 10.0, first_s=0.001)
+        made.on_disappointment(10.5)
+        assert made.first_s <= 0.001 * DOUBT
 
     def test_what_is_there_is_expected_now_and_more_hints_later(self) -> None:
         made = timing(2, 10.0)
@@ -253,10 +297,10 @@ class TestHintTiming:
     def test_after_a_long_silence_prompt_hints_are_soon_believed_in_again(self) -> None:
         """ "Believe in later arrivals until one proves otherwise": a draft attached late, or back after a pause."""
         made, now = timing(0, 100.0), 130.0  # half a minute without a draft
-        made.on_hints(now, 1)
-        for _ in range(10):
+        made.on_hints(now, 1, 10, is_waited=True)
+        for length in range(11, 41):
             now += 0.05
-            made.on_commit(now, 0)
-            made.on_hints(now + 0.003, 3)
-        made.on_commit(now + 0.05, 0)
+            made.on_commit(now, 0, length)
+            made.on_hints(now + 0.003, 3, length, is_waited=True)
+        made.on_commit(now + 0.05, 0, 41)
         assert made.arrival(1, now + 0.05) - (now + 0.05) < 0.01

@@ -180,18 +180,29 @@ def test_a_conversation_is_answered_streamed_or_not(system: System) -> None:
     assert counts_of(events[-1]["usage"]) == counts_of(answer["usage"])
 
 
+def with_hints(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """An answer in which hints held: on a busy machine the workers rightly do without them for a while."""
+
+    def num_accepted(answer: dict[str, Any]) -> int:
+        return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])
+
+    return eventually(
+        ask, lambda answer: num_accepted(answer) > 0, "an answer with accepted hints", timeout_s=90
+    )
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_usage_and_statistics_have_the_names_that_load_tools_read(system: System, is_streamed: bool) -> None:
-    # Long enough for the draft worker's hints to come while the target still works.
     asked = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "speculation": {"detail": True}}
     body: dict[str, Any] = {"prompt": held_out_prompts(13)[-1 - is_streamed], **asked}
-    if is_streamed:
+
+    def last_event() -> dict[str, Any]:
         with system.stream(COMPLETIONS, body) as stream:
             events = list(stream)
         assert not any(event["usage"] for event in events[:-1])
-        answer = events[-1]
-    else:
-        answer = system.complete(**body)
+        return events[-1]
+
+    answer = with_hints(last_event if is_streamed else lambda: system.complete(**body))
     usage, metrics = answer["usage"], answer["metrics"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["completion_tokens"] == 300
@@ -362,6 +373,8 @@ def test_a_killed_draft_worker_changes_nothing_but_speed(system: System) -> None
     lives = system.ready_lines("draft-0")
     pid = int(lives[-1]["pid"])
     assert pid in system.command.processes()
+    # The workers listen to the draft worker at present, so that this stream will have hints early.
+    with_hints(lambda: system.complete(PROMPT, max_tokens=300, ignore_eos=True, speculation={"detail": True}))
     origins: list[str] = []
     with system.stream(COMPLETIONS, body) as events:
         seen = []
@@ -383,7 +396,8 @@ def test_a_killed_draft_worker_changes_nothing_but_speed(system: System) -> None
     ]
     assert text_of(seen) == expected
     # Lookup helps out, but not everywhere.
-    assert origins[num_before:].count("plain") > 10, "the stream never had to do without hints"
+    if num_before < LONG["max_tokens"] - 100:
+        assert origins[num_before:].count("plain") > 10, "the stream never had to do without hints"
 
     (life,) = eventually(
         lambda: system.ready_lines("draft-0")[len(lives) :], bool, "another draft worker", timeout_s=90

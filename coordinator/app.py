@@ -20,6 +20,7 @@ from coordinator import grpc_api
 from coordinator.http_api import create_app
 from coordinator.service import GenerationService
 from coordinator.settings import CoordinatorSettings
+from outrider import turns
 from outrider.errors import OutriderError
 from protos.outrider.v1 import generation_pb2
 
@@ -36,6 +37,7 @@ class Coordinator:
 
     # Serve awaits it, so that the service opens on the loop that it will serve on.
     async def __init__(self, settings: CoordinatorSettings) -> None:  # type: ignore[misc]
+        turns.take_short_turns()  # beside a worker's model thread on a small machine
         self._service = GenerationService(settings)
         await self._service.__aenter__()
 

@@ -146,6 +146,7 @@ EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int6
   BFloat16 *residual = activations, *normed = residual + rows * width, *addend = normed + rows * width;
   BFloat16 *narrow = addend + rows * width, *wide = narrow + rows * std::max(decoder->attended_width, decoder->intermediate);
   for (int64_t row = 0; row < rows; ++row) {
+    if (token_ids[row] < 0 || token_ids[row] >= decoder->head.num_outputs) return false;
     std::memcpy(residual + row * width, decoder->embedding + token_ids[row] * width, width * sizeof(BFloat16));
   }
   const auto product = [decoder](const Matrix& matrix, const BFloat16* from, auto* to, int64_t count) {

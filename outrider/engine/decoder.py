@@ -252,11 +252,13 @@ class FusedDecoder:
         room = torch.empty(step.num_rows * self._activation_width, dtype=torch.bfloat16)
         num_wanted = step.num_rows if wanted is None else wanted.shape[0]
         logits = torch.empty(num_wanted, decoder.head.num_outputs)
-        products.decode(
+        is_done = products.decode(
             *(ctypes.addressof(decoder), ctypes.addressof(step.struct), token_ids.data_ptr()),
             *(_address(wanted), num_wanted, room.data_ptr()),
             *(self._scores.ctypes.data, self._scratch_stride, self._slots.ctypes.data, logits.data_ptr()),
         )
+        if not is_done:
+            raise IndexError(f"a token id is outside the vocabulary of {decoder.head.num_outputs}")
         return logits
 
     def _make_room(self, num_keys: int) -> None:

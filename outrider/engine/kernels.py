@@ -105,7 +105,8 @@ class Products:
     They are long enough to give the interpreter's lock away.
 
     multiply(matrix, inputs, outputs, num_rows, num_threads): outputs = inputs @ weights + bias, all bfloat16.
-    decode(decoder, step, token_ids, wanted or None, num_wanted, activations, scores, stride, slots, logits): a step.
+    decode(decoder, step, token_ids, wanted or None, num_wanted, activations, scores, stride, slots, logits): a step;
+    False for a token id outside the vocabulary, which is the head's number of outputs.
     token_ids and wanted are int64, activations room for num_rows times (3 * width + max(attended_width,
     intermediate) + max(qkv's outputs, 2 * intermediate)) bfloat16, logits float32 [num_wanted or num_rows, vocab].
     """

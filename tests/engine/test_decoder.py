@@ -302,6 +302,14 @@ class TestStepsInOneCall:
         one_by_one._fused._whole = None
         assert torch.equal(work(at_once), work(one_by_one))
 
+    @pytest.mark.parametrize("token_id", [-1, 10**9])
+    def test_a_token_outside_the_vocabulary_is_refused(self, token_id: int) -> None:
+        engine = load("llama", "bfloat16")
+        kv = engine.new_sequence()
+        kv.extend(2)
+        with pytest.raises(IndexError, match="vocabulary"):
+            engine.forward([SequenceChunk(kv, [3, token_id], 1)])
+
     def test_without_compiled_products_steps_go_call_after_call(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks.speedup import measure, summarize
 from benchmarks.worker_pair import worker_pair
+from demo.grow import grow
 from outrider.cli import app
 from outrider.cli.demo_prompts import DEMO_PROMPTS
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
@@ -20,20 +21,20 @@ from outrider.tokenizer import Tokenizer
 NUM_TOKENS = 100
 NUM_ROUNDS = 2
 TOLERANCE = 0.35
-"""Of the measured ratio: with the demo pair's near 1.65, predictions from 1.1 to 2.2 pass. Plain speed does not, nor a
-replay that forgets the workers' overheads (2.8) or what hints cost (5). Runs on a machine that others used were 6 to
-20 % off.
+"""Of the measured ratio. It cannot be much less: two runs of one measurement differ by 10 % where others use the cores,
+and steps are timed without the draft beside them, whose forward passes share the memory and the last cache.
 
-It cannot be much less. Two runs of one measurement differ by 10 % where others use the cores; steps are timed without
-the draft beside them, whose forward passes share the memory and the last cache; and the constants for messages and
-Python are those of one machine.
+The target is grown, so that its step is many times what messages and Python cost. With the small one, whose step takes
+a millisecond, the prediction is mostly that of constants that were measured on another machine, and one run in a few
+was further off.
 """
 
 
-def predicted(core: int) -> dict[str, Any]:
+def predicted(target: Path, core: int) -> dict[str, Any]:
     """The advice for batch 1, the target on a core of its own."""
     arguments = [
         "tune",
+        *("--target", str(target), "--draft", str(DEMO_DRAFT)),
         "--json",
         "--batch-sizes",
         "1",
@@ -42,19 +43,21 @@ def predicted(core: int) -> dict[str, Any]:
         "--cpu-affinity",
         str(core),
     ]
-    result = CliRunner(env={"TERM": "dumb"}).invoke(app, [*arguments, "--budget-s", "4"])
+    result = CliRunner(env={"TERM": "dumb"}).invoke(app, [*arguments, "--budget-s", "20"])
     assert result.exit_code == 0, result.stderr
     [advice] = json.loads(result.stdout)["advice"]
     assert isinstance(advice, dict)
     return advice
 
 
-@pytest.mark.slow
-async def test_the_demo_pair_is_as_fast_as_predicted() -> None:
+@pytest.mark.long
+async def test_the_grown_demo_pair_is_as_fast_as_predicted(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("a draft rides ahead only on a core of its own")
-    advice = predicted(cores[0])
+    target = tmp_path / "grown"
+    grow(Path(DEMO_TARGET), target)
+    advice = predicted(target, cores[0])
     tokenizer = Tokenizer(DEMO_TARGET)
     prompts = [tokenizer.encode(text) for text in DEMO_PROMPTS]
     num_hints = advice["num_speculative_tokens"]
@@ -63,7 +66,7 @@ async def test_the_demo_pair_is_as_fast_as_predicted() -> None:
     # trials of plain steps would be a good part of so short a run.
     alone = ["--always-listen", "--max-lookup-tokens", "0"]
     async with worker_pair(
-        Path(DEMO_TARGET),
+        target,
         Path(DEMO_DRAFT),
         target_arguments=[
             "--cpu-affinity",

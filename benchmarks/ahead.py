@@ -21,29 +21,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import bound, plot
-from benchmarks.machine import machine
 from benchmarks.modes import (
     Mode,
     ModeSlice,
     Totals,
     add_load_arguments,
-    load_of,
-    measure_in_turns,
+    measure_batches,
     middle,
+    prompts_of,
+    report,
     speed_figures,
     start_modes,
     step_figures,
     total,
 )
 from benchmarks.target_model import target_model
-from demo.corpus import held_out_prompts
-from outrider.sampling_params import SamplingParams
-from outrider.tokenizer import Tokenizer
 
 PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE = "plain", "synchronous", "ahead", "ahead+enumerate"
 KINDS = (PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE)
@@ -150,7 +147,7 @@ def over(own: Sequence[ModeSlice], other: Sequence[ModeSlice]) -> dict[str, Any]
     return {"ratio": round(ratio, 3), "quartiles": [round(each, 3) for each in quartiles]}
 
 
-def draw(result: Mapping[str, Any], path: object) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """Speed-ups by batch size; the free draft beside them."""
     groups: dict[str, dict[str, plot.Value]] = {}
     for num_streams, figures in result["batch"].items():
@@ -166,29 +163,14 @@ def draw(result: Mapping[str, Any], path: object) -> None:
             group["free draft"] = (own["free_draft"]["speedup"],) * 3
         groups[f"{num_streams} streams"] = group
     title = f"Speed over plain decoding, {result['load']['target']}"
-    plot.bars(str(path), title, groups, "times plain")
+    plot.bars(path, title, groups, "times plain")
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
     wanted = modes(arguments.modes, arguments.synchronous)
-    result: dict[str, Any] = {"machine": machine(), "load": load_of(arguments), "batch": {}}
     with target_model(arguments) as target_dir:
-        tokenizer = Tokenizer(target_dir)
-        prompts = [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)]
         async with start_modes(wanted, target_dir, arguments.draft) as pairs:
-            for num_streams in arguments.batch:
-                slices = await measure_in_turns(
-                    pairs,
-                    prompts,
-                    sampling,
-                    num_streams=num_streams,
-                    seconds=arguments.seconds,
-                    rounds=arguments.rounds,
-                    warmup=arguments.warmup,
-                )
-                result["batch"][str(num_streams)] = summarize(slices)
-    return result
+            return await measure_batches(arguments, pairs, prompts_of(arguments, target_dir), summarize)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -205,10 +187,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    result = asyncio.run(run(arguments))
-    print(json.dumps(result, indent=1))
-    if arguments.plot is not None:
-        draw(result, arguments.plot)
+    report(arguments, asyncio.run(run(arguments)), draw)
 
 
 if __name__ == "__main__":

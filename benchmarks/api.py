@@ -37,7 +37,7 @@ from benchmarks.peers.http_servers import (
     start_in_turn,
     vllm_server,
 )
-from benchmarks.peers.process import PeerError, check_vllm, cpu_seconds, resident_gib
+from benchmarks.peers.process import PeerError, add_vllm_arguments, check_vllm, cpu_seconds, resident_gib
 from benchmarks.peers.summary import spread
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from demo.corpus import held_out_prompts
@@ -221,18 +221,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Syste
     )
     add_target_arguments(parser)
     parser.add_argument("--draft", type=Path, default=DEMO / "draft")
-    parser.add_argument(
-        "--vllm-python", type=Path, metavar="PATH", help="python of an environment with vLLM's CPU build"
-    )
+    add_vllm_arguments(parser)
     parser.add_argument(
         "--vllm-cores", default="0", help="of its engine's threads, such as 0-1 (default %(default)s)"
-    )
-    parser.add_argument(
-        "--vllm-preload",
-        type=Path,
-        action="append",
-        default=[],
-        help="a library for vLLM, such as its libiomp5.so",
     )
     names = [system.name for system in SYSTEMS]
     parser.add_argument("--systems", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")

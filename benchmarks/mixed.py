@@ -16,20 +16,22 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks import plot
 from benchmarks.bound import acceptance_rate
-from benchmarks.machine import machine
 from benchmarks.modes import (
     Mode,
     ModeSlice,
     RecordingPair,
     Window,
     add_load_arguments,
-    load_of,
-    measure_in_turns,
+    greedy,
+    measure_batches,
     middle,
+    prompts_of,
+    report,
     speed_figures,
     start_modes,
     step_figures,
@@ -39,9 +41,7 @@ from benchmarks.modes import (
 )
 from benchmarks.target_model import target_model
 from benchmarks.worker_pair import Generation
-from demo.corpus import held_out_prompts
 from outrider.sampling_params import SamplingParams
-from outrider.tokenizer import Tokenizer
 
 OFF, ON, GOOD_ONLY, ALWAYS = "off", "on", "good only", "always"
 GOOD, BAD = "good", "bad"
@@ -152,7 +152,7 @@ def summarize(
     return summary
 
 
-def draw(result: Mapping[str, Any], path: object) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """Median time per output token by kind, whiskers up to the 99th percentile."""
     groups = {
         f"{name}, {num_streams} streams": {
@@ -164,16 +164,10 @@ def draw(result: Mapping[str, Any], path: object) -> None:
         for name in (GOOD, BAD)
     }
     title = f"Time per output token in mixed traffic, p50 up to p99, {result['load']['target']}"
-    plot.bars(str(path), title, groups, "ms")
+    plot.bars(path, title, groups, "ms")
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    greedy = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "load": load_of(arguments) | {"bad_kind": arguments.bad_kind, "temperature": arguments.temperature},
-        "batch": {},
-    }
     both = frozenset({GOOD, BAD})
     drafted = {OFF: frozenset[str](), ON: both, GOOD_ONLY: frozenset({GOOD}), ALWAYS: both}
     modes = [
@@ -183,10 +177,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         Mode(ALWAYS, target_arguments=("--always-listen",)),
     ]
     with target_model(arguments) as target_dir:
-        tokenizer = Tokenizer(target_dir)
-        good = Kind(
-            GOOD, [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)], greedy
-        )
+        good = Kind(GOOD, prompts_of(arguments, target_dir), greedy(arguments))
         config = json.loads((target_dir / "config.json").read_text(encoding="utf-8"))
         bad = bad_kind(arguments.bad_kind, good, config["vocab_size"], arguments.temperature)
         kinds = {tuple(prompt): kind for kind in (good, bad) for prompt in kind.prompts}
@@ -199,17 +190,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
                 for name, pair in started.items()
             }
-            for num_streams in arguments.batch:
-                slices = await measure_in_turns(
-                    pairs,
-                    alternating([good, bad]),
-                    greedy,
-                    num_streams=num_streams,
-                    seconds=arguments.seconds,
-                    rounds=arguments.rounds,
-                    warmup=arguments.warmup,
-                )
-                result["batch"][str(num_streams)] = summarize(slices, kinds)
+            result = await measure_batches(
+                arguments, pairs, alternating([good, bad]), lambda slices: summarize(slices, kinds)
+            )
+    result["load"] |= {"bad_kind": arguments.bad_kind, "temperature": arguments.temperature}
     return result
 
 
@@ -230,10 +214,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    result = asyncio.run(run(arguments))
-    print(json.dumps(result, indent=1))
-    if arguments.plot is not None:
-        draw(result, arguments.plot)
+    report(arguments, asyncio.run(run(arguments)), draw)
 
 
 if __name__ == "__main__":

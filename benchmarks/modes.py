@@ -10,19 +10,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.batch import RAMP_S, run_slice
 from benchmarks.bound import acceptance_rate
+from benchmarks.machine import machine
 from benchmarks.round_cost import read
 from benchmarks.target_model import DEMO, add_target_arguments
 from benchmarks.worker_pair import Generation, WorkerPair, WorkerProcessHandle, worker_pair
+from demo.corpus import held_out_prompts
 from outrider.sampling_params import SamplingParams
+from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
 
 TARGET_CORE, DRAFT_CORE = "0", "1"
@@ -198,6 +202,37 @@ async def measure_in_turns(
     return slices
 
 
+async def measure_batches(
+    arguments: argparse.Namespace,
+    pairs: Mapping[str, RecordingPair],
+    prompts: Sequence[list[int]],
+    summarize: Callable[[dict[str, list[ModeSlice]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """What every benchmark of modes says: the machine, the load, and its own summary of each batch size."""
+    by_batch = {}
+    for num_streams in arguments.batch:
+        slices = await measure_in_turns(
+            pairs,
+            prompts,
+            greedy(arguments),
+            num_streams=num_streams,
+            seconds=arguments.seconds,
+            rounds=arguments.rounds,
+            warmup=arguments.warmup,
+        )
+        by_batch[str(num_streams)] = summarize(slices)
+    return {"machine": machine(), "load": load_of(arguments), "batch": by_batch}
+
+
+def greedy(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
+
+
+def prompts_of(arguments: argparse.Namespace, target_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer(target_dir)
+    return [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """All slices of a mode together."""
@@ -314,3 +349,14 @@ def load_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "warmup": arguments.warmup,
         "tokens": arguments.tokens,
     }
+
+
+def report(
+    arguments: argparse.Namespace,
+    result: Mapping[str, Any],
+    draw: Callable[[Mapping[str, Any], Path], None],
+) -> None:
+    """The result to standard output and, where it is asked for, the plot."""
+    print(json.dumps(result, indent=1))
+    if arguments.plot is not None:
+        draw(result, arguments.plot)

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import plot
-from benchmarks.machine import machine
 from benchmarks.modes import (
     Mode,
     ModeSlice,
     add_load_arguments,
-    load_of,
-    measure_in_turns,
+    measure_batches,
+    prompts_of,
+    report,
     speed_figures,
     start_modes,
     step_figures,
     total,
 )
 from benchmarks.target_model import target_model
-from demo.corpus import held_out_prompts
-from outrider.sampling_params import SamplingParams
-from outrider.tokenizer import Tokenizer
 
 PLAIN, DIRECT = "plain", "direct"
 
@@ -52,7 +49,7 @@ def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
     }
 
 
-def draw(result: Mapping[str, Any], path: object) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """Speed-ups over the round trip, a line for each batch size."""
     series = {
         f"{num_streams} streams": [
@@ -62,33 +59,14 @@ def draw(result: Mapping[str, Any], path: object) -> None:
         for num_streams, figures in result["batch"].items()
     }
     title = f"Speed over plain decoding by network delay, {result['load']['target']}"
-    plot.lines(str(path), title, series, "round trip between draft and target, ms", "times plain")
+    plot.lines(path, title, series, "round trip between draft and target, ms", "times plain")
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "load": load_of(arguments),
-        "round_trips_ms": arguments.delays,
-        "batch": {},
-    }
     with target_model(arguments) as target_dir:
-        tokenizer = Tokenizer(target_dir)
-        prompts = [tokenizer.encode(text) for text in held_out_prompts(arguments.prompts, seed=1)]
         async with start_modes(modes(arguments.delays), target_dir, arguments.draft) as pairs:
-            for num_streams in arguments.batch:
-                slices = await measure_in_turns(
-                    pairs,
-                    prompts,
-                    sampling,
-                    num_streams=num_streams,
-                    seconds=arguments.seconds,
-                    rounds=arguments.rounds,
-                    warmup=arguments.warmup,
-                )
-                result["batch"][str(num_streams)] = summarize(slices)
-    return result
+            result = await measure_batches(arguments, pairs, prompts_of(arguments, target_dir), summarize)
+    return result | {"round_trips_ms": arguments.delays}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -106,10 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    result = asyncio.run(run(arguments))
-    print(json.dumps(result, indent=1))
-    if arguments.plot is not None:
-        draw(result, arguments.plot)
+    report(arguments, asyncio.run(run(arguments)), draw)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
-from xml.sax.saxutils import escape
 
-from outrider.cli.bench.plot import COLORS, scale
+from outrider.cli.bench.plot import COLORS, document, scale, text_at
 
 Value = tuple[float, float, float]  # middle, low, high
 Point = tuple[float, float, float, float]  # x, y, low, high
@@ -42,7 +41,7 @@ def bars(path: Path | str, title: str, groups: Mapping[str, Mapping[str, Value]]
     left = float(_LEFT)
     for (group_name, group), group_width in zip(groups.items(), widths, strict=True):
         middle = left + group_width / 2
-        parts.append(_text(middle, _TOP + _HEIGHT + 20, group_name))
+        parts.append(text_at(middle, _TOP + _HEIGHT + 20, group_name))
         x = middle - _BAR_WIDTH * len(group) / 2
         for name in [name for name in names if name in group]:
             parts.append(_bar(x, group[name], top, COLORS[names.index(name) % len(COLORS)]))
@@ -58,7 +57,7 @@ def _bar(x: float, value: Value, top: float, color: str) -> str:
         f'<rect x="{x + 2:.1f}" y="{middle:.1f}" width="{_BAR_WIDTH - 4}" height="{_y(0, top) - middle:.1f}" '
         f'fill="{color}"/>',
         _whisker(center, low, high),
-        _text(center, min(middle, high) - 5, _figure(value[0]), size=10),
+        text_at(center, min(middle, high) - 5, _figure(value[0]), size=10),
     ])  # fmt: skip
 
 
@@ -80,9 +79,9 @@ def lines(
     shown = -math.inf
     for x in sorted(set(xs)):
         if at(x) - shown >= 4 * _LETTER_WIDTH:  # labels that would overlap are left out
-            parts.append(_text(at(x), _TOP + _HEIGHT + 18, f"{x:g}"))
+            parts.append(text_at(at(x), _TOP + _HEIGHT + 18, f"{x:g}"))
             shown = at(x)
-    parts.append(_text((_LEFT + width - _RIGHT) / 2, _TOP + _HEIGHT + 38, x_label))
+    parts.append(text_at((_LEFT + width - _RIGHT) / 2, _TOP + _HEIGHT + 38, x_label))
     for index, points in enumerate(series.values()):
         color = COLORS[index % len(COLORS)]
         ordered = sorted(points)
@@ -109,11 +108,11 @@ def _y(value: float, top: float) -> float:
 
 def _axis(top: float, step: float, width: float, label: str) -> list[str]:
     """Lines across at round values, and what they count."""
-    parts = [_text(_LEFT - 8, _TOP - 14, label, anchor="start", color="#666")]
+    parts = [text_at(_LEFT - 8, _TOP - 14, label, anchor="start", color="#666")]
     for number in range(round(top / step) + 1):
         y = _y(number * step, top)
         parts.append(f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_text(_LEFT - 6, y + 4, f"{number * step:g}", anchor="end"))
+        parts.append(text_at(_LEFT - 6, y + 4, f"{number * step:g}", anchor="end"))
     return parts
 
 
@@ -134,36 +133,9 @@ def _write(path: Path | str, title: str, parts: Sequence[str], names: Sequence[s
     height = legend_top + _LINE_HEIGHT * len(names) + 8
     legend = [
         f'<rect x="{_LEFT}" y="{y - 10}" width="12" height="12" fill="{COLORS[index % len(COLORS)]}"/>'
-        + _text(_LEFT + 20, y, name, anchor="start")
+        + text_at(_LEFT + 20, y, name, anchor="start")
         for index, name in enumerate(names)
         for y in [legend_top + _LINE_HEIGHT * index + 12]
     ]
-    body = "\n".join([
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(width / 2, 22, title, size=15, weight="bold"),
-        *parts,
-        *legend,
-    ])  # fmt: skip
-    Path(path).write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12">\n{body}\n</svg>\n',
-        encoding="utf-8",
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "middle",
-    size: int = 12,
-    weight: str = "normal",
-    color: str = "#222",
-) -> str:
-    # Escaping leaves control characters, which no XML may hold.
-    shown = escape("".join(letter if letter.isprintable() else "?" for letter in text))
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
-        f'fill="{color}">{shown}</text>'
-    )
+    body = [text_at(width / 2, 22, title, size=15, weight="bold"), *parts, *legend]
+    Path(path).write_text(document(width, height, body), encoding="utf-8")

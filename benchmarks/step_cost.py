@@ -1,8 +1,9 @@
 """What one step costs by the number of tokens it feeds: `python -m benchmarks.step_cost --help`.
 
 One sequence with 150 tokens behind it, one core, no other process: the economics that speculation lives from. Sizes,
-and the compiled kernels beside transformers' own modules, are measured in turns, so that a change of the machine's mood
-meets all of them; medians are printed. `--target DIR` takes any model, a draft too.
+and three engines (the compiled kernels, the same with oneDNN's products, transformers' own modules), are measured in
+turns, so that a change of the machine's mood meets all of them; medians are printed. `--target DIR` takes any model, a
+draft too.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import argparse
 import json
 import statistics
 import time
+from unittest.mock import patch
 
 from benchmarks.target_model import add_target_arguments, target_model
 from outrider.engine.model import Engine, EngineConfig, SequenceChunk, load_model
 from outrider.worker_process import pin_to_cores
 
 CONTEXT_LEN = 150  # tokens
-NUM_TOKENS = (1, 2, 4, 6, 8)
+NUM_TOKENS = (1, 2, 4, 6, 8, 32, 128, 512)
 
 
 def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, float]]:
@@ -50,11 +52,13 @@ def main() -> None:
     pin_to_cores("0")
     with target_model(arguments) as model_dir:
         engines = {
-            name: load_model(EngineConfig(model_dir, use_kernels=name == "kernels"))
-            for name in ("kernels", "eager")
+            "kernels": load_model(EngineConfig(model_dir)),
+            "eager": load_model(EngineConfig(model_dir, use_kernels=False)),
         }
+        with patch("outrider.engine.linear.products", return_value=None):
+            engines["kernels, oneDNN's products"] = load_model(EngineConfig(model_dir))
         step_ms = measure(engines, arguments.rounds)
-    ratios = {name: round(own[str(NUM_TOKENS[-1])] / own["1"], 2) for name, own in step_ms.items()}
+    ratios = {name: round(own["8"] / own["1"], 2) for name, own in step_ms.items()}
     print(json.dumps({"step_ms_by_num_tokens": step_ms, "eight_over_one": ratios}, indent=1))
 
 

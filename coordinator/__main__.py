@@ -136,9 +136,8 @@ def _serve(
         ray.shutdown()
         if chosen.launcher is not None:
             chosen.launcher.unlink(missing_ok=True)
-            shutil.rmtree(
-                temp_dir / (node_id or "none"), ignore_errors=True
-            )  # HAProxy's, as Serve places them
+            if node_id:  # HAProxy's files, where Serve places them
+                shutil.rmtree(temp_dir / node_id, ignore_errors=True)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
@@ -238,6 +237,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         help="give sampled requests without a seed a random one, told in metrics.seed, so that all decoding is coupled",
     )  # fmt: skip
     parser.add_argument(
+        "--no-priors", action="store_true",
+        help="start every request by speculating, whatever came of others like it",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-requests", type=int, default=256, help="at once per replica (default: %(default)s)"
     )
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
@@ -257,6 +260,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             served_model_names=tuple(given.served_model_name),
             chat_template=given.chat_template.read_text(encoding="utf-8") if given.chat_template else None,
             seed_requests=given.seed_requests,
+            uses_priors=not given.no_priors,
             requests_max=given.max_requests,
             deadline_default_s=given.request_timeout,
         )

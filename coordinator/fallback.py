@@ -17,7 +17,7 @@ Pure: counts of target steps, the time between them and news of the draft go in,
 A request begins in any of the three, as those before it suggest (`coordinator.priors`); one that begins PAUSED has no
 draft worker and the target does not listen.
 
-Acceptance is measured over hints that were *decided*, position by position (`coordinator.block_acceptance`), and what
+Acceptance is measured over hints that were *decided*, position by position (`outrider.acceptance`), and what
 counts is what it promises: tokens a step on top of its own. The two bounds are given as flat rates: 0.2 promises
 0.2 + 0.04 + … = 0.25 and 0.3 promises 0.43, so for a draft that is equally good at every position they are bounds on
 its rate. (Accepted over all verified hints would call a draft with blocks of six at 0.16 hopeless although it doubles
@@ -37,8 +37,8 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.block_acceptance import BlockAcceptance, extra_tokens_at
 from coordinator.priors import NOTHING, Evidence, StartingMode
+from outrider.acceptance import BlockAcceptance, extra_tokens_at
 
 
 class FallbackState(Enum):
@@ -259,7 +259,7 @@ class FallbackController:
         return actions
 
     def _reset_counts(self) -> None:
-        self._blocks = BlockAcceptance(self._policy.decay)
+        self._blocks = BlockAcceptance.of_what_is_seen(self._policy.decay)
         self._probe_pace = _Pace(1.0)
         self._num_spec_steps = 0
         self._steps_without_hints = 0
@@ -271,7 +271,7 @@ class FallbackController:
             return
         self._steps_without_hints = 0
         self._num_spec_steps += 1
-        self._blocks.observe(num_draft_tokens, num_accepted)
+        self._blocks.observe(num_accepted, num_draft_tokens)
         self._num_steps += 1
         self._num_decided += min(num_accepted + 1, num_draft_tokens)
         self._num_accepted += num_accepted

@@ -15,9 +15,7 @@ class CoordinatorSettings:
     served_model_names: tuple[str, ...] = ()  # only targets of these names; empty: whatever is registered
     chat_template: str | None = None  # Jinja text that replaces the model's own
     seed_requests: bool = False  # sampled requests without a seed get one: coupled decoding for all
-    uses_priors: bool = (
-        True  # how a request starts follows from how its like fared; False: all start by speculating
-    )
+    uses_priors: bool = True  # requests start as their like fared best; False: all by speculating
     requests_max: int = 256  # at once in one replica, streaming ones included
     deadline_default_s: float = 600.0  # for requests that carry none
     deadline_max_s: float = 3600.0

@@ -170,9 +170,7 @@ class DraftLimits:
     max_model_len: int = 1024  # tokens; a longer session gets no more hints
     max_nodes: int = 240  # live nodes of one tree
     max_lookahead: int = 20  # depth below the cursor
-    max_alternatives: int = (
-        NUM_ALTERNATIVES  # other likely tokens that a node keeps; 0: its primary child only
-    )
+    max_alternatives: int = NUM_ALTERNATIVES  # of a node; 0: its primary child only
     max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
     min_reach: float = 0.01  # nodes that are less likely to be reached are not grown
     min_sampled_reach: float = (

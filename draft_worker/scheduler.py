@@ -43,9 +43,8 @@ class DraftScheduler:
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
         self._num_sessions_of: Counter[str] = Counter()  # by target address
-        self._resting: set[str] = (
-            set()
-        )  # targets that did not listen when last heard of, of those with sessions
+        # Targets that did not listen when last heard of, of those with sessions.
+        self._resting: set[str] = set()
         # Every admitted session can grow to its full length, so that a step never runs out of blocks.
         entries_per_session = limits.max_model_len + limits.max_nodes
         num_affordable = (allocator.num_blocks - 1) // allocator.blocks_for(entries_per_session)

@@ -1,7 +1,15 @@
-"""How often hints hold, learned from those that were tried. Pure; both workers keep one per session."""
+"""How often hints hold, learned from those that were tried. Pure.
+
+Of a block each step tries its accepted hints and at most one rejected one; the rest was never looked at, and what lies
+beyond a block that held to its end was never hinted. So place i is counted over the blocks that reached it, and the
+tokens that a step may expect on top of its own are the sum over i of a1 × a2 × … × ai: the product-limit estimate of
+how far blocks hold (Kaplan and Meier), which short blocks do not distort.
+"""
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass, field
 
 
@@ -26,9 +34,13 @@ class AcceptanceHistory:
 
 NUM_POSITIONS = 8
 """Places in a block that are told apart; hints further down are taken to hold as often as the last of these."""
-POSITION_WEIGHT = (
-    6.0  # hints tried: how much of a position's estimate is the session's rate over all positions
-)
+POSITION_WEIGHT = 6.0
+"""Hints tried: how much of a place's estimate is the rate over all places."""
+
+
+def extra_tokens_at(rate: float) -> float:
+    """Tokens a step expects on top of its own where every place holds with the same rate, 0 to 1."""
+    return sum(rate ** (place + 1) for place in range(NUM_POSITIONS))
 
 
 @dataclass(slots=True)
@@ -36,22 +48,39 @@ class BlockAcceptance:
     """The chance that a hint is accepted, given that those before it were, by its place in the block."""
 
     overall: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    position_weight: float = POSITION_WEIGHT
     accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_POSITIONS)
     tried: list[float] = field(default_factory=lambda: [0.0] * NUM_POSITIONS)
+
+    @classmethod
+    def of_what_is_seen(cls, decay: float) -> BlockAcceptance:
+        """That expects nothing before it has seen anything, and follows it soon."""
+        return cls(AcceptanceHistory(accepted=0.0, tried=0.0, decay=decay), position_weight=1.0)
+
+    @property
+    def rate(self) -> float:
+        """Of a hint that is tried, wherever it stands."""
+        return self.overall.rate
+
+    @property
+    def extra_tokens(self) -> float:
+        """Tokens a step may expect on top of its own, had it hints enough."""
+        return sum(itertools.accumulate(self.chances(NUM_POSITIONS), operator.mul))
 
     def observe(self, num_accepted: int, num_verified: int) -> None:
         """Of a block of `num_verified` hints the first `num_accepted` held; those behind a rejection were not tried."""
         self.overall.observe(num_accepted, num_verified)
         decay = self.overall.decay
-        for position in range(min(num_accepted + 1, num_verified, NUM_POSITIONS)):
+        num_tried = min(num_accepted + 1, num_verified)
+        for position in range(NUM_POSITIONS):  # what is no longer reached fades as well
             self.accepted[position] = self.accepted[position] * decay + (position < num_accepted)
-            self.tried[position] = self.tried[position] * decay + 1.0
+            self.tried[position] = self.tried[position] * decay + (position < num_tried)
 
     def chances(self, num_hints: int) -> list[float]:
         """Of each of `num_hints` in a block, given those before it."""
         rate = self.overall.rate
         known = [
-            min((accepted + POSITION_WEIGHT * rate) / (tried + POSITION_WEIGHT), 0.99)
+            min((accepted + self.position_weight * rate) / (tried + self.position_weight), 0.99)
             for accepted, tried in zip(self.accepted[:num_hints], self.tried[:num_hints], strict=True)
         ]
         return known + known[-1:] * (num_hints - len(known))

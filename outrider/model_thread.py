@@ -81,9 +81,8 @@ class ModelThread(Generic[EventT, ActionT]):
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # for `top -H` and profilers, where the system has names for threads
+        # For `top -H` and profilers, where the system has names for threads.
+        with contextlib.suppress(OSError):
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(self._thread.name)
         turns.take_long_turns()
         try:

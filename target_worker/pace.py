@@ -16,7 +16,7 @@ class Pace:
     has_waited: bool = False  # for hints, since then
     gap_ms: float = 0.0  # smoothed, from a step's end to the next one's start
     whole_ms: float = 0.0  # from the end of the step before to the last one's, waits included; 0.0: unknown
-    num_tokens: float = 0.0  # committed lately, and
+    num_tokens: float = 0.0  # that a session was given lately, and
     total_ms: float = 0.0  # how long that took
 
     def idle(self) -> None:
@@ -33,13 +33,13 @@ class Pace:
         self.finished_at, self.has_waited = now, False
         return step_ms + self.gap_ms
 
-    def commit(self, num_tokens: int) -> None:
+    def commit(self, num_tokens: int, num_sessions: int) -> None:
         """What the step that ended last gave, if it did nothing but decode."""
         if self.whole_ms > 0.0:
-            self.num_tokens = DECAY * self.num_tokens + num_tokens
+            self.num_tokens = DECAY * self.num_tokens + num_tokens / num_sessions
             self.total_ms = DECAY * self.total_ms + self.whole_ms
 
     @property
     def rate(self) -> float:
-        """Tokens per millisecond lately, 0.0 while unknown."""
+        """Tokens per millisecond and session lately, 0.0 while unknown."""
         return self.num_tokens / self.total_ms if self.total_ms else 0.0

@@ -47,8 +47,9 @@ from target_worker.messages import (
 )
 from target_worker.pace import Pace
 from target_worker.session import Session
-from target_worker.speculation import HintTiming, allot, best_wait
+from target_worker.speculation import allot
 from target_worker.step_cost import StepCost, StepLine
+from target_worker.waiting import HintWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,13 @@ class Scheduler:
         self.cost = StepCost()
         self._policy = ListeningPolicy()
         self._pace = Pace()
-        self._usual_timing = HintTiming()  # of the sessions so far
+        self._wait = HintWait(limits)
         self._recent = (
             RecentOutputs(max_tokens=limits.max_lookup_tokens) if limits.max_lookup_tokens else None
         )
         self._sessions: dict[str, Session] = {}
         self._places = Places(limits, allocator)
         self._early = EarlyEvents(limits)
-        self._wait_deadline: float | None = None
 
     @property
     def num_running(self) -> int:
@@ -169,7 +169,7 @@ class Scheduler:
         if session is None:
             return [SessionRefused(event.session_id, NotFound(f"no session {event.session_id} here"))]
         if event.speculation.enabled and not session.may_listen:
-            session.forget_the_draft(now, self._usual_timing)
+            session.forget_the_draft(now, self._wait.usual_timing)
         session.speculation = event.speculation
         return session.publish()
 
@@ -179,7 +179,7 @@ class Scheduler:
             self._early.keep(event.session_id, event, now)
             return []
         if not session.subscribers:
-            session.forget_the_draft(now, self._usual_timing)
+            session.forget_the_draft(now, self._wait.usual_timing)
             session.listening = self._new_listening()
         return session.subscribe(event.stream_id, event.known_len)
 
@@ -200,9 +200,7 @@ class Scheduler:
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
             path_len = len(session.tree.primary_path(limit))
-            is_waited = self._wait_deadline is not None
-            session.timing.on_hints(event.arrived_at, path_len, event.base_len, is_waited=is_waited)
-            self._usual_timing.learn_from(session.timing)
+            self._wait.on_hints(session, event.arrived_at, path_len, event.base_len)
 
     # Steps.
 
@@ -216,11 +214,11 @@ class Scheduler:
         if wait_until is not None:
             self._pace.wait()
             return WaitForHints(wait_until)
-        self._wait_deadline = None
+        self._wait.end()
         return self._compose()
 
     def _wait_for_hints(self, now: float) -> float | None:
-        """The moment to wait for, or None to go on. One step waits `hint_wait_ms_max` at the most, in all."""
+        """The moment to wait for, or None to go on."""
         if any(session.num_pending > 1 for session in self._places.running.values()):
             return None  # prefill is work enough
         hoping = [
@@ -230,42 +228,8 @@ class Scheduler:
         ]
         if not hoping:
             return None
-        if self._wait_deadline is not None and now >= self._wait_deadline:
-            for session in hoping:
-                if session.timing.path_len == 0:
-                    session.timing.on_disappointment(now)
-            return None
-        longest_s = self.limits.hint_wait_ms_max / 1e3
-        if self._wait_deadline is not None:
-            longest_s = self._wait_deadline - now
-        wait_s = self._wanted_wait(hoping, now, longest_s)
-        if wait_s <= 0.0:
-            return None
-        if self._wait_deadline is None:
-            self._wait_deadline = now + min(3.0 * wait_s + 5e-4, longest_s)
-        return self._wait_deadline
-
-    def _wanted_wait(self, hoping: list[Session], now: float, longest_s: float) -> float:
-        """Seconds that the next step should wait for hints, 0.0 for none."""
-        limit = self.limits.num_speculative_tokens
-        wanted = self.limits.wait_for_num_hints
-        if wanted is not None:
-            has_enough = all(
-                session.timing.path_len >= min(wanted, session.hint_limit(limit)) for session in hoping
-            )
-            return 0.0 if has_enough else longest_s
-        hoping = [session for session in hoping if session.timing.has_heard]
-        limits = [session.hint_limit(limit) for session in hoping]
-        return best_wait(
-            [session.timing for session in hoping],
-            [session.acceptance.chances(own) for session, own in zip(hoping, limits, strict=True)],
-            limits,
-            self._line(),
-            now,
-            longest_s,
-            num_others=self.num_running - len(hoping),
-            usual_rate=self._pace.rate,
-        )
+        usual_rate = self._pace.rate * self.num_running
+        return self._wait.until(now, hoping, self.num_running, self._line(), usual_rate)
 
     def _compose(self) -> Step:
         """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`."""
@@ -322,7 +286,7 @@ class Scheduler:
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
         if step.only_decodes:
-            self._pace.commit(num_committed)
+            self._pace.commit(num_committed, len(step.items))
         scored = result.prompt_logprobs or [[]] * len(step.items)
         for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
             session = self._sessions.get(item.session_id)

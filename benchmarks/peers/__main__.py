@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks import plot
 from benchmarks.machine import machine
 from benchmarks.peers.measure import Setup, check_memory, idle_costs, measure, running_systems, say
-from benchmarks.peers.process import PeerError, check_vllm
+from benchmarks.peers.process import PeerError, add_vllm_arguments, check_vllm
 from benchmarks.peers.summary import num_differing, summarize
 from benchmarks.peers.systems import DRAFT, WEAK, Family, all_systems, select
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
@@ -87,16 +87,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, Setup]:
     add_target_arguments(parser)
     parser.add_argument("--draft", type=Path, default=DEMO / "draft")
     parser.add_argument("--weak-draft", type=Path, help="a worse draft, measured as a third mode")
-    parser.add_argument(
-        "--vllm-python", type=Path, metavar="PATH", help="python of an environment with vLLM's CPU build"
-    )
-    parser.add_argument(
-        "--vllm-preload",
-        type=Path,
-        action="append",
-        default=[],
-        help="a library for vLLM, such as its libiomp5.so",
-    )
+    add_vllm_arguments(parser)
     parser.add_argument(
         "--systems",
         nargs="+",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ class Answer:
 def decode_rate(decoding: Sequence[tuple[int, float]]) -> float:
     """Sum over requests of (tokens after the first ones ÷ their seconds)."""
     return sum(num_tokens / seconds for num_tokens, seconds in decoding if seconds > 0)
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to find vLLM, for benchmarks that measure beside it."""
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help="python of an environment with vLLM's CPU build"
+    )
+    parser.add_argument(
+        "--vllm-preload",
+        type=Path,
+        action="append",
+        default=[],
+        help="a library for vLLM, such as its libiomp5.so",
+    )
 
 
 def check_vllm(python: Path) -> None:
@@ -139,6 +154,15 @@ class Peer:
 
 def cpu_seconds(pids: Sequence[int]) -> float:
     """Processor time so far of these processes and everything below them, in seconds."""
+    return _sum_over(pids, lambda process: sum(process.cpu_times()[:2]))
+
+
+def resident_gib(pids: Sequence[int]) -> float:
+    """Memory of these processes and everything below them, shared pages counted once per process."""
+    return _sum_over(pids, lambda process: process.memory_info().rss) / (1 << 30)
+
+
+def _sum_over(pids: Sequence[int], of: Callable[[psutil.Process], float]) -> float:
     total = 0.0
     for pid in pids:
         # A process may end between the listing and the look.
@@ -146,18 +170,5 @@ def cpu_seconds(pids: Sequence[int]) -> float:
             top = psutil.Process(pid)
             for process in [top, *top.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    total += times.user + times.system
+                    total += of(process)
     return total
-
-
-def resident_gib(pids: Sequence[int]) -> float:
-    """Memory of these processes and everything below them, shared pages counted once per process."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            top = psutil.Process(pid)
-            for process in [top, *top.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += process.memory_info().rss
-    return total / (1 << 30)

@@ -63,6 +63,11 @@ class TestRefusalsAtStart:
         assert not _parse(given)[0].seed_requests
         assert _parse([*given, "--seed-requests"])[0].seed_requests
 
+    def test_what_came_of_other_requests_counts_unless_it_is_told_not_to(self) -> None:
+        given = ["--tokenizer", ".", "--redis-url", "redis://x"]
+        assert _parse(given)[0].uses_priors
+        assert not _parse([*given, "--no-priors"])[0].uses_priors
+
     def test_an_unreachable_redis_is_named(self, clusters: ClusterFactory) -> None:
         done = run("--tokenizer", str(clusters.model_dir), "--redis-url", "redis://:secret@127.0.0.1:1/0")
         assert done.returncode == 1

@@ -41,14 +41,13 @@ def draw(heading: str, panels: Sequence[Panel], names: Sequence[str], note: str 
     top = 30
     legend = [
         f'<line x1="{_LEFT}" x2="{_LEFT + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{_color(index)}" stroke-width="2.5"/>'
-        + _text(_LEFT + 34, y, name, anchor="start")
+        + text_at(_LEFT + 34, y, name, anchor="start")
         for index, name in enumerate(names)
         for y in [top + _HEIGHT + _LINE_HEIGHT * (index + 1)]
     ]
     height = top + _HEIGHT + _LINE_HEIGHT * (len(names) + (2 if note else 1))
     body = [
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(width / 2, 22, heading, size=15, weight="bold"),
+        text_at(width / 2, 22, heading, size=15, weight="bold"),
         *(
             f'<g transform="translate({_WIDTH * index},{top})">{_panel(panel)}</g>'
             for index, panel in enumerate(panels)
@@ -56,8 +55,13 @@ def draw(heading: str, panels: Sequence[Panel], names: Sequence[str], note: str 
         *legend,
     ]
     if note:
-        body.append(_text(_LEFT, height - 10, note, anchor="start", color="#666"))
-    content = "\n".join(body)
+        body.append(text_at(_LEFT, height - 10, note, anchor="start", color="#666"))
+    return document(width, height, body)
+
+
+def document(width: float, height: float, parts: Sequence[str]) -> str:
+    """The file that shows `parts`, on white; pixels."""
+    content = "\n".join([f'<rect width="{width}" height="{height}" fill="white"/>', *parts])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12">\n{content}\n</svg>\n'
@@ -76,13 +80,13 @@ def _panel(panel: Panel) -> str:
     def y(value: float) -> float:
         return bottom - (bottom - _TOP) * value / top_tick
 
-    parts = [_text((_LEFT + right) / 2, 24, panel.title, weight="bold")]
+    parts = [text_at((_LEFT + right) / 2, 24, panel.title, weight="bold")]
     for number in range(round(top_tick / step) + 1):
         at = y(number * step)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
-        parts.append(_text(_LEFT - 6, at + 4, f"{number * step:g}", anchor="end"))
-    parts += [_text(x(index), bottom + 18, label) for index, label in enumerate(panel.labels)]
-    parts.append(_text((_LEFT + right) / 2, bottom + 38, panel.x_title))
+        parts.append(text_at(_LEFT - 6, at + 4, f"{number * step:g}", anchor="end"))
+    parts += [text_at(x(index), bottom + 18, label) for index, label in enumerate(panel.labels)]
+    parts.append(text_at((_LEFT + right) / 2, bottom + 38, panel.x_title))
     for line in panel.lines:
         known = [(x(index), y(value)) for index, value in enumerate(line.values) if value is not None]
         points = " ".join(f"{at:.1f},{level:.1f}" for at, level in known)
@@ -109,7 +113,7 @@ def _color(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def _text(
+def text_at(
     x: float,
     y: float,
     text: str,
@@ -119,6 +123,7 @@ def _text(
     weight: str = "normal",
     color: str = "#222",
 ) -> str:
+    """One line of text; `anchor` is the part of it that stands at x."""
     # Escaping leaves control characters, which no XML may hold.
     shown = escape("".join(letter if letter.isprintable() else "?" for letter in text))
     return (

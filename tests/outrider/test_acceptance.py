@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.block_acceptance import NUM_POSITIONS, BlockAcceptance, extra_tokens_at
+from outrider.acceptance import NUM_POSITIONS, BlockAcceptance, extra_tokens_at
 
 
 def observed(rates: list[float], num_hints: int, num_blocks: int = 20_000, seed: int = 1) -> BlockAcceptance:
     """Blocks of `num_hints` whose position i holds with `rates[i]`, the last rate standing for all after it."""
-    chance, made = random.Random(seed), BlockAcceptance(decay=1.0)
+    chance, made = random.Random(seed), BlockAcceptance.of_what_is_seen(decay=1.0)
     for _ in range(num_blocks):
         held = 0
         while held < num_hints and chance.random() < rates[min(held, len(rates) - 1)]:
             held += 1
-        made.observe(num_hints, held)
+        made.observe(held, num_hints)
     return made
 
 
 def test_before_the_first_hint_nothing_is_promised() -> None:
-    made = BlockAcceptance(0.95)
+    made = BlockAcceptance.of_what_is_seen(0.95)
     assert (made.rate, made.extra_tokens) == (0.0, 0.0)
 
 
@@ -54,8 +54,8 @@ def test_the_bounds_as_flat_rates_promise_a_quarter_and_three_sevenths_of_a_toke
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60))
 def test_whatever_was_seen_the_promise_is_within_the_positions(blocks: list[tuple[int, int]]) -> None:
-    made = BlockAcceptance(0.9)
+    made = BlockAcceptance.of_what_is_seen(0.9)
     for num_hints, num_accepted in blocks:
-        made.observe(num_hints, min(num_accepted, num_hints))
+        made.observe(min(num_accepted, num_hints), num_hints)
     assert 0.0 <= made.rate <= 1.0
     assert 0.0 <= made.extra_tokens <= NUM_POSITIONS

@@ -41,6 +41,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "0: none (default %(default)s)",
     )
     parser.add_argument(
+        "--max-nodes-per-step",
+        type=int,
+        default=8,
+        help="of all trees together, fed in one forward pass (default %(default)s)",
+    )
+    parser.add_argument(
+        "--max-chain-nodes",
+        type=int,
+        default=3,
+        help="fed one below the other before hints are sent and commits are heard; 0: hints go out one by one "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--min-reach",
+        type=float,
+        default=0.01,
+        help="how likely a node must be to be reached for it to be fed, 0 to 1 (default %(default)s)",
+    )
+    parser.add_argument(
         "--min-sampled-reach",
         type=float,
         default=0.15,
@@ -73,6 +92,9 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_nodes=arguments.max_nodes,
             max_lookahead=arguments.max_lookahead,
             max_alternatives=arguments.max_alternatives,
+            max_nodes_per_step=arguments.max_nodes_per_step,
+            max_chain_nodes=arguments.max_chain_nodes,
+            min_reach=arguments.min_reach,
             min_sampled_reach=arguments.min_sampled_reach,
             end_of_sequence_ids=engine.eos_token_ids,
         )
@@ -85,7 +107,9 @@ async def serve(arguments: argparse.Namespace) -> None:
             eos_token_ids=engine.eos_token_ids,
         )
         servicer = DraftServicer(info, scheduler, metrics, grammars)
-        thread = process.make_thread(DraftCore(scheduler, engine, metrics), servicer.dispatch)
+        core = DraftCore(scheduler, engine, metrics)
+        thread = process.make_thread(core, servicer.dispatch)
+        core.has_events = thread.has_events
         servicer.bind(thread)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.server)
         thread.start()

@@ -123,6 +123,19 @@ class KVMove:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Nodes that a step may feed on top of what it was given, one pass after the other: each is the primary child of
+    the one before, the first that of the item's first node."""
+
+    max_nodes: int
+    reach: float  # of the item's first node: how likely it is to be reached
+    min_reach: float  # of the nodes to be fed
+    stop_token_ids: frozenset[int]  # nodes that are not to be fed
+    tree_start: int  # as in engine.attention.QueryBlock
+    path: Sequence[int]  # KV entries that the item's first node sees there
+
+
+@dataclass(frozen=True, slots=True)
 class StepItem:
     """One session's part in a step.
 
@@ -141,9 +154,8 @@ class StepItem:
     first_draw: int  # the number of the first draw that this step may make, one per node
     acceptance_rate: float  # of this session's primary children, as far as experience goes
     tree_start: int = 0
-    paths: Sequence[Sequence[int]] | None = (
-        None  # KV entries that each node sees, as in engine.attention.QueryBlock
-    )
+    paths: Sequence[Sequence[int]] | None = None  # KV entries that each node sees, as in QueryBlock
+    chain: Chain | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +184,9 @@ class DraftLimits:
     max_lookahead: int = 20  # depth below the cursor
     max_alternatives: int = NUM_ALTERNATIVES  # of a node; 0: its primary child only
     max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
+    max_chain_nodes: int = (
+        3  # fed by one step below another node, before commits are heard and hints are sent
+    )
     min_reach: float = 0.01  # nodes that are less likely to be reached are not grown
     min_sampled_reach: float = (
         0.15  # of a node in rejection mode, where each costs a distribution on the wire
@@ -188,5 +203,12 @@ class DraftLimits:
             raise ConfigurationError(
                 f"--max-alternatives is {self.max_alternatives}; permitted: 0 to {MAX_ALTERNATIVES}"
             )
-        if not 0.0 <= self.min_sampled_reach <= 1.0:
-            raise ConfigurationError(f"--min-sampled-reach is {self.min_sampled_reach:g}; permitted: 0 to 1")
+        if self.max_nodes_per_step < 1:
+            raise ConfigurationError("--max-nodes-per-step must be at least 1")
+        if not 0 <= self.max_chain_nodes <= MAX_TREE_NODES:
+            raise ConfigurationError(
+                f"--max-chain-nodes is {self.max_chain_nodes}; permitted: 0 to {MAX_TREE_NODES}"
+            )
+        for flag, reach in (("min-reach", self.min_reach), ("min-sampled-reach", self.min_sampled_reach)):
+            if not 0.0 <= reach <= 1.0:
+                raise ConfigurationError(f"--{flag} is {reach:g}; permitted: 0 to 1")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from draft_worker.messages import NUM_ALTERNATIVES, Action, Event, Expansion, Step, StepItem
+from draft_worker.messages import NUM_ALTERNATIVES, Action, Chain, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.logit_processing import NEVER, is_idle, process
 from outrider.engine.model import Engine, SequenceChunk
@@ -33,21 +34,85 @@ NOTHING = Expansion([], [], None)
 
 
 @torch.inference_mode()
-def run_step(engine: Engine, step: Step, num_children: int = NUM_CHILDREN) -> list[list[Expansion]]:
-    """One forward pass; per item, the expansion of each of its nodes into `num_children` at most."""
+def run_step(
+    engine: Engine,
+    step: Step,
+    num_children: int = NUM_CHILDREN,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> list[list[Expansion]]:
+    """One forward pass, and one for each further node of the longest chain; per item, the expansion of each of its
+    nodes, and of the chain's, into `num_children` at most. Chains end when `is_interrupted`."""
     for move in step.moves:
         engine.move_entries(move.source_slots, move.destination_slots)
     chunks = [
         SequenceChunk(item.kv, item.token_ids, len(item.node_ids), item.tree_start, item.paths)
         for item in step.items
     ]
-    logits = engine.forward(chunks)
+    expansions = _expand_items(step.items, engine.forward(chunks), num_children)
+    growing = [
+        _Growth(item, item.chain, own)
+        for item, own in zip(step.items, expansions, strict=True)
+        if item.chain is not None
+    ]
+    while (growing := [growth for growth in growing if growth.goes_on()]) and not is_interrupted():
+        items = [growth.next_item() for growth in growing]
+        chunks = [SequenceChunk(item.kv, item.token_ids, 1, item.tree_start, item.paths) for item in items]
+        added = _expand_items(items, engine.forward(chunks), num_children)
+        for growth, (expansion,) in zip(growing, added, strict=True):
+            growth.expansions.append(expansion)
+    return expansions
+
+
+class _Growth:
+    """A chain while it is fed. Its expansions come after the item's own."""
+
+    def __init__(self, item: StepItem, chain: Chain, expansions: list[Expansion]) -> None:
+        self.expansions = expansions
+        self._item, self._chain = item, chain
+        self._tip = expansions[0]
+        self._reach = chain.reach
+        self._path = list(chain.path)
+        self._said = list(item.text.continuations[0])
+        self._num_fed = 0
+
+    def goes_on(self) -> bool:
+        """Whether the primary child of the last node is to be fed."""
+        if self._num_fed:
+            self._tip = self.expansions[-1]
+        if not self._tip.token_ids or self._num_fed == self._chain.max_nodes:
+            return False
+        self._reach *= self._tip.chances[0]
+        return (
+            self._reach >= self._chain.min_reach and self._tip.token_ids[0] not in self._chain.stop_token_ids
+        )
+
+    def next_item(self) -> StepItem:
+        """That feeds it."""
+        kv, token_id = self._item.kv, self._tip.token_ids[0]
+        kv.extend(1)
+        self._num_fed += 1
+        self._path.append(kv.length - 1)
+        self._said.append(token_id)
+        return replace(
+            self._item,
+            token_ids=[token_id],
+            node_ids=self._item.node_ids[:1],
+            text=replace(self._item.text, continuations=[self._said]),
+            tree_start=self._chain.tree_start,
+            paths=[self._path],
+        )
+
+
+def _expand_items(
+    items: Sequence[StepItem], logits: torch.Tensor, num_children: int
+) -> list[list[Expansion]]:
+    """Per item, the expansion of each of its nodes.  # logits: float32 [number of all nodes, vocab_size]"""
     # The nodes of most sessions are expanded by the same operations: all at once.
-    is_simple = [_is_simple(item) for item in step.items]
-    together = _expand_together(step.items, is_simple, logits, num_children)
+    is_simple = [_is_simple(item) for item in items]
+    together = _expand_together(items, is_simple, logits, num_children)
     expansions: list[list[Expansion]] = []
     end = 0
-    for item, simple in zip(step.items, is_simple, strict=True):
+    for item, simple in zip(items, is_simple, strict=True):
         start, end = end, end + len(item.node_ids)
         if simple:
             expansions.append(together[start:end])
@@ -179,6 +244,8 @@ class DraftCore:
         self.scheduler = scheduler
         self.engine = engine
         self._metrics = metrics
+        # Whether there is news, for which a chain breaks off; whoever makes the core's thread says how to know.
+        self.has_events: Callable[[], bool] = lambda: False
 
     def handle(self, event: Event, now: float) -> list[Action]:
         return self.scheduler.handle(event)
@@ -189,6 +256,6 @@ class DraftCore:
         if step is None:
             return [], None
         started = time.perf_counter()
-        expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives)
+        expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives, self.has_events)
         self._metrics.step_ms.observe((time.perf_counter() - started) * 1e3)
         return self.scheduler.finish_step(step, expansions), 0.0

@@ -173,12 +173,15 @@ class DraftScheduler:
             return None
         budget = self.limits.max_num_batched_tokens
         items = []
-        for session, node_ids in self._most_probable(growing):
-            items.append(session.grow_item(node_ids))
+        chosen = self._most_probable(growing)
+        # A chain goes on for as long as its next node is the likeliest there is to be fed.
+        likeliest_left = max((session.next_priority() for session in growing), default=0.0)
+        for session, node_ids in chosen:
+            items.append(session.grow_item(node_ids, likeliest_left))
             budget -= len(node_ids)
         for session in growing:
             if session.num_pending and budget > 0:
-                items.append(session.prefill_item(budget))
+                items.append(session.prefill_item(budget, likeliest_left))
                 budget -= len(items[-1].token_ids)
         if not items:
             return None
@@ -205,15 +208,14 @@ class DraftScheduler:
         return [(growing[i], node_ids) for i, node_ids in chosen.items()]
 
     def finish_step(self, step: Step, expansions: list[list[Expansion]]) -> list[Action]:
-        """Attaches the new nodes; `expansions[i]` belongs to the nodes of `step.items[i]`."""
+        """Attaches the new nodes; `expansions[i]` belongs to the nodes of `step.items[i]`, then to those of its chain
+        that were fed."""
         actions: list[Action] = []
         for item, expanded in zip(step.items, expansions, strict=True):
             session = self._sessions[item.session_id]  # events are handled between steps only
             if item.paths is None:
                 session.finish_prefill(len(item.token_ids))
-            hints: list[Hint] = []
-            for node_id, expansion in zip(item.node_ids, expanded, strict=True):
-                hints += session.add_children(node_id, expansion)
+            hints = session.expand(item.node_ids, expanded)
             if hints:
                 actions.append(self._send(session, hints))
         return actions

@@ -14,12 +14,13 @@ and the tree is empty. Every node that is kept was sent, so the target's cursor 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from draft_worker.messages import DraftLimits, Expansion, KVMove, StepItem
+from draft_worker.messages import Chain, DraftLimits, Expansion, KVMove, StepItem
 from outrider.acceptance import AcceptanceHistory
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
@@ -248,13 +249,16 @@ class DraftSession:
     def wants_to_grow(self) -> bool:
         return self.is_listened_to and len(self.token_ids) < self.limits.max_model_len - 1
 
-    def prefill_item(self, budget: int) -> StepItem:
+    def prefill_item(self, budget: int, min_chain_reach: float = 0.0) -> StepItem:
         """Feeds up to `budget` pending tokens; the last one expands the cursor."""
         count = min(self.num_pending, budget)
         token_ids = self.token_ids[self.num_prefix : self.num_prefix + count]
         is_last = count == self.num_pending
         self.kv.extend(count)
-        return self._item(token_ids, [self.cursor] if is_last else [], [[]] if is_last else [])
+        if not is_last:
+            return self._item(token_ids, [], [])
+        chain = self._chain(self.cursor_node, self.kv.length, [], min_chain_reach)
+        return self._item(token_ids, [self.cursor], [[]], chain=chain)
 
     def next_priority(self) -> float:
         """Of the candidate to feed next: how likely it is to be reached; 0.0 when nothing can grow.
@@ -276,7 +280,7 @@ class DraftSession:
 
     def _take_up(self, parent_id: int, token_id: int, reach: float) -> int:
         """Makes an alternative a node."""
-        parent = self.cursor_node if parent_id == self.cursor else self.nodes[parent_id]
+        parent = self._node(parent_id)
         parent.alternatives = [other for other in parent.alternatives if other[0] != token_id]
         return self._add_node(parent, token_id, reach, None).hint.node_id
 
@@ -299,7 +303,18 @@ class DraftSession:
     def _is_sampled(self) -> bool:
         return self.sampling.decoding_mode is DecodingMode.REJECTION
 
-    def grow_item(self, node_ids: list[int]) -> StepItem:
+    def _chain(self, head: DraftNode, tree_start: int, path: list[int], min_reach: float) -> Chain | None:
+        """What a step may feed below `head`, which it feeds as well. None under rejection sampling: every draw has its
+        number, and its turn as `_offer_one` says."""
+        depth_left = self._deepest() - head.depth - 1
+        room = self.limits.max_nodes - len(self.nodes) - self.num_owed - 1
+        max_nodes = min(self.limits.max_chain_nodes, depth_left, room)
+        if max_nodes < 1 or self._is_sampled:
+            return None
+        min_reach = max(min_reach, self._min_reach)
+        return Chain(max_nodes, head.reach, min_reach, self.stop_token_ids, tree_start, path)
+
+    def grow_item(self, node_ids: list[int], min_chain_reach: float = 0.0) -> StepItem:
         """Feeds frontier nodes, each seeing the committed tokens, its ancestors and itself."""
         first_entry = self.kv.length
         self.kv.extend(len(node_ids))
@@ -307,11 +322,13 @@ class DraftSession:
             self.nodes[node_id].entry = first_entry + index
         self.entry_nodes = self.entry_nodes + node_ids
         branches = [self._branch(node_id) for node_id in node_ids]
+        paths = [[node.entry or 0 for node in branch] for branch in branches]
         return self._item(
             [self.nodes[node_id].hint.token_id for node_id in node_ids],
             node_ids,
             [[node.hint.token_id for node in branch] for branch in branches],
-            [[node.entry or 0 for node in branch] for branch in branches],
+            paths,
+            self._chain(self.nodes[node_ids[0]], self.num_prefix, paths[0], min_chain_reach),
         )
 
     def _item(
@@ -320,6 +337,7 @@ class DraftSession:
         node_ids: list[int],
         continuations: list[list[int]],
         paths: list[list[int]] | None = None,
+        chain: Chain | None = None,
     ) -> StepItem:
         """Feeds tokens and expands nodes; `continuations` are the texts from the cursor to each of them."""
         first_draw = self.num_draws
@@ -338,6 +356,7 @@ class DraftSession:
             self.acceptance.rate,
             self.num_prefix,
             paths,
+            chain,
         )
 
     def _branch(self, node_id: int) -> list[DraftNode]:
@@ -351,9 +370,32 @@ class DraftSession:
     def finish_prefill(self, num_fed: int) -> None:
         self.num_prefix += num_fed
 
-    def add_children(self, node_id: int, expansion: Expansion) -> list[Hint]:
-        """Attaches a node's primary child and remembers its alternatives; returns what is to be sent."""
-        node = self.cursor_node if node_id == self.cursor else self.nodes[node_id]
+    def expand(self, node_ids: Sequence[int], expansions: Sequence[Expansion]) -> list[Hint]:
+        """Takes in what a step made of its item: of each node, and of the chain below the first. Returns what is to be
+        sent."""
+        num_chained = len(expansions) - len(node_ids)
+        hints: list[Hint] = []
+        for index, (node_id, expansion) in enumerate(zip(node_ids, expansions, strict=False)):
+            hints += self.add_children(node_id, expansion, is_followed=index == 0 and num_chained > 0)
+        tip = self._node(node_ids[0]) if num_chained else self.cursor_node
+        for index, expansion in enumerate(expansions[len(node_ids) :]):
+            node_id = tip.children[0]
+            tip = self.nodes[node_id]
+            tip.entry = self.kv.length - num_chained + index
+            self.entry_nodes.append(node_id)
+            self.num_owed += 1
+            hints += self.add_children(node_id, expansion, is_followed=index + 1 < num_chained)
+        return hints
+
+    def _node(self, node_id: int) -> DraftNode:
+        return self.cursor_node if node_id == self.cursor else self.nodes[node_id]
+
+    def add_children(self, node_id: int, expansion: Expansion, *, is_followed: bool = False) -> list[Hint]:
+        """Attaches a node's primary child and remembers its alternatives; returns what is to be sent.
+
+        is_followed: the primary child has been fed already.
+        """
+        node = self._node(node_id)
         added: list[DraftNode] = []
         if node is not self.cursor_node:
             self.num_owed -= 1
@@ -361,7 +403,8 @@ class DraftSession:
         if expansion.token_ids:
             reach = node.reach * expansion.chances[0]
             child = self._add_node(node, expansion.token_ids[0], reach, expansion.distribution)
-            self._offer(child)
+            if not is_followed:
+                self._offer(child)
             added.append(child)
         node.alternatives = list(zip(expansion.token_ids[1:], expansion.chances[1:], strict=True))
         self._offer(node)

@@ -75,6 +75,10 @@ class ModelThread(Generic[EventT, ActionT]):
         self._inbox.put(event)
         return True
 
+    def has_events(self) -> bool:
+        """Whether the core is to hear of something."""
+        return not self._inbox.empty()
+
     def stop(self, timeout_s: float = 10.0) -> None:
         self._is_stopping = True
         self._inbox.put(None)

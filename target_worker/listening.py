@@ -3,8 +3,9 @@
 Even hints that are never verified cost something: they are read, kept and answered, and steps wait for them. What that
 amounts to no model tells well, so it is measured: for every size of batch the worker compares its speed while sessions
 listen with its speed while they do not, trying the other way for a few steps now and then, ever more rarely while the
-answer stays the same. That bounds the price of finding out, too. While listening does not pay, all sessions rest: their
-draft workers are told to pause. A session whose own hints hardly ever hold rests by itself.
+answer stays the same, no longer than it takes to see that it is worse, and never again before what earlier trials lost
+is a hundredth of the steps since. While listening does not clearly pay, all sessions rest: their draft workers are told
+to pause. A session whose own hints hardly ever hold rests by itself.
 
 Speeds are relative to what plain decoding of the same batch costs, as fitted over plain steps alone (`StepCost`), so
 that sizes and contexts that change meanwhile do not matter. Nothing here looks at a hint's token or probability
@@ -14,12 +15,13 @@ that sizes and contexts that change meanwhile do not matter. Nothing here looks 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 
 from target_worker.step_cost import StepCost
 
-NUM_TRIAL_STEPS = 24
-"""Steps of a trial of the other way."""
+NUM_TRIAL_STEPS = 48
+"""Steps of a trial of the other way, at the most."""
 NUM_SETTLING_STEPS = 6
 """After a change, which say nothing yet: a draft worker that was woken has to catch up."""
 NUM_STEADY_STEPS = 96
@@ -29,8 +31,21 @@ NUM_FIRST_STEPS = 8
 """Plain steps that a worker starts with, to have something to compare with."""
 CLEARLY = 0.85
 """Of the other way's last known speed: a present way that has fallen below this is put to trial at once."""
+WORTHWHILE = 1.04
+"""Of the plain speed: what listening has to reach. Differences below it are within what a trial can tell, and a draft
+worker has better things to do."""
+NUM_LOOK_STEPS = 8
+"""Of a trial, after which it ends as soon as it is clear that it does not pay."""
+NUM_STANDARD_ERRORS = 2.5
+"""What is clear: by so much, as the trial's steps scatter. It is looked at after every step, hence more than two."""
+TRIAL_SHARE = 0.01
+"""Of all steps: what trials may lose."""
 OLD_NEWS = 0.25
 """Of the weight of what was seen of a way before the present trial of it."""
+NUM_KNOWN_STEPS = 24
+"""Seen of a way, after which no single step counts more than three usual ones."""
+NUM_JUDGED_STEPS = 24
+"""Of a session that listens, before its own hints are judged."""
 MIN_WORTH = 0.05
 """Tokens a step that a session's hints must gain, what it costs to verify them subtracted."""
 NUM_RESTED_STEPS = 64
@@ -60,6 +75,10 @@ class Regime:
     in_trial: bool = False
     num_steps: int = 0  # since the last change
     num_steady: int = NUM_STEADY_STEPS
+    num_steps_in_all: int = 0
+    num_lost: float = 0.0  # of them, by trials
+    num_lost_now: float = 0.0  # by the present one
+    trial: list[float] = field(default_factory=list)  # speeds seen in the present one
     listening: DecayedMean = field(default_factory=lambda: DecayedMean(0.98))
     plain: DecayedMean = field(default_factory=lambda: DecayedMean(0.98))
 
@@ -71,17 +90,21 @@ class Regime:
     def observe(self, speed: float, listening_share: float) -> None:
         """One step: its speed, and which part of the sessions that could listen did."""
         self.num_steps += 1
+        self.num_steps_in_all += 1
         own, other = self.listening, self.plain
         if not self.is_listening:
             own, other = other, own
         is_as_meant = listening_share >= 0.5 if self.is_listening else listening_share == 0.0
         if self.num_steps > NUM_SETTLING_STEPS and is_as_meant:
-            is_known = own.weight > NUM_TRIAL_STEPS and not self.in_trial
+            is_known = own.weight > NUM_KNOWN_STEPS and not self.in_trial
             own.observe(min(speed, 3.0 * own.mean) if is_known else speed)
+            if self.in_trial:
+                self.trial.append(speed)
         if self.in_trial:
-            if self.num_steps >= NUM_TRIAL_STEPS:
+            self.num_lost_now += 1.0 - speed / other.mean if other.mean else 0.0
+            if self.num_steps >= NUM_TRIAL_STEPS or self._is_clearly_slower():
                 self._decide()
-        elif self.num_steps >= self.num_steady or (
+        elif (self.num_steps >= self.num_steady and self.num_lost <= TRIAL_SHARE * self.num_steps_in_all) or (
             self.num_steps >= NUM_STEADY_STEPS and other.weight > 0.0 and own.mean < CLEARLY * other.mean
         ):
             self._begin_trial(other)
@@ -90,12 +113,25 @@ class Regime:
         """What was known of the other way counts little beside what is seen now."""
         other.total, other.weight = other.total * OLD_NEWS, other.weight * OLD_NEWS
         self.in_trial, self.is_listening, self.num_steps = True, not self.is_listening, 0
+        self.trial.clear()
+        self.num_lost_now = 0.0
+
+    def _is_clearly_slower(self) -> bool:
+        """Whether the trial need not go on."""
+        if len(self.trial) < NUM_LOOK_STEPS:
+            return False
+        tipping_point = (
+            self.plain.mean * WORTHWHILE if self.is_listening else self.listening.mean / WORTHWHILE
+        )
+        standard_error = statistics.stdev(self.trial) / math.sqrt(len(self.trial))
+        return statistics.fmean(self.trial) + NUM_STANDARD_ERRORS * standard_error < tipping_point
 
     def _decide(self) -> None:
-        is_better = self.listening.mean > self.plain.mean
+        is_better = self.listening.mean > WORTHWHILE * self.plain.mean
         is_confirmed = is_better != self.is_listening  # the trial was of the other way
         self.num_steady = min(2 * self.num_steady, NUM_STEADY_STEPS_MAX) if is_confirmed else NUM_STEADY_STEPS
         self.in_trial = False
+        self.num_lost += max(self.num_lost_now, 0.0)
         if is_better != self.is_listening:
             self.is_listening, self.num_steps = is_better, 0
 
@@ -155,7 +191,7 @@ class ListeningPolicy:
         """A step of a listening session: tokens that its hints gained less those that verifying them cost."""
         own.worth.observe(worth_tokens)
         own.num_steps += 1
-        if own.num_steps >= NUM_TRIAL_STEPS and own.worth.mean < MIN_WORTH:
+        if own.num_steps >= NUM_JUDGED_STEPS and own.worth.mean < MIN_WORTH:
             own.is_resting, own.num_steps_left = True, own.num_rested
             own.num_rested = min(2 * own.num_rested, NUM_RESTED_STEPS_MAX)
 

@@ -210,6 +210,8 @@ class Scheduler:
         if not self._places.running:
             self._pace.idle()
             return None
+        for session in self._places.running.values():
+            session.count_outcome()
         wait_until = self._wait_for_hints(now)
         if wait_until is not None:
             self._pace.wait()

@@ -87,6 +87,7 @@ class Session:
     first_step_at: float | None = None
     first_token_at: float | None = None
     num_cached_tokens: int = 0  # of the prompt, whose KV was there already
+    has_outcome: bool = False  # of a step with hints, which has not been counted
 
     @classmethod
     def from_event(
@@ -275,8 +276,7 @@ class Session:
             reason = _advance(self.grammar, token_ids) or reason
         self.token_ids.extend(token_ids)
         self.tree.commit(token_ids)
-        if num_tried and reason is None:
-            self._count_outcome()
+        self.has_outcome = num_tried > 0 and reason is None
         self.kv.truncate(min(self.kv.length, self.committed_len - 1))
         origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
@@ -326,8 +326,11 @@ class Session:
         _increment(stats.acceptance_histogram, num_accepted)
         _increment(stats.draft_length_histogram, num_draft_tokens)
 
-    def _count_outcome(self) -> None:
-        """Whether the tree goes on where the step left off."""
+    def count_outcome(self) -> None:
+        """Whether the tree goes on where the last step left off, now that the next one could begin."""
+        if not self.has_outcome:
+            return
+        self.has_outcome = False
         self.stats.num_outcomes += 1
         self.stats.num_predicted_outcomes += self.tree.cursor is not None
         self.stats.num_ready_outcomes += self.tree.primary_child(self.tree.cursor) is not None

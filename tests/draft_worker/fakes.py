@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draft_worker.messages import Expansion, KVMove, Step
+from draft_worker.messages import Expansion, KVMove, Step, StepItem
 from outrider.randomness import mix
 from tests.target_worker import fakes as target_fakes
 
@@ -69,5 +69,30 @@ class FakeDraftModel:
                 paths.append(path)
             logits_of = paths[len(paths) - len(item.node_ids) :] if item.node_ids else []
             assert [(*item.text.token_ids, *said) for said in item.text.continuations] == logits_of
-            expansions.append([self.expand(path) for path in logits_of])
+            expanded = [self.expand(path) for path in logits_of]
+            if item.chain is not None:
+                expanded += self.follow(item, logits_of[0], expanded[0])
+            expansions.append(expanded)
         return expansions
+
+    def follow(self, item: StepItem, path: Path, expansion: Expansion) -> list[Expansion]:
+        """Feeds an item's chain for as long as it may, or for fewer passes: something comes between."""
+        chain = item.chain
+        assert chain is not None
+        found: list[Expansion] = []
+        reach, entries = chain.reach, list(chain.path)
+        for _ in range(min(chain.max_nodes, mix(self.num_steps) % (chain.max_nodes + 3))):
+            token_id = expansion.token_ids[0]
+            reach *= expansion.chances[0]
+            if reach < chain.min_reach or token_id in chain.stop_token_ids:
+                break
+            item.kv.extend(1)
+            slots = item.kv.slots(0, item.kv.length).tolist()
+            held = [self.cache[slot] for slot in slots[: chain.tree_start] + [slots[e] for e in entries]]
+            assert held == [path[: i + 1] for i in range(len(path))], "a chain sees another path's KV"
+            entries.append(item.kv.length - 1)
+            path = (*path, token_id)
+            self.cache[slots[-1]] = path
+            expansion = self.expand(path)
+            found.append(expansion)
+        return found

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from draft_worker.messages import AttachSession, CommitHeard, DraftLimits, Expansion, SendHints
+from draft_worker.messages import (
+    AttachSession,
+    CommitHeard,
+    DetachSession,
+    DraftLimits,
+    Expansion,
+    SendHints,
+)
 from draft_worker.messages import StepItem as DraftItem
 from draft_worker.messages import Subscribe as DraftSubscribe
 from draft_worker.runner import NUM_CHILDREN, expand
@@ -155,6 +164,50 @@ def item(params: SamplingParams, num_rows: int, speculation: SpeculationSettings
         first_draw=7,
         acceptance_rate=0.7,
     )
+
+
+class TestChains:
+    """On a real engine: hints are what single steps would have made of the same texts."""
+
+    def grown(
+        self, params: SamplingParams, max_chain_nodes: int, is_interrupted: Callable[[], bool]
+    ) -> tuple[set[tuple[int, ...]], int]:
+        """The texts of all nodes when the tree is as large as it may become, and the steps that took."""
+        engine = models.engine("llama", "bfloat16")
+        limits = DraftLimits(
+            max_num_seqs=1, max_nodes=60, max_lookahead=8, min_reach=0.0, max_chain_nodes=max_chain_nodes
+        )
+        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
+        scheduler.handle(AttachSession("a", 1, "target:1", text(20, 3, engine.vocab_size), params, 5))
+        num_steps = 0
+        while (step := scheduler.next_step()) is not None:
+            scheduler.finish_step(step, run_draft_step(engine, step, 1, is_interrupted))
+            num_steps += 1
+        session = scheduler.progress("a")
+        assert session is not None
+        branches: dict[int, tuple[int, ...]] = {0: ()}
+        for hint in session.live_hints():
+            branches[hint.node_id] = (*branches[hint.parent_id], hint.token_id)
+        scheduler.handle(DetachSession("a", 1))
+        engine.allocator.check_integrity([])
+        return set(branches.values()), num_steps
+
+    @pytest.mark.parametrize(
+        "params",
+        [GREEDY, replace(GREEDY, presence_penalty=0.7), COUPLED],
+        ids=["greedy", "penalty", "coupled"],
+    )
+    def test_they_guess_what_single_steps_guess(self, params: SamplingParams) -> None:
+        apart, num_steps = self.grown(params, 0, lambda: False)
+        assert len(apart) == 1 + 8
+        assert num_steps == 8
+        assert self.grown(params, 3, lambda: False) == (apart, 2)
+
+    def test_one_that_is_interrupted_goes_on_in_the_next_step(self) -> None:
+        apart, _ = self.grown(GREEDY, 0, lambda: False)
+        assert self.grown(GREEDY, 3, lambda: True) == (apart, 8)
+        rng = random.Random(1)
+        assert self.grown(GREEDY, 3, lambda: rng.random() < 0.5)[0] == apart
 
 
 class TestExpansions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from draft_worker.messages import (
     AttachmentEnded,
     AttachmentRefused,
     AttachSession,
+    Chain,
     CommitHeard,
     DetachSession,
     DraftLimits,
@@ -27,6 +30,7 @@ from draft_worker.session import DraftSession
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.hint_tree import ROOT_ID, Hint
+from outrider.randomness import mix
 from outrider.sampling_params import SamplingParams
 from tests.draft_worker.fakes import VOCAB_SIZE, FakeDraftModel
 from tests.target_worker.fakes import next_token
@@ -350,7 +354,8 @@ class TestBounds:
             assert len(world.session().nodes) <= LIMITS.max_nodes
 
     def test_the_primary_path_grows_first(self) -> None:
-        world = attached()
+        world = World(replace(LIMITS, max_chain_nodes=0))
+        world.tell(attach())
         for num_turns in range(1, LIMITS.max_lookahead + 1):
             world.turn()
             assert len(world.primary()) == num_turns or len(world.session().nodes) >= LIMITS.max_nodes - 2
@@ -401,6 +406,71 @@ class TestBounds:
                 if world.scheduler.progress(name) is not None:
                     world.commit([next_token(world.texts[name])], name)
             world.allocator.check_integrity([s.kv for s in world.scheduler._sessions.values()])
+
+
+class TestChains:
+    """What a step may feed on top of its nodes, before anything else is heard or said."""
+
+    def chains(self, world: World) -> dict[str, Chain | None]:
+        step = world.scheduler.next_step()
+        assert step is not None
+        chains = {item.session_id: item.chain for item in step.items}
+        world.hear(world.scheduler.finish_step(step, world.model.run(step)))
+        return chains
+
+    def test_the_first_hints_come_with_the_prefill(self) -> None:
+        world = World(LIMITS, alignment=256)
+        world.tell(attach())
+        world.model.num_steps = next(n for n in range(100) if mix(n + 1) % 6 >= 3)  # nothing comes between
+        world.turn()
+        assert len(world.primary()) == 1 + LIMITS.max_chain_nodes
+        world.check()
+
+    def test_it_is_over_where_lookahead_or_nodes_are(self) -> None:
+        world = World(replace(LIMITS, max_lookahead=2, max_chain_nodes=9))
+        world.tell(attach())
+        chain = self.chains(world)["a"]
+        assert chain is not None
+        assert chain.max_nodes == 1, "the second token below the cursor is said and not fed"
+        world = World(replace(LIMITS, max_nodes=4, max_chain_nodes=9))
+        world.tell(attach())
+        chain = self.chains(world)["a"]
+        assert chain is not None
+        assert chain.max_nodes == 3
+
+    def test_it_stops_where_another_node_is_likelier_to_be_reached(self) -> None:
+        world = World(replace(LIMITS, max_nodes_per_step=1))
+        world.tell(attach("a"))
+        world.tell(attach("b"))
+        self.chains(world)
+        likeliest = max(world.session(name).next_priority() for name in "ab")
+        other = min(world.session(name).next_priority() for name in "ab")
+        (chain,) = self.chains(world).values()
+        assert chain is not None
+        assert chain.reach == pytest.approx(likeliest)
+        assert chain.min_reach == pytest.approx(other)
+
+    @pytest.mark.parametrize(
+        ("sampling", "has_chain"),
+        [
+            (GREEDY, True),
+            (SamplingParams(temperature=0.8, seed=3, max_tokens=50), True),
+            (SamplingParams(temperature=0.8, max_tokens=50), False),
+        ],
+        ids=["greedy", "coupled", "rejection"],
+    )
+    def test_draws_that_are_counted_are_made_one_by_one(
+        self, sampling: SamplingParams, has_chain: bool
+    ) -> None:
+        world = World()
+        world.tell(AttachSession("a", 1, TARGET, [1, 2, 3], sampling, 7))
+        assert (self.chains(world)["a"] is not None) == has_chain
+
+    def test_none_when_told_so(self) -> None:
+        world = World(replace(LIMITS, max_chain_nodes=0))
+        world.tell(attach())
+        for _ in range(3):
+            assert self.chains(world)["a"] is None
 
 
 class TestFairness:

@@ -14,6 +14,7 @@ from outrider.randomness import mix
 from target_worker.listening import (
     MIN_WORTH,
     NUM_FIRST_STEPS,
+    NUM_JUDGED_STEPS,
     NUM_RESTED_STEPS,
     NUM_RESTED_STEPS_MAX,
     NUM_STEADY_STEPS,
@@ -303,7 +304,7 @@ class TestOwnRests:
     def test_a_session_whose_hints_never_hold_rests_while_others_listen(self) -> None:
         policy = listening_policy()
         own, other = policy.start(4), policy.start(4)
-        for _ in range(NUM_TRIAL_STEPS):
+        for _ in range(NUM_JUDGED_STEPS):
             assert not own.is_resting
             policy.judge(own, -0.3)
             policy.judge(other, 2.0)

@@ -522,6 +522,7 @@ class TestHints:
             hints += [Hint(2 + i, 0 if i == 0 else 1 + i, text[3 + i]) for i in range(1 + hints_below)]
         world.tell(HintsArrived("a", 1, 3, hints, world.now))
         world.turn()
+        world.scheduler.next_step(world.now)
         return world.scheduler._sessions["a"].stats
 
     def test_a_caller_hears_of_steps_in_which_the_worker_chose_not_to_listen(self) -> None:

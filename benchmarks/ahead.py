@@ -1,16 +1,16 @@
 """Drafting ahead against waiting for verdicts, and both against a free draft: `python -m benchmarks.ahead --help`.
 
-Four ways of using the same two models, under the same load:
+Five ways of using the same two models, under the same load:
 
 - plain: the target alone;
 - synchronous-N: the target waits for N hints and the draft, having sent these, for the verdict on them. The draft keeps
   no alternatives and goes no further than N tokens below what is committed;
 - ahead: the draft goes on while the target verifies, along its primary path only;
-- ahead+enumerate: the workers' defaults. The draft also grows other tokens that the target may say instead.
+- ahead+enumerate: the draft also grows other tokens that the target may say instead;
+- ahead+enumerate+lookup: the workers' defaults. The target also takes hints from the session's own text.
 
-A synchronous draft, too, stops early at hints that it thinks will not be reached (DraftLimits.min_reach), and the
-target has then waited in vain; `vain_wait_share` says how often. It feeds at most DraftLimits.max_nodes_per_step nodes
-in a forward pass, which prolongs its turn when there are more streams than that.
+A synchronous draft makes its N hints in one step (`--max-chain-nodes`), for all streams together, and as many as it is
+asked for; `vain_wait_share` says how often the target waited all the same for hints that did not come.
 
 The bound is what the same tokens per step and the same step times would give if steps followed each other as plain
 ones do (`benchmarks/bound.py`). Beside it stands what hints that hold independently, each as often as measured, would
@@ -43,7 +43,8 @@ from benchmarks.modes import (
 from benchmarks.target_model import target_model
 
 PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE = "plain", "synchronous", "ahead", "ahead+enumerate"
-KINDS = (PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE)
+LOOKUP = "ahead+enumerate+lookup"
+KINDS = (PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE, LOOKUP)
 NO_ALTERNATIVES = ("--max-alternatives", "0")
 SYNCHRONOUS_WAIT_MS = 50.0
 MAX_HINTS = 7
@@ -57,7 +58,10 @@ def synchronous(num_hints: int) -> Mode:
             *("--wait-for-num-hints", str(num_hints), "--num-speculative-tokens", str(num_hints)),
             *("--hint-wait-ms", str(SYNCHRONOUS_WAIT_MS), "--always-listen"),
         ),
-        ("--max-lookahead", str(num_hints), *NO_ALTERNATIVES),
+        (
+            *("--max-lookahead", str(num_hints), *NO_ALTERNATIVES, "--min-reach", "0"),
+            *("--max-chain-nodes", str(num_hints), "--max-nodes-per-step", "64"),
+        ),
     )
 
 
@@ -70,6 +74,8 @@ def modes(kinds: Sequence[str], num_hints: Sequence[int]) -> list[Mode]:
         wanted.append(Mode(AHEAD, draft_arguments=NO_ALTERNATIVES))
     if ENUMERATE in kinds:
         wanted.append(Mode(ENUMERATE))
+    if LOOKUP in kinds:
+        wanted.append(Mode(LOOKUP, target_arguments=("--lookup",)))
     return wanted
 
 
@@ -129,7 +135,7 @@ def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
     if best is not None:
         result["best_synchronous"] = best
         result["over_best_synchronous"] = {
-            name: over(slices[name], slices[best]) for name in (AHEAD, ENUMERATE) if name in slices
+            name: over(slices[name], slices[best]) for name in (AHEAD, ENUMERATE, LOOKUP) if name in slices
         }
     return result
 
@@ -152,7 +158,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     groups: dict[str, dict[str, plot.Value]] = {}
     for num_streams, figures in result["batch"].items():
         group: dict[str, plot.Value] = {}
-        shown = {figures.get("best_synchronous"): "best synchronous", AHEAD: AHEAD, ENUMERATE: ENUMERATE}
+        shown = {figures.get("best_synchronous"): "best synchronous"}
+        shown |= {name: name for name in (AHEAD, ENUMERATE, LOOKUP)}
         for name, label in shown.items():
             if name in figures["modes"]:
                 own = figures["modes"][name]

@@ -186,9 +186,16 @@ async def worker_pair(
     target_arguments: Sequence[str] = (),
     draft_arguments: Sequence[str] = (),
 ) -> AsyncIterator[WorkerPair]:
-    """Starts the workers, yields them, and stops them whatever happens."""
+    """Starts the workers, yields them, and stops them whatever happens.
+
+    Lookup is off unless `target_arguments` have --lookup: what is measured is the draft.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        starts = [WorkerProcessHandle.start("target_worker", "--model", str(target_dir), *target_arguments)]
+        starts = [
+            WorkerProcessHandle.start(
+                *("target_worker", "--model", str(target_dir), "--no-lookup", *target_arguments)
+            )
+        ]
         if draft_dir is not None:
             starts.append(
                 WorkerProcessHandle.start("draft_worker", "--model", str(draft_dir), *draft_arguments)

@@ -55,11 +55,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="hints that a step waits for, within --hint-wait-ms; default: as many as measured times say",
     )
     parser.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also take hints from what followed when a session's own text last stood like this (default on)",
+    )
+    parser.add_argument(
         "--max-lookup-tokens",
         type=int,
         default=0,
-        help="also take hints from what followed before in a session's own text and in ended sessions' outputs, of "
-        "which so many tokens are kept, such as 65536; 0: no lookup (default %(default)s)",
+        help="with --lookup, look into ended sessions' outputs too, of which so many tokens are kept, such as 65536: "
+        "for texts that resemble each other; sessions of all callers share them (default %(default)s)",
     )
     parser.add_argument(
         "--always-listen",
@@ -103,6 +109,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             max_model_len=engine.max_model_len,
             num_speculative_tokens=arguments.num_speculative_tokens,
             hint_wait_ms_max=arguments.hint_wait_ms,
+            has_lookup=arguments.lookup,
             max_lookup_tokens=arguments.max_lookup_tokens,
             may_rest=not arguments.always_listen,
             wait_for_num_hints=arguments.wait_for_num_hints,

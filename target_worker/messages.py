@@ -229,7 +229,8 @@ class SchedulerLimits:
     num_speculative_tokens: int = 7  # hints fed per session and step; with the last token, eight rows
     hint_wait_ms_max: float = 10.0
     wait_for_num_hints: int | None = None  # hints that a step waits for; None: as many as measurements say
-    max_lookup_tokens: int = 0  # of ended sessions' outputs, for hints by lookup; 0: no lookup at all
+    has_lookup: bool = True  # of hints in a session's own text, and in
+    max_lookup_tokens: int = 0  # so many tokens of ended sessions' outputs
     may_rest: bool = True  # sessions that lose time by listening to their draft worker stop for a while
     max_early_sessions: int = 256  # that draft workers speak of before the coordinator does
     max_early_events: int = 128  # kept for each of them

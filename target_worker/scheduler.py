@@ -72,7 +72,9 @@ class Scheduler:
         self._pace = Pace()
         self._wait = HintWait(limits)
         self._recent = (
-            RecentOutputs(max_tokens=limits.max_lookup_tokens) if limits.max_lookup_tokens else None
+            RecentOutputs(max_tokens=limits.max_lookup_tokens)
+            if limits.has_lookup and limits.max_lookup_tokens
+            else None
         )
         self._sessions: dict[str, Session] = {}
         self._places = Places(limits, allocator)
@@ -145,7 +147,7 @@ class Scheduler:
         return actions
 
     def _local_hints(self, event: StartSession) -> LocalHints | None:
-        if self._recent is None or event.speculation.is_plain:
+        if not self.limits.has_lookup or event.speculation.is_plain:
             return None
         return LocalHints(self._recent)
 

@@ -69,6 +69,7 @@ class Deployment:
     seed_requests: bool = False
     proxy: Proxy | None = None
     enable_prefix_caching: bool = True
+    enable_lookup: bool = True
 
     @property
     def model_name(self) -> str:
@@ -112,7 +113,11 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
     }
-    target_words = () if deployment.enable_prefix_caching else ("--no-enable-prefix-caching",)
+    switches = {
+        "--no-enable-prefix-caching": not deployment.enable_prefix_caching,
+        "--no-lookup": not deployment.enable_lookup,
+    }
+    target_words = [switch for switch, is_given in switches.items() if is_given]
     specs = [
         _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags, target_words)
         for i, own in enumerate(plan.targets)

@@ -63,6 +63,22 @@ NumSpeculativeTokens = Annotated[
         rich_help_panel=_MODELS,
     ),
 ]
+NoLookup = Annotated[
+    bool,
+    typer.Option(
+        "--no-lookup",
+        help="Take no hints from what followed when a text last stood like this.",
+        rich_help_panel=_MODELS,
+    ),
+]
+NoPrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--no-prefix-caching",
+        help="Compute every prompt anew, even where it begins like another.",
+        rich_help_panel=_MODELS,
+    ),
+]
 Host = Annotated[
     str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.", rich_help_panel=_NETWORK)
 ]

@@ -93,14 +93,16 @@ def test_what_is_asked_of_all_requests_reaches_the_processes_it_concerns() -> No
         target=Path("/m/target"),
         draft=Path("/m/draft"),
         enable_prefix_caching=False,
+        enable_lookup=False,
         seed_requests=True,
     )
     target, draft = worker_specs(deployment, [0, 1], "run")
-    assert "--no-enable-prefix-caching" in target.command
-    assert "--no-enable-prefix-caching" not in draft.command
+    switches = {"--no-enable-prefix-caching", "--no-lookup"}
+    assert switches <= set(target.command)
+    assert not switches & set(draft.command)
     assert "--seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
     plain = Deployment(target=Path("/m/target"), draft=None)
-    assert "--no-enable-prefix-caching" not in worker_specs(plain, [0], "run")[0].command
+    assert not switches & set(worker_specs(plain, [0], "run")[0].command)
 
 
 def test_the_proxy_is_the_coordinators_choice_unless_one_is_named() -> None:

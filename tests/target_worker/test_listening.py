@@ -475,7 +475,7 @@ class Simulation:
             max_num_seqs=batch,
             max_model_len=max_tokens + 1,
             may_rest=may_rest,
-            max_lookup_tokens=0,
+            has_lookup=False,
             enable_prefix_caching=False,
         )
         allocator = BlockAllocator(batch * (max_tokens // 64 + 6) + 1, 64)

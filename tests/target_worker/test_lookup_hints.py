@@ -94,7 +94,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def test_a_repetitive_text_takes_fewer_steps_and_is_the_same() -> None:
-    plain, world = World(max_lookup_tokens=0), World()
+    plain, world = World(has_lookup=False), World()
     for one in (plain, world):
         one.start("a", PROMPT)
         one.run()
@@ -146,13 +146,17 @@ def test_hints_of_a_draft_worker_are_counted_apart() -> None:
     assert stats.num_lookup_tokens > 4
 
 
-@pytest.mark.parametrize("max_lookup_tokens", [0, 65536])
-def test_nobody_is_waited_for_after_a_long_match(max_lookup_tokens: int) -> None:
-    world = World(max_lookup_tokens=max_lookup_tokens, wait_for_num_hints=2)
+@pytest.mark.parametrize(
+    "limits", [{"has_lookup": False}, {"max_lookup_tokens": 0}, {"max_lookup_tokens": 65536}]
+)
+def test_nobody_is_waited_for_after_a_long_match(limits: dict[str, int]) -> None:
+    world = World(**limits, wait_for_num_hints=2)
     world.start("a", [*range(20, 32), *range(20, 32)])
     world.scheduler.handle(SubscribeDraft(1, "a", 1, 24), world.now)
     assert world.turn(), "the prompt"
-    assert isinstance(world.scheduler.next_step(world.now), WaitForHints if max_lookup_tokens == 0 else Step)
+    assert isinstance(
+        world.scheduler.next_step(world.now), Step if limits.get("has_lookup", True) else WaitForHints
+    )
 
 
 def local(text: list[int]) -> LocalHints:

@@ -40,7 +40,7 @@ from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, greedy_text, n
 
 LIMITS = SchedulerLimits(
     may_rest=False,
-    max_lookup_tokens=0,
+    has_lookup=False,
     max_num_seqs=3,
     max_num_waiting=2,
     max_num_batched_tokens=12,

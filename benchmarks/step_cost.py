@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from unittest.mock import patch
 
 from benchmarks.target_model import add_target_arguments, target_model
@@ -22,7 +23,9 @@ CONTEXT_LEN = 150  # tokens
 NUM_TOKENS = (1, 2, 4, 6, 8, 32, 128, 512)
 
 
-def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    engines: dict[str, Engine], rounds: int, sizes: Sequence[int] = NUM_TOKENS
+) -> dict[str, dict[str, float]]:
     """Median milliseconds of a step, by engine and number of tokens fed."""
     times: dict[tuple[str, int], list[float]] = {}
     sequences = {}
@@ -31,7 +34,7 @@ def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, floa
         kv.extend(CONTEXT_LEN)
         engine.forward([SequenceChunk(kv, [5] * CONTEXT_LEN, 1)])
     for _ in range(rounds):
-        for num_tokens in NUM_TOKENS:
+        for num_tokens in sizes:
             for name, engine in engines.items():
                 kv = sequences[name]
                 kv.extend(num_tokens)
@@ -39,9 +42,7 @@ def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, floa
                 engine.forward([SequenceChunk(kv, [7] * num_tokens, num_tokens)])
                 times.setdefault((name, num_tokens), []).append((time.perf_counter() - started) * 1e3)
                 kv.truncate(CONTEXT_LEN)
-    return {
-        name: {str(n): round(statistics.median(times[name, n]), 2) for n in NUM_TOKENS} for name in engines
-    }
+    return {name: {str(n): round(statistics.median(times[name, n]), 2) for n in sizes} for name in engines}
 
 
 def main() -> None:

@@ -79,9 +79,9 @@ class StepTimes:
 class Overheads:
     """What a worker does around its model: scheduling, sampling, messages. Python's, so hardly the model's size.
 
-    Measured with the demo pair, one AMD EPYC (Zen 5) core per worker, workers connected by loopback gRPC: a plain step
-    took 0.35 ms longer than its forward pass with one session and about 1.1 ms with eight; a step that reads hints
-    0.5 ms more with one and 2.3 ms more with eight; a draft step 0.5 and 1.1 ms longer than the model with its top-k.
+    Fitted at 835556f to the demo pair, one AMD EPYC (Zen 5) core per worker, workers connected by loopback gRPC. Models
+    whose steps are as short as these suffer most from what the fit leaves out (two models share a cache, and a draft is
+    asked for more the faster its target is): for steps under some 2 ms the prediction is an upper bound.
     """
 
     step_ms: float = 0.25  # every target step

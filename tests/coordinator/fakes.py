@@ -151,6 +151,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     is_mute: bool = False  # accepts the call and never reports
     requests: list[draft_pb2.AttachRequest] = field(default_factory=list)
     num_open: int = 0
+    num_closed: int = 0
 
     async def Attach(
         self, request: draft_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -169,6 +170,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             await asyncio.sleep(60)
         finally:
             self.num_open -= 1
+            self.num_closed += 1
 
 
 def token_logprobs(logprob: float, position: int, num_top: int) -> common_pb2.TokenLogprobs:

@@ -91,6 +91,15 @@ def test_events_that_came_before_the_start_are_not_lost(shell: Shell) -> None:
     assert shell.next() == "heard 1"
 
 
+def test_a_core_can_know_that_there_is_news(shell: Shell) -> None:
+    assert not shell.thread.has_events()
+    assert shell.thread.submit(1)
+    assert shell.thread.has_events()
+    shell.start()
+    shell.next()
+    assert not shell.thread.has_events()
+
+
 def test_inbox_is_bounded_and_says_when_it_is_full() -> None:
     """I7. Nothing takes events: the thread has not been started."""
     shell = Shell(FakeCore(), max_events=3)

@@ -20,6 +20,7 @@ from target_worker.listening import (
     NUM_STEADY_STEPS,
     NUM_STEADY_STEPS_MAX,
     NUM_TRIAL_STEPS,
+    TRIAL_SHARE,
     ListeningPolicy,
     Regime,
     SessionListening,
@@ -146,6 +147,27 @@ class TestRegime:
             regime.observe(9.0, 0.3)
         assert regime.listening.weight == 0.0
         assert regime.plain.weight == 0.0
+
+    def test_a_trial_that_clearly_does_not_pay_is_cut_short(self) -> None:
+        truth, regime = Truth(2.0, 0.05, 0), Regime()
+        while not regime.in_trial:
+            truth.run(regime, 1)
+        truth.run(regime, NUM_TRIAL_STEPS // 2)
+        assert (regime.in_trial, regime.is_listening) == (False, True)
+
+    @pytest.mark.parametrize("gain", [3.0, 0.3])
+    def test_trials_lose_a_hundredth_of_the_steps_and_a_trial_more(self, gain: float) -> None:
+        truth, regime = Truth(gain, 0.3, 1), Regime()
+        for num_steps in range(1, 20_001):
+            truth.run(regime, 1)
+            assert regime.num_lost <= TRIAL_SHARE * num_steps + NUM_TRIAL_STEPS
+
+    @pytest.mark.parametrize("is_listening", [True, False])
+    def test_what_is_hardly_faster_is_left_alone(self, is_listening: bool) -> None:
+        """Within what a trial can tell, decoding without hints has the benefit of the doubt."""
+        truth, regime = Truth(1.01, 0.02, 2), Regime(is_listening)
+        truth.run(regime, 3000)
+        assert not regime.means_to_listen
 
     def test_one_absurd_speed_changes_little(self) -> None:
         truth, regime = Truth(1.2, 0.05, 0), Regime()

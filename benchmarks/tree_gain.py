@@ -139,6 +139,12 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the result")
     arguments = parser.parse_args()
+    if arguments.prompts < 1 or arguments.rounds < 1:
+        parser.error("--prompts and --rounds must be at least 1")
+    if arguments.tokens <= max(NUM_NODES):
+        parser.error(f"--tokens must be more than {max(NUM_NODES)}, the size of the largest tree")
+    if not (arguments.draft / "config.json").is_file():
+        parser.error(f"--draft {arguments.draft} has no config.json; name a folder in Hugging Face format")
     pin_to_cores("0")
     with target_model(arguments) as model_dir:
         tokenizer = Tokenizer(model_dir)

@@ -54,12 +54,12 @@ def run_step(
         for item, own in zip(step.items, expansions, strict=True)
         if item.chain is not None
     ]
-    while (growing := [growth for growth in growing if growth.goes_on()]) and not is_interrupted():
+    while (growing := [growth for growth in growing if growth.goes_on]) and not is_interrupted():
         items = [growth.next_item() for growth in growing]
         chunks = [SequenceChunk(item.kv, item.token_ids, 1, item.tree_start, item.paths) for item in items]
         added = _expand_items(items, engine.forward(chunks), num_children)
         for growth, (expansion,) in zip(growing, added, strict=True):
-            growth.expansions.append(expansion)
+            growth.add(expansion)
     return expansions
 
 
@@ -67,28 +67,36 @@ class _Growth:
     """A chain while it is fed. Its expansions come after the item's own."""
 
     def __init__(self, item: StepItem, chain: Chain, expansions: list[Expansion]) -> None:
-        self.expansions = expansions
-        self._item, self._chain = item, chain
-        self._tip = expansions[0]
-        self._reach = chain.reach
+        self._item, self._chain, self._expansions = item, chain, expansions
         self._path = list(chain.path)
         self._said = list(item.text.continuations[0])
         self._num_fed = 0
+        self._reach = chain.reach
+        self._go_below(expansions[0])
 
+    def _go_below(self, expansion: Expansion) -> None:
+        self._child = expansion.token_ids[0] if expansion.token_ids else None
+        self._reach *= expansion.chances[0] if expansion.token_ids else 0.0
+
+    @property
     def goes_on(self) -> bool:
-        """Whether the primary child of the last node is to be fed."""
-        if self._num_fed:
-            self._tip = self.expansions[-1]
-        if not self._tip.token_ids or self._num_fed == self._chain.max_nodes:
-            return False
-        self._reach *= self._tip.chances[0]
+        """Whether the last node's primary child is to be fed."""
         return (
-            self._reach >= self._chain.min_reach and self._tip.token_ids[0] not in self._chain.stop_token_ids
+            self._child is not None
+            and self._child not in self._chain.stop_token_ids
+            and self._num_fed < self._chain.max_nodes
+            and self._reach >= self._chain.min_reach
         )
+
+    def add(self, expansion: Expansion) -> None:
+        """Of the node that was fed last."""
+        self._expansions.append(expansion)
+        self._go_below(expansion)
 
     def next_item(self) -> StepItem:
         """That feeds it."""
-        kv, token_id = self._item.kv, self._tip.token_ids[0]
+        kv, token_id = self._item.kv, self._child
+        assert token_id is not None
         kv.extend(1)
         self._num_fed += 1
         self._path.append(kv.length - 1)

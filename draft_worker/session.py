@@ -13,13 +13,12 @@ and the tree is empty. Every node that is kept was sent, so the target's cursor 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
+from draft_worker.candidates import Candidates
 from draft_worker.messages import Chain, DraftLimits, Expansion, KVMove, StepItem
 from outrider.acceptance import AcceptanceHistory
 from outrider.engine.kv_cache import KVSequence
@@ -44,16 +43,6 @@ def _root() -> DraftNode:
     return DraftNode(Hint(ROOT_ID, ROOT_ID, -1), depth=0, reach=1.0)
 
 
-class _Candidate(NamedTuple):
-    """Something to feed next: a node, or an alternative of one that is to become a node. Ordered by its first two."""
-
-    rank: float  # minus its priority
-    number: int  # unlike any other's; of equal ranks the older comes first
-    node_id: int
-    token_id: int | None  # of the alternative below `node_id`; None: the node itself
-    reach: float
-
-
 @dataclass(slots=True, eq=False)
 class DraftSession:
     session_id: str
@@ -71,8 +60,7 @@ class DraftSession:
     cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0
     nodes: dict[int, DraftNode] = field(default_factory=dict)  # below the cursor
-    candidates: list[_Candidate] = field(default_factory=list)  # a heap
-    num_candidates: int = 0  # that there ever were
+    candidates: Candidates = field(default_factory=Candidates)
     entry_nodes: list[int] = field(default_factory=list)
     next_node_id: int = 1
     num_draws: int = 0  # random numbers used; none is used twice
@@ -149,7 +137,8 @@ class DraftSession:
         """Starts a new tree at the end of the committed tokens."""
         self.base_len = len(self.token_ids)
         self.cursor_node = _root()
-        self.nodes, self.candidates, self.entry_nodes = {}, [], []
+        self.nodes, self.entry_nodes = {}, []
+        self.candidates.clear()
         self.next_node_id = 1
         self.num_roots += 1
 
@@ -207,7 +196,7 @@ class DraftSession:
         self._collect_candidates()
 
     def _collect_candidates(self) -> None:
-        self.candidates = []
+        self.candidates.clear()
         for node in (self.cursor_node, *self.nodes.values()):
             self._offer(node)
 
@@ -223,14 +212,12 @@ class DraftSession:
         self, node: DraftNode, depth: int, reach: float, said: int, alternative: int | None
     ) -> None:
         if depth < self._deepest() and reach >= self._min_reach and said not in self.stop_token_ids:
-            self.num_candidates += 1
             priority = reach
             if alternative is None and self._is_sampled and self._is_primary_tip(node):
                 # What the alternatives weigh depends on the token that was drawn. If they could come first, whether
                 # it gets a successor in time would depend on it too, and block verification would be biased (I4).
                 priority += 1.0
-            candidate = _Candidate(-priority, self.num_candidates, node.hint.node_id, alternative, reach)
-            heapq.heappush(self.candidates, candidate)
+            self.candidates.add(priority, node.hint.node_id, alternative, reach)
 
     def _is_primary_tip(self, node: DraftNode) -> bool:
         """Whether a node is the last of the primary path below the cursor."""
@@ -249,7 +236,7 @@ class DraftSession:
     def wants_to_grow(self) -> bool:
         return self.is_listened_to and len(self.token_ids) < self.limits.max_model_len - 1
 
-    def prefill_item(self, budget: int, min_chain_reach: float = 0.0) -> StepItem:
+    def prefill_item(self, budget: int, min_chain_reach: float) -> StepItem:
         """Feeds up to `budget` pending tokens; the last one expands the cursor."""
         count = min(self.num_pending, budget)
         token_ids = self.token_ids[self.num_prefix : self.num_prefix + count]
@@ -266,13 +253,11 @@ class DraftSession:
         In rejection mode the end of the primary path comes before all else, with one more than that.
         """
         is_full = len(self.nodes) + self.num_owed + 2 > self.limits.max_nodes
-        if self.num_pending or not self.candidates or is_full:
-            return 0.0
-        return -self.candidates[0].rank
+        return 0.0 if self.num_pending or is_full else self.candidates.highest_priority
 
     def take_next(self) -> int:
         """The candidate of highest priority, as a node to be fed next. It needs room for itself and a primary child."""
-        candidate = heapq.heappop(self.candidates)
+        candidate = self.candidates.take()
         self.num_owed += 1
         if candidate.token_id is None:
             return candidate.node_id
@@ -314,7 +299,7 @@ class DraftSession:
         min_reach = max(min_reach, self._min_reach)
         return Chain(max_nodes, head.reach, min_reach, self.stop_token_ids, tree_start, path)
 
-    def grow_item(self, node_ids: list[int], min_chain_reach: float = 0.0) -> StepItem:
+    def grow_item(self, node_ids: list[int], min_chain_reach: float) -> StepItem:
         """Feeds frontier nodes, each seeing the committed tokens, its ancestors and itself."""
         first_entry = self.kv.length
         self.kv.extend(len(node_ids))

@@ -1,7 +1,7 @@
 """How often hints hold, learned from those that were tried. Pure.
 
 Of a block each step tries its accepted hints and at most one rejected one; the rest was never looked at, and what lies
-beyond a block that held to its end was never hinted. So place i is counted over the blocks that reached it, and the
+beyond a block that held to its end was never hinted. So position i is counted over the blocks that reached it, and the
 tokens that a step may expect on top of its own are the sum over i of a1 × a2 × … × ai: the product-limit estimate of
 how far blocks hold (Kaplan and Meier), which short blocks do not distort.
 """
@@ -33,19 +33,19 @@ class AcceptanceHistory:
 
 
 NUM_POSITIONS = 8
-"""Places in a block that are told apart; hints further down are taken to hold as often as the last of these."""
+"""Positions in a block that are told apart; hints further down are taken to hold as often as the last of these."""
 POSITION_WEIGHT = 6.0
-"""Hints tried: how much of a place's estimate is the rate over all places."""
+"""Hints tried: how much of a position's estimate is the rate over all positions."""
 
 
 def extra_tokens_at(rate: float) -> float:
-    """Tokens a step expects on top of its own where every place holds with the same rate, 0 to 1."""
-    return sum(rate ** (place + 1) for place in range(NUM_POSITIONS))
+    """Tokens a step expects on top of its own where every position holds with the same rate, 0 to 1."""
+    return sum(rate ** (position + 1) for position in range(NUM_POSITIONS))
 
 
 @dataclass(slots=True)
 class BlockAcceptance:
-    """The chance that a hint is accepted, given that those before it were, by its place in the block."""
+    """The chance that a hint is accepted, given that those before it were, by its position in the block."""
 
     overall: AcceptanceHistory = field(default_factory=AcceptanceHistory)
     position_weight: float = POSITION_WEIGHT

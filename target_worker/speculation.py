@@ -56,8 +56,7 @@ class HintTiming:
 
     A draft worker says which text its hints follow. So its answer to a commit is known as such even when the target
     has gone on meanwhile. That only bounds how soon hints would come if they were waited for: steps and commits without
-    pause keep the workers' cores and their links busy. (Seen with the demo pair on two cores: answers that were waited
-    for took 1 ms, others 1.3 to 3 ms.)
+    pause keep the workers' cores and their links busy, and answers that nobody waits for come later.
     """
 
     first_s: float = 0.001  # from losing the cursor to the first hint below the new one

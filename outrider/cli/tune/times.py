@@ -79,9 +79,9 @@ class StepTimes:
 class Overheads:
     """What a worker does around its model: scheduling, sampling, messages. Python's, so hardly the model's size.
 
-    Fitted at 835556f to the demo pair, one AMD EPYC (Zen 5) core per worker, workers connected by loopback gRPC. Models
-    whose steps are as short as these suffer most from what the fit leaves out (two models share a cache, and a draft is
-    asked for more the faster its target is): for steps under some 2 ms the prediction is an upper bound.
+    Fitted at 835556f to the demo pair, one AMD EPYC (Zen 5) core per worker, workers connected by loopback gRPC. What
+    the fit leaves out (two models that share a cache, a draft that is asked for more the faster its target is) makes
+    it too hopeful where steps are as short as the small demo target's.
     """
 
     step_ms: float = 0.25  # every target step

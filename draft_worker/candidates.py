@@ -1,0 +1,40 @@
+"""What a session could feed next, the most urgent first. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+
+class Candidate(NamedTuple):
+    """A node, or an alternative of one that is to become a node. Ordered by its first two."""
+
+    rank: float  # minus its priority
+    number: int  # unlike any other's; of equal ranks the older comes first
+    node_id: int
+    token_id: int | None  # of the alternative below `node_id`; None: the node itself
+    reach: float  # how likely it is to be reached
+
+
+class Candidates:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self._heap: list[Candidate] = []
+        self._num_added = 0
+
+    def clear(self) -> None:
+        self._heap = []
+
+    def add(self, priority: float, node_id: int, token_id: int | None, reach: float) -> None:
+        self._num_added += 1
+        heapq.heappush(self._heap, Candidate(-priority, self._num_added, node_id, token_id, reach))
+
+    @property
+    def highest_priority(self) -> float:
+        """0.0 where there is none."""
+        return -self._heap[0].rank if self._heap else 0.0
+
+    def take(self) -> Candidate:
+        """The most urgent one; there must be one."""
+        return heapq.heappop(self._heap)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
 from outrider.errors import ConfigurationError, OutriderError
@@ -153,6 +154,7 @@ class StepItem:
     text: TextBefore  # per node: what stands before its children
     first_draw: int  # the number of the first draw that this step may make, one per node
     acceptance_rate: float  # of this session's primary children, as far as experience goes
+    calibration: Calibration | None  # of the draft model's own confidence; None under rejection sampling
     tree_start: int = 0
     paths: Sequence[Sequence[int]] | None = None  # KV entries that each node sees, as in QueryBlock
     chain: Chain | None = None
@@ -170,7 +172,10 @@ class Expansion:
 
     token_ids: list[int]
     chances: list[float]  # that the target says this token here, as far as the draft can tell; 0 to 1
-    distribution: DraftDistribution | None  # what the primary child was sampled from; rejection mode only
+    distribution: DraftDistribution | None = (
+        None  # what the primary child was sampled from; rejection mode only
+    )
+    confidence: int = 0  # in the primary child, as it travels (`outrider.confidence`); other modes only
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 
 from draft_worker.messages import NUM_ALTERNATIVES, Action, Chain, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
+from outrider.confidence import confidence_level
 from outrider.engine.logit_processing import NEVER, is_idle, process
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling import (
@@ -30,7 +31,7 @@ NUM_DRAFT_PROBS = 6
 """Entries of a hint's distribution in rejection mode, where the request does not say."""
 DRAFT_PROBS_BITS = 8
 """Their precision, likewise."""
-NOTHING = Expansion([], [], None)
+NOTHING = Expansion([], [])
 
 
 @torch.inference_mode()
@@ -139,8 +140,8 @@ def _expand_together(
     """The expansion of every row, had each the parameters of a simple item."""
     if not any(simple and item.node_ids for item, simple in zip(items, is_simple, strict=True)):
         return []
-    rates = [item.acceptance_rate for item in items for _ in item.node_ids]
-    return _primary_first(*most_likely(logits, num_children), rates)
+    whose = [item for item in items for _ in item.node_ids]
+    return _primary_first(*most_likely(logits, num_children), whose)
 
 
 def _expand_safely(item: StepItem, logits: torch.Tensor, num_children: int) -> list[Expansion]:
@@ -153,12 +154,12 @@ def _expand_safely(item: StepItem, logits: torch.Tensor, num_children: int) -> l
 def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDREN) -> list[Expansion]:
     """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
     params = item.sampling
-    rates = [item.acceptance_rate] * len(item.node_ids)
+    whose = [item] * len(item.node_ids)
     processed = process(logits, params, item.text)
     is_dead = processed.amax(dim=-1) == NEVER
     processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
     if params.decoding_mode is DecodingMode.GREEDY:
-        expansions = _primary_first(*most_likely(processed, num_children), rates)
+        expansions = _primary_first(*most_likely(processed, num_children), whose)
     else:
         probs = probabilities(processed, params)
         if params.decoding_mode is DecodingMode.COUPLED:
@@ -167,7 +168,7 @@ def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDRE
             scores = coupled_scores(probs, item.seed, positions)
             chances = scores / scores.sum(dim=-1, keepdim=True)
             best = torch.topk(chances, min(num_children, chances.shape[-1]), dim=-1)
-            expansions = _primary_first(best.indices.tolist(), best.values.tolist(), rates)
+            expansions = _primary_first(best.indices.tolist(), best.values.tolist(), whose)
         else:
             expansions = _sample(item, probs, num_children)
     return [
@@ -181,21 +182,21 @@ def _forced(item: StepItem, row: int) -> Expansion | None:
     if item.text.grammar is None:
         return None
     forced = item.text.grammar.forced_after(item.text.continuations[row], 1)
-    return Expansion(forced, [1.0], None) if forced else None
+    return Expansion(forced, [1.0]) if forced else None
 
 
 def _primary_first(
-    token_ids: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], rates: Sequence[float]
+    token_ids: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], whose: Sequence[StepItem]
 ) -> list[Expansion]:
     """Per row, the likeliest token as the primary child and the next likely ones as alternatives.
 
-    token_ids and chances: [num_nodes][num_children], falling; rates: how often each node's session accepts primary
-    children.
+    token_ids and chances: [num_nodes][num_children], falling; whose: the item of each node.
     """
     expansions = []
-    for (first, *other_ids), (chance, *other_chances), rate in zip(token_ids, chances, rates, strict=False):
-        # The draft's own certainty and its record so far, each of which alone misleads at times.
-        primary_chance = 0.5 * (chance + rate)
+    for (first, *other_ids), (chance, *other_chances), item in zip(token_ids, chances, whose, strict=False):
+        confidence, primary_chance = confidence_level(chance), item.acceptance_rate
+        if item.calibration is not None:
+            primary_chance = item.calibration.chance(confidence, item.acceptance_rate)
         share = (1.0 - primary_chance) / max(1.0 - chance, 1e-6)
         others = [
             (token_id, own * share)
@@ -206,7 +207,7 @@ def _primary_first(
             Expansion(
                 [first, *(token_id for token_id, _ in others)],
                 [primary_chance, *(own for _, own in others)],
-                None,
+                confidence=confidence,
             )
         )
     return expansions

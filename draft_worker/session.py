@@ -21,6 +21,7 @@ import numpy as np
 from draft_worker.candidates import Candidates
 from draft_worker.messages import Chain, DraftLimits, Expansion, KVMove, StepItem
 from outrider.acceptance import AcceptanceHistory
+from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
 from outrider.grammar import GrammarState, GrammarViolation
@@ -56,6 +57,9 @@ class DraftSession:
     seed: int
     kv: KVSequence
     limits: DraftLimits
+    calibration: Calibration | None = (
+        None  # of all sessions that decode this way; none under rejection sampling
+    )
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0
@@ -126,6 +130,16 @@ class DraftSession:
         if is_lost:
             self._plant()
         return move
+
+    def learn(self, num_tried: int, num_held: int) -> None:
+        """Of the primary path below the cursor `num_tried` hints were verified; the first `num_held` of them held."""
+        record, node = self.acceptance.rate, self.cursor_node
+        self.acceptance.observe(num_held, num_tried)
+        for place in range(min(num_held + 1, num_tried)):
+            if self.calibration is None or not node.children:
+                return
+            node = self.nodes[node.children[0]]
+            self.calibration.observe(node.hint.confidence, record, has_held=place < num_held)
 
     def _child_saying(self, token_id: int) -> int | None:
         for child in self.cursor_children:
@@ -267,12 +281,17 @@ class DraftSession:
         """Makes an alternative a node."""
         parent = self._node(parent_id)
         parent.alternatives = [other for other in parent.alternatives if other[0] != token_id]
-        return self._add_node(parent, token_id, reach, None).hint.node_id
+        return self._add_node(parent, token_id, reach).hint.node_id
 
     def _add_node(
-        self, parent: DraftNode, token_id: int, reach: float, distribution: DraftDistribution | None
+        self,
+        parent: DraftNode,
+        token_id: int,
+        reach: float,
+        distribution: DraftDistribution | None = None,
+        confidence: int = 0,
     ) -> DraftNode:
-        hint = Hint(self.next_node_id, parent.hint.node_id, token_id, distribution)
+        hint = Hint(self.next_node_id, parent.hint.node_id, token_id, distribution, confidence)
         self.next_node_id += 1
         node = DraftNode(hint, parent.depth + 1, reach)
         self.nodes[hint.node_id] = node
@@ -339,6 +358,7 @@ class DraftSession:
             TextBefore(self.token_ids, self.num_prompt_tokens, continuations, end_token_ids, self.grammar),
             first_draw,
             self.acceptance.rate,
+            self.calibration,
             self.num_prefix,
             paths,
             chain,
@@ -387,7 +407,9 @@ class DraftSession:
             added = [] if node.is_sent else [node]
         if expansion.token_ids:
             reach = node.reach * expansion.chances[0]
-            child = self._add_node(node, expansion.token_ids[0], reach, expansion.distribution)
+            child = self._add_node(
+                node, expansion.token_ids[0], reach, expansion.distribution, expansion.confidence
+            )
             if not is_followed:
                 self._offer(child)
             added.append(child)

@@ -42,12 +42,14 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """One node as it travels: a guess, and in rejection mode the distribution it was sampled from."""
+    """One node as it travels: a guess, in rejection mode with the distribution it was sampled from, in other modes with
+    how sure the draft model is of it (`outrider.confidence`; 0: it does not say)."""
 
     node_id: int
     parent_id: int
     token_id: int
     distribution: DraftDistribution | None = None
+    confidence: int = 0
 
 
 @dataclass(slots=True)

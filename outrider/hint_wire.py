@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.confidence import NUM_LEVELS
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.sampling_params import MAX_DRAFT_PROBS
 from protos.outrider.v1 import hints_pb2
@@ -45,6 +46,8 @@ class HintEncoder:
                 _add_support(message, hint.token_id, hint.distribution)
         if any(sizes[1:]):
             message.support_sizes.extend(sizes)
+        if any(hint.confidence for hint in hints):
+            message.confidences.extend(hint.confidence for hint in hints)
 
 
 def _add_support(message: hints_pb2.HintNodes, token_id: int, distribution: DraftDistribution) -> None:
@@ -78,7 +81,8 @@ class HintDecoder:
         first = message.first_node_id or self.next_node_id
         node_ids = message.node_ids or range(first, first + num_nodes)
         sizes = message.support_sizes or [num_entries, *[0] * (num_nodes - 1)][:num_nodes]
-        if len(node_ids) != num_nodes or len(sizes) != num_nodes or sum(sizes) != num_entries:
+        confidences = message.confidences or [0] * num_nodes
+        if not len(node_ids) == len(sizes) == len(confidences) == num_nodes or sum(sizes) != num_entries:
             return None
         if (
             len(message.token_ids) != sum(size == 0 for size in sizes)
@@ -88,7 +92,8 @@ class HintDecoder:
         self.base_len = message.base_len or self.base_len
         self.next_node_id = node_ids[-1] + 1 if node_ids else first
         hints, offset, plain = [], 0, iter(message.token_ids)
-        for node_id, parent_id, size in zip(node_ids, message.parent_ids, sizes, strict=True):
+        columns = zip(node_ids, message.parent_ids, sizes, confidences, strict=True)
+        for node_id, parent_id, size, confidence in columns:
             distribution = None
             if size:
                 entries = slice(offset, offset + size)
@@ -100,5 +105,6 @@ class HintDecoder:
             if distribution is not None and not distribution.is_valid(vocab_size):
                 distribution = None
             if token_id < vocab_size:
-                hints.append(Hint(node_id, parent_id, token_id, distribution))
+                known = confidence if confidence <= NUM_LEVELS else 0
+                hints.append(Hint(node_id, parent_id, token_id, distribution, known))
         return hints

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.confidence import Calibration
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import Hint, HintTree
 from target_worker.lookup import NO_PROPOSAL, LocalHints, Proposal
@@ -84,9 +85,23 @@ class HintSources:
     """Where a session's hints come from; None where there is no such source."""
 
     tree: HintTree | None  # of a draft worker that is listened to
-    acceptance: Sequence[float]  # the chance of each hint of a block of its, given those before it
+    acceptance: Sequence[
+        float
+    ]  # how often the hints of a block of its held, by place, those before them held
     local: LocalHints | None
     grammar: GrammarState | None  # having read all committed output
+    calibration: Calibration | None = (
+        None  # of its confidence, which under rejection sampling nobody looks at (I4)
+    )
+
+    def remote_chances(self, hints: Sequence[Hint]) -> Sequence[float]:
+        """That each hint of a path holds, those before it held; only a draft worker's are meant."""
+        if self.calibration is None:
+            return self.acceptance
+        return [
+            self.calibration.chance(hint.confidence, record)
+            for hint, record in zip(hints, self.acceptance, strict=False)
+        ]
 
 
 def choose_path(
@@ -105,12 +120,11 @@ def choose_path(
     num_feedable = min(len(hints), max_fed)
     for index, hint in enumerate(hints):
         if hint.token_id in stop_token_ids:
-            return HintPath(
-                hints[: index + 1], min(index, num_feedable), proposal, chances, sources.acceptance
-            )
+            hints, num_feedable = hints[: index + 1], min(index, num_feedable)
+            return HintPath(hints, num_feedable, proposal, chances, sources.remote_chances(hints))
     if grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
         num_feedable = min(len(hints) - 1, num_feedable)
-    return HintPath(hints, num_feedable, proposal, chances, sources.acceptance)
+    return HintPath(hints, num_feedable, proposal, chances, sources.remote_chances(hints))
 
 
 def _with_lookup(
@@ -120,7 +134,7 @@ def _with_lookup(
     proposal = local.propose(committed, [], max_len)
     if hints and not (
         proposal.match_len >= CERTAIN_MATCH
-        and _expected(local.chances(proposal)) > _expected(sources.acceptance[: len(hints)])
+        and _expected(local.chances(proposal)) > _expected(sources.remote_chances(hints)[: len(hints)])
     ):
         proposal = local.propose(committed, [hint.token_id for hint in hints], max_len - len(hints))
         return hints + _local_hints(proposal), proposal

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.confidence import Calibration
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
 from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarViolation
+from outrider.sampling_params import DecodingMode
 from protos.outrider.v1 import target_pb2
 from target_worker.admission import Places, check_request
 from target_worker.early_events import EarlyEvents
@@ -79,6 +81,8 @@ class Scheduler:
         self._sessions: dict[str, Session] = {}
         self._places = Places(limits, allocator)
         self._early = EarlyEvents(limits)
+        # Under rejection sampling nobody may look at how sure the draft is of a hint (I4).
+        self._calibrations = {mode: Calibration() for mode in (DecodingMode.GREEDY, DecodingMode.COUPLED)}
 
     @property
     def num_running(self) -> int:
@@ -129,6 +133,7 @@ class Scheduler:
                 kv=KVSequence(self.allocator),
                 num_reserved_blocks=self._places.num_blocks_for(event),
                 local=self._local_hints(event),
+                calibration=self._calibrations.get(event.sampling.decoding_mode),
                 now=now,
             )
         except OutriderError as error:

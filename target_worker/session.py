@@ -6,6 +6,7 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
 from outrider.acceptance import BlockAcceptance
+from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
 from outrider.engine.prefix_cache import TextBlocks
@@ -76,6 +77,9 @@ class Session:
     arrived_at: float  # shell's clock, seconds
     blocks: TextBlocks
     num_reserved_blocks: int
+    calibration: Calibration | None = (
+        None  # of all sessions that decode this way; none under rejection sampling (I4)
+    )
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)
@@ -99,6 +103,7 @@ class Session:
         kv: KVSequence,
         num_reserved_blocks: int,
         local: LocalHints | None,
+        calibration: Calibration | None,
         now: float,
     ) -> Session:
         sampling = event.sampling
@@ -120,6 +125,7 @@ class Session:
             arrived_at=now,
             blocks=TextBlocks(kv),
             num_reserved_blocks=num_reserved_blocks,
+            calibration=calibration,
             local=local,
         )
 
@@ -161,7 +167,7 @@ class Session:
         tree = self.tree if self.is_listening else None
         limit = self.hint_limit(num_speculative_tokens)
         chances = self.acceptance.chances(limit + 1) if tree is not None else ()
-        sources = HintSources(tree, chances, self.local, self.grammar)
+        sources = HintSources(tree, chances, self.local, self.grammar, self.calibration)
         self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit)
         return self.path
 
@@ -312,8 +318,17 @@ class Session:
             if tried is not None:
                 self.local.observe(self.path.proposal, num_held=tried[1], num_verified=tried[0])
         if num_tried:
+            self._calibrate(hints, verdict.num_matched)
             self.acceptance.observe(num_held, num_tried)
         return num_tried, num_held
+
+    def _calibrate(self, hints: list[Hint], num_matched: int) -> None:
+        if self.calibration is None:
+            return
+        records = self.acceptance.chances(len(hints))
+        for place, hint in enumerate(hints[: num_matched + 1]):
+            if is_remote(hint):
+                self.calibration.observe(hint.confidence, records[place], has_held=place < num_matched)
 
     def _count(self, num_accepted: int, num_draft_tokens: int) -> None:
         stats = self.stats

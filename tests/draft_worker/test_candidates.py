@@ -23,6 +23,7 @@ from draft_worker.messages import (
 from draft_worker.runner import expand
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
+from outrider.confidence import confidence_level
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.hint_tree import Hint
 from outrider.randomness import mix
@@ -452,6 +453,29 @@ class TestExperience:
         assert (
             self.grown(sure, 5, num_rounds=1)[0] > self.grown(torch.zeros(1, VOCAB_SIZE), 5, num_rounds=1)[0]
         )
+
+    def test_what_its_confidence_is_worth_is_learned_for_all_sessions(self) -> None:
+        """A new one begins with what those before it have shown."""
+        logits = torch.zeros(1, VOCAB_SIZE)
+        logits[0, 3] = 4.0  # half of the mass
+
+        def expected_of_a_new_session(num_rounds: int, num_held: int) -> float:
+            garden = Garden(num_sessions=1)
+            for _ in range(num_rounds):
+                while (step := garden.scheduler.next_step()) is not None:
+                    garden.scheduler.finish_step(step, [real_expansion(item, logits) for item in step.items])
+                path = garden.primary()
+                num_tried = min(num_held, len(path))
+                garden.commit("s0", path[:num_tried], num_tried, num_tried)
+            garden.attach("new", (30,), steady(0.5))
+            growing = garden.scheduler.next_step()
+            assert growing is not None
+            (item,) = (item for item in growing.items if item.session_id == "new")
+            (expansion,) = real_expansion(item, logits)
+            assert expansion.confidence == confidence_level(torch.softmax(logits, dim=-1).max().item())
+            return expansion.chances[0]
+
+        assert expected_of_a_new_session(60, 5) > expected_of_a_new_session(0, 5) + 0.05
 
     @pytest.mark.parametrize("rate", [0.05, 0.5, 0.99])
     @pytest.mark.parametrize("height", [0.0, 2.0, 12.0])

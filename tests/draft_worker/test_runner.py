@@ -26,6 +26,7 @@ from draft_worker.messages import Subscribe as DraftSubscribe
 from draft_worker.runner import NUM_CHILDREN, expand
 from draft_worker.runner import run_step as run_draft_step
 from draft_worker.scheduler import DraftScheduler
+from outrider.confidence import confidence_level
 from outrider.engine.logit_processing import TextBefore
 from outrider.engine.model import Engine, load_model
 from outrider.engine.sampling import coupled_choice, probabilities
@@ -163,6 +164,7 @@ def item(params: SamplingParams, num_rows: int, speculation: SpeculationSettings
         before,
         first_draw=7,
         acceptance_rate=0.7,
+        calibration=None,
     )
 
 
@@ -227,6 +229,8 @@ class TestExpansions:
         expansions = expand(item(GREEDY, 6), rows)
         self.check(expansions)
         assert [e.token_ids[0] for e in expansions] == rows.argmax(dim=-1).tolist()
+        sure = torch.softmax(rows, dim=-1).amax(dim=-1).tolist()
+        assert [e.confidence for e in expansions] == [confidence_level(chance) for chance in sure]
 
     def test_coupled_says_what_the_target_would_say(self) -> None:
         rows = self.rows()
@@ -234,6 +238,7 @@ class TestExpansions:
         expansions = expand(item(params, 6), rows)
         self.check(expansions)
         assert [e.token_ids[0] for e in expansions] == coupled_choice(probabilities(rows, params), 5, 40)
+        assert min(e.confidence for e in expansions) > 0
 
     def test_rejection_sends_what_it_sampled_from(self) -> None:
         """I5; entries and precision as the request says."""
@@ -246,6 +251,7 @@ class TestExpansions:
             assert expansion.distribution.is_valid(60)
             assert len(expansion.distribution.token_ids) <= 4
             assert expansion.distribution.total == 1 << 6
+            assert expansion.confidence == 0  # I4: nobody is to know how likely the drawn token was
 
     @pytest.mark.parametrize(
         "params",

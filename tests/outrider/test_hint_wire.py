@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.confidence import NUM_LEVELS
 from outrider.hint_tree import DraftDistribution, Hint, HintTree
 from outrider.hint_wire import MAX_NODES_PER_MESSAGE, HintDecoder, HintEncoder
 from protos.outrider.v1 import hints_pb2
@@ -36,7 +37,8 @@ def trees(draw: st.DrawFn) -> list[tuple[int, list[Hint]]]:
             token_id = draw(st.integers(0, VOCAB_SIZE - 1))
             if distribution is not None:
                 token_id = draw(st.sampled_from(distribution.token_ids))
-            hints.append(Hint(node_id, draw(st.integers(0, node_id - 1)), token_id, distribution))
+            confidence = 0 if distribution is not None else draw(st.integers(0, NUM_LEVELS))
+            hints.append(Hint(node_id, draw(st.integers(0, node_id - 1)), token_id, distribution, confidence))
             node_id += draw(st.sampled_from([1, 1, 1, 1, 3]))
         messages.append((base_len, hints))
     return messages
@@ -46,7 +48,7 @@ def as_dict(hint: Hint) -> Any:
     """A distribution is the same in any order."""
     given_by = hint.distribution
     weights = given_by and dict(zip(given_by.token_ids, given_by.weights, strict=True))
-    return hint.node_id, hint.parent_id, hint.token_id, weights
+    return hint.node_id, hint.parent_id, hint.token_id, weights, hint.confidence
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -100,6 +102,7 @@ def test_columns_of_any_length_never_raise_and_never_give_nonsense(
         support_sizes=column(st.integers(0, 3) | UINT32),
         support_token_ids=column(st.integers(0, VOCAB_SIZE + 1), st.integers(0, 8)),
         support_weights=column(st.sampled_from([0, 1, 32768, 65535, 65536, 2**32 - 1]), st.integers(0, 8)),
+        confidences=column(st.integers(0, NUM_LEVELS) | UINT32),
     )
     decoder = HintDecoder()
     hints = decoder.decode(message, VOCAB_SIZE)
@@ -109,6 +112,7 @@ def test_columns_of_any_length_never_raise_and_never_give_nonsense(
     assert len(hints) <= len(message.parent_ids)
     for hint in hints:
         assert 0 <= hint.token_id < VOCAB_SIZE
+        assert 0 <= hint.confidence <= NUM_LEVELS
         if hint.distribution is not None:
             assert hint.distribution.is_valid(VOCAB_SIZE)
             assert hint.token_id in hint.distribution.token_ids
@@ -138,6 +142,11 @@ def test_a_distribution_that_is_none_costs_the_hint_its_distribution_only(
 def test_a_token_outside_the_vocabulary_loses_its_own_node_only() -> None:
     message = nodes(first_node_id=1, parent_ids=[0, 0], token_ids=[VOCAB_SIZE, 3])
     assert HintDecoder().decode(message, VOCAB_SIZE) == [Hint(2, 0, 3)]
+
+
+def test_a_confidence_that_is_none_is_not_believed() -> None:
+    message = nodes(first_node_id=1, parent_ids=[0, 1], token_ids=[5, 3], confidences=[NUM_LEVELS + 1, 7])
+    assert HintDecoder().decode(message, VOCAB_SIZE) == [Hint(1, 0, 5), Hint(2, 1, 3, confidence=7)]
 
 
 def test_too_many_nodes_are_nonsense() -> None:

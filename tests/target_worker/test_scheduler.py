@@ -525,6 +525,38 @@ class TestHints:
         world.scheduler.next_step(world.now)
         return world.scheduler._sessions["a"].stats
 
+    def num_fed(self, confidence: tuple[int, int], temperature: float = 0.0) -> list[int]:
+        """Hints that a step feeds of each of two sessions, which have four each, all of its confidence."""
+        world = World()
+        for _ in range(40):
+            for num_tokens in (1, 5, 9):
+                world.scheduler.cost.observe(num_tokens, 1.0 + num_tokens)
+        for session_id in "ab":
+            world.tell(start(session_id, ignore_eos=True, temperature=temperature))
+        while world.scheduler.num_waiting or any(
+            session.num_pending > 1 for session in world.scheduler._sessions.values()
+        ):
+            world.turn()
+        for session_id, level in zip("ab", confidence, strict=True):
+            text = world.texts[session_id]
+            hints = [Hint(i + 1, i, 1, confidence=level) for i in range(4)]
+            world.tell(HintsArrived(session_id, 1, len(text), hints, world.now))
+        step = world.scheduler.next_step(world.now)
+        assert isinstance(step, Step)
+        return [item.num_fed_hints for item in step.items]
+
+    def test_of_costly_hints_those_that_the_draft_is_sure_of_are_verified(self) -> None:
+        assert self.num_fed((20, 127)) == [0, 4]
+        assert self.num_fed((127, 20)) == [4, 0]
+
+    def test_how_many_sampled_hints_are_verified_does_not_depend_on_how_sure_the_draft_says_it_is(
+        self,
+    ) -> None:
+        """I4: else a hint that looks likely would be verified more often, and likely tokens said too often."""
+        fed = self.num_fed((0, 0), temperature=1.0)
+        for confidence in ((127, 1), (1, 1), (127, 127)):
+            assert self.num_fed(confidence, temperature=1.0) == fed
+
     def test_a_caller_hears_of_steps_in_which_the_worker_chose_not_to_listen(self) -> None:
         """As a new worker does, to learn what plain steps cost."""
         world = World(replace(LIMITS, may_rest=True))

@@ -29,7 +29,7 @@ class Subscribe(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ...) -> None: ...
 
 class HintNodes(_message.Message):
-    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights")
+    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences")
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class HintNodes(_message.Message):
     SUPPORT_SIZES_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     channel: int
     base_len: int
     first_node_id: int
@@ -48,7 +49,8 @@ class HintNodes(_message.Message):
     support_sizes: _containers.RepeatedScalarFieldContainer[int]
     support_token_ids: _containers.RepeatedScalarFieldContainer[int]
     support_weights: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ...) -> None: ...
+    confidences: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitFrame(_message.Message):
     __slots__ = ("commits",)

@@ -197,7 +197,8 @@ def _primary_first(
         confidence, primary_chance = confidence_level(chance), item.acceptance_rate
         if item.calibration is not None:
             primary_chance = item.calibration.chance(confidence, item.acceptance_rate)
-        share = (1.0 - primary_chance) / max(1.0 - chance, 1e-6)
+        # Where it is not right, one of the others nearly always is.
+        share = (1.0 - primary_chance) / max(sum(other_chances), 1e-6)
         others = [
             (token_id, own * share)
             for token_id, own in zip(other_ids, other_chances, strict=True)

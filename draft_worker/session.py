@@ -35,7 +35,9 @@ class DraftNode:
     depth: int  # below the root; it guesses position base_len + depth - 1
     reach: float  # estimated chance that the committed tokens come this way
     children: list[int] = field(default_factory=list)
-    alternatives: list[tuple[int, float]] = field(default_factory=list)  # (token, chance), not nodes yet
+    alternatives: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # (token, chance), likeliest first; no nodes yet
     entry: int | None = None  # index of its KV entry, once fed
     is_sent: bool = False
 
@@ -215,17 +217,16 @@ class DraftSession:
             self._offer(node)
 
     def _offer(self, node: DraftNode) -> None:
-        """Makes a node that is not fed, or a fed one's alternatives, candidates, as far as they are worth feeding."""
+        """Makes a node that is not fed, or a fed one's likeliest alternative, a candidate, if it is worth feeding."""
         if node.entry is None and node is not self.cursor_node:
-            self._offer_one(node, node.depth, node.reach, node.hint.token_id, None)
-            return
-        for token_id, chance in node.alternatives:
-            self._offer_one(node, node.depth + 1, node.reach * chance, token_id, token_id)
+            if node.hint.token_id not in self.stop_token_ids:
+                self._offer_one(node, node.depth, node.reach, None)
+        elif node.alternatives:
+            token_id, chance = node.alternatives[0]
+            self._offer_one(node, node.depth + 1, node.reach * chance, token_id)
 
-    def _offer_one(
-        self, node: DraftNode, depth: int, reach: float, said: int, alternative: int | None
-    ) -> None:
-        if depth < self._deepest() and reach >= self._min_reach and said not in self.stop_token_ids:
+    def _offer_one(self, node: DraftNode, depth: int, reach: float, alternative: int | None) -> None:
+        if depth < self._deepest() and reach >= self._min_reach:
             priority = reach
             if alternative is None and self._is_sampled and self._is_primary_tip(node):
                 # What the alternatives weigh depends on the token that was drawn. If they could come first, whether
@@ -280,7 +281,8 @@ class DraftSession:
     def _take_up(self, parent_id: int, token_id: int, reach: float) -> int:
         """Makes an alternative a node."""
         parent = self._node(parent_id)
-        parent.alternatives = [other for other in parent.alternatives if other[0] != token_id]
+        del parent.alternatives[0]
+        self._offer(parent)
         return self._add_node(parent, token_id, reach).hint.node_id
 
     def _add_node(
@@ -413,7 +415,11 @@ class DraftSession:
             if not is_followed:
                 self._offer(child)
             added.append(child)
-        node.alternatives = list(zip(expansion.token_ids[1:], expansion.chances[1:], strict=True))
+        node.alternatives = [
+            (token_id, chance)
+            for token_id, chance in zip(expansion.token_ids[1:], expansion.chances[1:], strict=True)
+            if token_id not in self.stop_token_ids
+        ]
         self._offer(node)
         for sent in added:
             sent.is_sent = True

@@ -161,7 +161,7 @@ class Session:
 
     def hint_path(self, num_speculative_tokens: int) -> HintPath:
         """What to verify next, one hint longer than may be fed: the last position is verified without being fed."""
-        if self.speculation.is_plain:
+        if not self._has_hint_source():
             self.path = NO_PATH
             return self.path
         tree = self.tree if self.is_listening else None
@@ -211,11 +211,15 @@ class Session:
 
     def hint_limit(self, num_speculative_tokens: int) -> int:
         """Most hints worth feeding now: the request's and the worker's limit, and the room that is left."""
-        has_source = self.is_listening or self.grammar is not None or self.local is not None
-        if self.speculation.is_plain or not has_source:
+        if not self._has_hint_source():
             return 0
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens
         return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)
+
+    def _has_hint_source(self) -> bool:
+        if self.speculation.is_plain:
+            return False
+        return self.is_listening or self.grammar is not None or self.local is not None
 
     def forget_the_draft(self, now: float, usual: HintTiming) -> None:
         """A draft worker comes, or comes back: what was learned from an earlier one does not hold for it."""

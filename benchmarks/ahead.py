@@ -41,14 +41,15 @@ from benchmarks.modes import (
     total,
 )
 from benchmarks.target_model import target_model
+from target_worker.messages import SchedulerLimits
 
 PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE = "plain", "synchronous", "ahead", "ahead+enumerate"
 LOOKUP = "ahead+enumerate+lookup"
 KINDS = (PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE, LOOKUP)
 NO_ALTERNATIVES = ("--max-alternatives", "0")
 SYNCHRONOUS_WAIT_MS = 50.0
-MAX_HINTS = 7
-"""Most hints per session and step, the target worker's default."""
+MAX_HINTS = SchedulerLimits().num_speculative_tokens
+"""Most hints per session and step."""
 
 
 def synchronous(num_hints: int) -> Mode:

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from target_worker.step_cost import StepCost
 
-NUM_TRIAL_STEPS = 48
-"""Steps of a trial of the other way, at the most."""
+NUM_TRIAL_STEPS = 42
+"""Steps of a trial of the other way that count, at the most."""
+NUM_TRIAL_STEPS_MAX = 128
+"""Of a trial in all: draft workers that are woken have to catch up with many texts, and what they cost meanwhile says
+nothing about what they are worth."""
 NUM_SETTLING_STEPS = 6
-"""After a change, which say nothing yet: a draft worker that was woken has to catch up."""
+"""After a change, which do not count either."""
 NUM_STEADY_STEPS = 96
 NUM_STEADY_STEPS_MAX = 4096
 """Steps between trials, doubled whenever a trial confirms the present way."""
@@ -86,14 +90,13 @@ class Regime:
         """What is done when no trial is under way."""
         return self.is_listening != self.in_trial
 
-    def observe(self, speed: float, listening_share: float) -> None:
-        """One step: its speed, and which part of the sessions that could listen did."""
+    def observe(self, speed: float, *, is_as_meant: bool) -> None:
+        """One step: its speed, and whether sessions listened, or rested, as they are to."""
         self.num_steps += 1
         self.num_steps_in_all += 1
         own, other = self.listening, self.plain
         if not self.is_listening:
             own, other = other, own
-        is_as_meant = listening_share >= 0.5 if self.is_listening else listening_share == 0.0
         if self.num_steps > NUM_SETTLING_STEPS and is_as_meant:
             is_known = own.weight > NUM_KNOWN_STEPS and not self.in_trial
             own.observe(min(speed, 3.0 * own.mean) if is_known else speed)
@@ -101,7 +104,8 @@ class Regime:
                 self.trial.append(speed)
         if self.in_trial:
             self.num_lost_now += 1.0 - speed / other.mean if other.mean else 0.0
-            if self.num_steps >= NUM_TRIAL_STEPS or self._is_clearly_slower():
+            is_seen = len(self.trial) >= NUM_TRIAL_STEPS or self.num_steps >= NUM_TRIAL_STEPS_MAX
+            if is_seen or self._is_clearly_slower():
                 self._decide()
         elif (self.num_steps >= self.num_steady and self.num_lost <= TRIAL_SHARE * self.num_steps_in_all) or (
             self.num_steps >= NUM_STEADY_STEPS and other.weight > 0.0 and own.mean < CLEARLY * other.mean
@@ -135,6 +139,13 @@ class Regime:
         self.num_lost += max(self.num_lost_now, 0.0)
         if is_better != self.is_listening:
             self.is_listening, self.num_steps = is_better, 0
+
+
+class Listeners(NamedTuple):
+    """Of the sessions of a step that have a draft worker."""
+
+    listening: float  # share
+    hearing: float  # share that listens, and has heard something since it does
 
 
 @dataclass(slots=True)
@@ -203,18 +214,19 @@ class ListeningPolicy:
         num_committed: int,
         num_context: int,
         whole_ms: float,
-        listening_share: float | None,
+        listeners: Listeners | None,
     ) -> None:
         """A step of `num_running` sessions that did nothing but decode.
 
         num_fed: tokens, hints included; num_committed: tokens in all; num_context: tokens in the KV; whole_ms: from the
-        end of the step before to its own, waits included; listening_share: of the sessions that have a draft worker,
-        None when none has.
+        end of the step before to its own, waits included; listeners: None when no session has a draft worker.
         """
-        if not listening_share:
+        if listeners is None or listeners.listening == 0.0:
             self._plain_cost.observe(num_fed, whole_ms, num_context)
             self._num_plain_steps += 1
-        if listening_share is not None and self._num_plain_steps >= NUM_FIRST_STEPS:
+        if listeners is not None and self._num_plain_steps >= NUM_FIRST_STEPS:
             plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
             speed = (num_committed / num_running) * (plain_ms / whole_ms)
-            self.regime(num_running).observe(speed, listening_share)
+            regime = self.regime(num_running)
+            is_as_meant = listeners.hearing >= 0.5 if regime.is_listening else listeners.listening == 0.0
+            regime.observe(speed, is_as_meant=is_as_meant)

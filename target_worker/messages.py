@@ -226,7 +226,8 @@ class SchedulerLimits:
     max_num_waiting: int = 64  # sessions that wait for a place
     max_num_batched_tokens: int = 512  # fed in one step
     max_model_len: int = 1024  # prompt plus output, tokens
-    num_speculative_tokens: int = 7  # hints fed per session and step; with the last token, eight rows
+    # Hints fed per session and step; with the last token nine rows, a tile of the compiled products (`decode.cpp`).
+    num_speculative_tokens: int = 8
     hint_wait_ms_max: float = 10.0
     wait_for_num_hints: int | None = None  # hints that a step waits for; None: as many as measurements say
     has_lookup: bool = True  # of hints in a session's own text, and in

@@ -23,7 +23,7 @@ from protos.outrider.v1 import target_pb2
 from target_worker.admission import Places, check_request
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
-from target_worker.listening import ListeningPolicy, SessionListening
+from target_worker.listening import Listeners, ListeningPolicy, SessionListening
 from target_worker.lookup import LocalHints, RecentOutputs
 from target_worker.messages import (
     Action,
@@ -290,7 +290,7 @@ class Scheduler:
         actions: list[Action] = []
         # Both before anything is rolled back, or ends.
         num_context, followed = step.num_context, self._followed()
-        listening_share = _listening_share(followed)
+        listeners = _listeners(followed)
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
@@ -311,7 +311,7 @@ class Scheduler:
         if self._recent is not None:
             self._recent.read_some()
         if self.limits.may_rest:
-            self._observe_speed(step, num_context, listening_share, num_committed)
+            self._observe_speed(step, num_context, listeners, num_committed)
             actions += self._turn(followed, now)
         return actions
 
@@ -336,13 +336,13 @@ class Scheduler:
         ]
 
     def _observe_speed(
-        self, step: Step, num_context: int, listening_share: float | None, num_committed: int
+        self, step: Step, num_context: int, listeners: Listeners | None, num_committed: int
     ) -> None:
         """Tells the listening policy how fast the step was."""
         if self._pace.whole_ms > 0.0 and step.only_decodes:
             self._policy.observe(
                 *(len(step.items), step.num_tokens, num_committed, num_context),
-                *(self._pace.whole_ms, listening_share),
+                *(self._pace.whole_ms, listeners),
             )
 
     def _turn(self, followed: list[Session], now: float) -> list[Action]:
@@ -417,11 +417,13 @@ class Scheduler:
         )
 
 
-def _listening_share(followed: list[Session]) -> float | None:
+def _listeners(followed: list[Session]) -> Listeners | None:
     """Of the sessions that have a draft worker; None when none has."""
     if not followed:
         return None
-    return sum(not session.listening.is_resting for session in followed) / len(followed)
+    listening = [session for session in followed if not session.listening.is_resting]
+    num_hearing = sum(session.timing.has_heard for session in listening)
+    return Listeners(len(listening) / len(followed), num_hearing / len(followed))
 
 
 def _item(session: Session, path: HintPath, num_fed: int) -> StepItem:

@@ -20,7 +20,9 @@ from target_worker.listening import (
     NUM_STEADY_STEPS,
     NUM_STEADY_STEPS_MAX,
     NUM_TRIAL_STEPS,
+    NUM_TRIAL_STEPS_MAX,
     TRIAL_SHARE,
+    Listeners,
     ListeningPolicy,
     Regime,
     SessionListening,
@@ -42,6 +44,7 @@ from target_worker.scheduler import Scheduler
 from tests.target_worker.fakes import start
 
 NUM_SEEDS = 16
+NOBODY, ALL = Listeners(0.0, 0.0), Listeners(1.0, 1.0)
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Truth:
             num_wrong += regime.is_listening != (self.gain > 1.0)
             speed = self.gain if regime.is_listening else 1.0
             scatter = self.rng.lognormvariate(-(self.noise**2) / 2, self.noise)
-            regime.observe(speed * scatter, 1.0 if regime.is_listening else 0.0)
+            regime.observe(speed * scatter, is_as_meant=True)
         return num_wrong / num_steps
 
     @property
@@ -144,7 +147,7 @@ class TestRegime:
     def test_steps_in_which_too_few_listen_say_nothing_about_listening(self) -> None:
         regime = Regime()
         for _ in range(50):
-            regime.observe(9.0, 0.3)
+            regime.observe(9.0, is_as_meant=False)
         assert regime.listening.weight == 0.0
         assert regime.plain.weight == 0.0
 
@@ -173,7 +176,7 @@ class TestRegime:
         truth, regime = Truth(1.2, 0.05, 0), Regime()
         truth.run(regime, 90)
         before = regime.listening.mean
-        regime.observe(1e6, 1.0)
+        regime.observe(1e6, is_as_meant=True)
         assert regime.listening.mean < 1.1 * before
 
 
@@ -208,7 +211,7 @@ def feed(
             size,
             0,
             10.0 / gain if listens else 10.0,
-            share if listens else 0.0,
+            Listeners(share, share) if listens else NOBODY,
         )
     return num_listened
 
@@ -258,7 +261,10 @@ class TestPolicy:
             num_wrong += step > 1000 and listens != (gain > 1.0)
             context = 5 * (step % 1000)  # sessions end, and others begin
             whole_ms = (1.0 + context / 500) * rng.lognormvariate(0.0, 0.05)
-            policy.observe(4, 4, 4, context, whole_ms / gain if listens else whole_ms, float(listens))
+            policy.observe(
+                *(4, 4, 4, context),
+                *(whole_ms / gain if listens else whole_ms, ALL if listens else NOBODY),
+            )
         assert policy.regime(4).means_to_listen == (gain > 1.0)
         assert num_wrong < 0.05 * 3000
 
@@ -292,9 +298,32 @@ class TestPolicy:
             num_in_a_row = num_in_a_row + 1 if listens else 0
             num_listened += listens
             policy.observe(
-                size, size, size, 0, 5.0 if num_in_a_row > 3 else 11.0 if listens else 10.0, float(listens)
+                *(size, size, size, 0),
+                *(5.0 if num_in_a_row > 3 else 11.0 if listens else 10.0, ALL if listens else NOBODY),
             )
         assert num_listened > 0.9 * 8000
+
+    def catching_up(self, num_steps: int, num_silent: int, gain: float) -> list[bool]:
+        """Drafts that say nothing for `num_silent` steps after they were woken, while what they do slows steps down."""
+        policy, num_in_a_row, listened = ListeningPolicy(), 0, []
+        for _ in range(num_steps):
+            listens = policy.may_listen(32)
+            num_in_a_row = num_in_a_row + 1 if listens else 0
+            listened.append(listens)
+            is_heard = num_in_a_row > num_silent
+            whole_ms = 10.0 / gain if is_heard else 12.0 if listens else 10.0
+            policy.observe(32, 32, 32, 0, whole_ms, Listeners(float(listens), float(is_heard)))
+        return listened
+
+    def test_drafts_that_take_long_to_catch_up_are_judged_by_what_they_say_then(self) -> None:
+        listened = self.catching_up(6000, num_silent=25, gain=1.2)
+        assert sum(listened[3000:]) > 0.9 * 3000
+
+    def test_a_trial_in_which_nobody_says_anything_ends(self) -> None:
+        listened = self.catching_up(6000, num_silent=10_000, gain=1.2)
+        assert sum(listened[1000:]) < 0.1 * 5000
+        longest = max(len(run) for run in "".join("x" if each else " " for each in listened[1000:]).split())
+        assert longest <= NUM_TRIAL_STEPS_MAX
 
 
 def judged(
@@ -306,9 +335,8 @@ def judged(
         if not own.is_resting:
             num_listened += 1
             policy.judge(own, worth)
-        policy.observe(
-            size, size, size, 0, 5.0 if policy.may_listen(size) else 10.0, float(policy.may_listen(size))
-        )
+        listens = policy.may_listen(size)
+        policy.observe(size, size, size, 0, 5.0 if listens else 10.0, ALL if listens else NOBODY)
         own.turn(may_listen=policy.may_listen(size))
     return num_listened
 
@@ -382,7 +410,7 @@ class TestOwnRests:
 
         for _ in range(NUM_FIRST_STEPS):
             assert turns() == {False}
-            policy.observe(1, 1, 1, 0, 10.0, 0.0)
+            policy.observe(1, 1, 1, 0, 10.0, NOBODY)
         assert turns() == {True}
         assert turns() == {False}
 

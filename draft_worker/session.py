@@ -137,11 +137,14 @@ class DraftSession:
         """Of the primary path below the cursor `num_tried` hints were verified; the first `num_held` of them held."""
         record, node = self.acceptance.rate, self.cursor_node
         self.acceptance.observe(num_held, num_tried)
-        for place in range(min(num_held + 1, num_tried)):
-            if self.calibration is None or not node.children:
-                return
+        place = 0
+        while self.calibration is not None and place < min(num_held + 1, num_tried) and node.children:
             node = self.nodes[node.children[0]]
-            self.calibration.observe(node.hint.confidence, record, has_held=place < num_held)
+            if (
+                node.hint.confidence
+            ):  # else the grammar forces it, and the target takes it as a hint of its own
+                self.calibration.observe(node.hint.confidence, record, has_held=place < num_held)
+                place += 1
 
     def _child_saying(self, token_id: int) -> int | None:
         for child in self.cursor_children:

@@ -56,7 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--min-reach",
         type=float,
-        default=0.01,
+        default=0.03,
         help="how likely a node must be to be reached for it to be fed, 0 to 1 (default %(default)s)",
     )
     parser.add_argument(

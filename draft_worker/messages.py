@@ -173,7 +173,7 @@ class Expansion:
     token_ids: list[int]
     chances: list[float]  # that the target says this token here, as far as the draft can tell; 0 to 1
     distribution: DraftDistribution | None = (
-        None  # what the primary child was sampled from; rejection mode only
+        None  # that the primary child was drawn from; rejection mode only
     )
     confidence: int = 0  # in the primary child, as it travels (`outrider.confidence`); other modes only
 

@@ -150,8 +150,8 @@ class DraftScheduler:
             return [AttachmentEnded(session.session_id)]
         (self._resting.discard if event.is_listening else self._resting.add)(session.target_address)
         known_len = len(session.token_ids)
-        if 0 <= event.num_held <= event.num_tried and event.num_tried > 0 and event.from_len == known_len:
-            session.learn(event.num_tried, event.num_held)
+        if 0 <= event.num_held <= event.num_tried and event.num_tried > 0:
+            session.acceptance.observe(event.num_held, event.num_tried)
         if event.from_len > known_len:  # something was missed: ask again from where we are
             return [Subscribe(session.target_address, session.session_id, session.attachment, known_len)]
         new_token_ids = event.token_ids[known_len - event.from_len :]

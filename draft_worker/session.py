@@ -35,9 +35,8 @@ class DraftNode:
     depth: int  # below the root; it guesses position base_len + depth - 1
     reach: float  # estimated chance that the committed tokens come this way
     children: list[int] = field(default_factory=list)
-    alternatives: list[tuple[int, float]] = field(
-        default_factory=list
-    )  # (token, chance), likeliest first; no nodes yet
+    # (token, chance), likeliest first; not nodes yet.
+    alternatives: list[tuple[int, float]] = field(default_factory=list)
     entry: int | None = None  # index of its KV entry, once fed
     is_sent: bool = False
 
@@ -59,9 +58,7 @@ class DraftSession:
     seed: int
     kv: KVSequence
     limits: DraftLimits
-    calibration: Calibration | None = (
-        None  # of all sessions that decode this way; none under rejection sampling
-    )
+    calibration: Calibration | None = None  # of all that decode this way; none under rejection sampling
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0
@@ -112,6 +109,7 @@ class DraftSession:
 
         Returns the KV entries to be moved so that what is kept lies together again.
         """
+        self._calibrate(token_ids)
         path: list[DraftNode] = []
         is_lost = self.num_pending > 0
         for token_id in token_ids:
@@ -133,18 +131,17 @@ class DraftSession:
             self._plant()
         return move
 
-    def learn(self, num_tried: int, num_held: int) -> None:
-        """Of the primary path below the cursor `num_tried` hints were verified; the first `num_held` of them held."""
-        record, node = self.acceptance.rate, self.cursor_node
-        self.acceptance.observe(num_held, num_tried)
-        place = 0
-        while self.calibration is not None and place < min(num_held + 1, num_tried) and node.children:
+    def _calibrate(self, token_ids: list[int]) -> None:
+        """Holds the primary path against what was committed, whether the target verified it or not."""
+        node = self.cursor_node
+        for token_id in token_ids:
+            if self.calibration is None or not node.children:
+                return
             node = self.nodes[node.children[0]]
-            if (
-                node.hint.confidence
-            ):  # else the grammar forces it, and the target takes it as a hint of its own
-                self.calibration.observe(node.hint.confidence, record, has_held=place < num_held)
-                place += 1
+            has_held = node.hint.token_id == token_id
+            self.calibration.observe(node.hint.confidence, self.acceptance.rate, has_held=has_held)
+            if not has_held:
+                return
 
     def _child_saying(self, token_id: int) -> int | None:
         for child in self.cursor_children:
@@ -279,12 +276,12 @@ class DraftSession:
         self.num_owed += 1
         if candidate.token_id is None:
             return candidate.node_id
-        return self._take_up(candidate.node_id, candidate.token_id, candidate.reach)
+        return self._take_up(candidate.node_id, candidate.reach)
 
-    def _take_up(self, parent_id: int, token_id: int, reach: float) -> int:
-        """Makes an alternative a node."""
+    def _take_up(self, parent_id: int, reach: float) -> int:
+        """Makes a node's likeliest alternative, which alone is a candidate, a node, and the next one a candidate."""
         parent = self._node(parent_id)
-        del parent.alternatives[0]
+        token_id, _ = parent.alternatives.pop(0)
         self._offer(parent)
         return self._add_node(parent, token_id, reach).hint.node_id
 
@@ -418,10 +415,11 @@ class DraftSession:
             if not is_followed:
                 self._offer(child)
             added.append(child)
+        stop_token_ids = self.stop_token_ids
         node.alternatives = [
             (token_id, chance)
             for token_id, chance in zip(expansion.token_ids[1:], expansion.chances[1:], strict=True)
-            if token_id not in self.stop_token_ids
+            if token_id not in stop_token_ids
         ]
         self._offer(node)
         for sent in added:

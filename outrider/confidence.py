@@ -20,11 +20,13 @@ RATE = 0.03
 """Of learning: some hundred hints make most of a difference."""
 CHANCE_MAX = 0.99
 _CHANCE_MIN = 0.01
+SCORE_MAX = 30.0
+"""Log odds beyond which a chance is not told from 0 or 1."""
 
 
 def confidence_level(chance: float) -> int:
-    """As it travels, of what the draft model gives a token, 0 to 1."""
-    return min(max(round(chance * NUM_LEVELS), 1), NUM_LEVELS)
+    """As it travels, of what the draft model gives a token, 0 to 1; of a broken model's NaN the lowest."""
+    return min(max(round(chance * NUM_LEVELS), 1), NUM_LEVELS) if chance > 0.0 else 1
 
 
 def _log_odds(chance: float) -> float:
@@ -37,7 +39,8 @@ _LOG_ODDS = [_log_odds(level / NUM_LEVELS) for level in range(NUM_LEVELS + 1)]
 
 @dataclass(slots=True)
 class Calibration:
-    """Of one draft model beside one target model, in one decoding mode. At first it takes both at half their word."""
+    """In one decoding mode, of all draft workers that a target listens to, or all targets that a draft worker serves:
+    in a deployment these run one model each. At first it takes both at half their word."""
 
     bias: float = 0.0
     of_confidence: float = 0.5
@@ -50,14 +53,18 @@ class Calibration:
         """
         if confidence == 0:
             return record
+        return min(self._raw_chance(confidence, record), CHANCE_MAX)
+
+    def _raw_chance(self, confidence: int, record: float) -> float:
         score = self.bias + self.of_confidence * _LOG_ODDS[confidence] + self.of_record * _log_odds(record)
-        return min(1.0 / (1.0 + math.exp(-score)), CHANCE_MAX)
+        return 1.0 / (1.0 + math.exp(-min(max(score, -SCORE_MAX), SCORE_MAX)))
 
     def observe(self, confidence: int, record: float, *, has_held: bool) -> None:
         """A hint that was tried, and what was known of it before."""
         if confidence == 0:
             return
-        step = RATE * (has_held - self.chance(confidence, record))
+        # Not from what `chance` cuts off: an error that never ends would make the slopes grow for ever.
+        step = RATE * (has_held - self._raw_chance(confidence, record))
         self.bias += step
         self.of_confidence += step * _LOG_ODDS[confidence]
         self.of_record += step * _log_odds(record)

@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        default=7,
+        default=8,
         help="most hints per session and step (default %(default)s)",
     )
     parser.add_argument(

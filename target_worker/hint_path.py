@@ -2,8 +2,8 @@
 
 Where a draft worker's hints end, or before there are any, what followed when the text last stood like this goes on
 (`lookup`); after a long match that is better than what the draft says, and takes its place. Which of the two it is
-depends on how many hints there are, on the match before the first of them and on what became of earlier ones, never on
-a hint's token (invariant I4).
+depends on how many hints there are, on the match before the first of them and on what became of earlier ones; in greedy
+and coupled mode on the draft's confidence, too; under rejection sampling never on a hint's token (invariant I4).
 
 Where the grammar leaves one way to go on, its token is the hint, whatever the draft says there; that choice does not
 look at the draft's own token, so it biases nothing (invariant I4). The draft's tree is followed along as far as it says
@@ -85,14 +85,11 @@ class HintSources:
     """Where a session's hints come from; None where there is no such source."""
 
     tree: HintTree | None  # of a draft worker that is listened to
-    acceptance: Sequence[
-        float
-    ]  # how often the hints of a block of its held, by place, those before them held
+    acceptance: Sequence[float]  # how often its hints held, by place in a block, those before them held
     local: LocalHints | None
     grammar: GrammarState | None  # having read all committed output
-    calibration: Calibration | None = (
-        None  # of its confidence, which under rejection sampling nobody looks at (I4)
-    )
+    # Of its confidence; under rejection sampling, where nobody may look at that (I4), none.
+    calibration: Calibration | None = None
 
     def remote_chances(self, hints: Sequence[Hint]) -> Sequence[float]:
         """That each hint of a path holds, those before it held; only a draft worker's are meant."""

@@ -23,8 +23,8 @@ from target_worker.step_cost import StepCost
 NUM_TRIAL_STEPS = 42
 """Steps of a trial of the other way that count, at the most."""
 NUM_TRIAL_STEPS_MAX = 128
-"""Of a trial in all: draft workers that are woken have to catch up with many texts, and what they cost meanwhile says
-nothing about what they are worth."""
+"""Of a trial in all. Draft workers that are woken have to catch up with many texts, and what they cost meanwhile says
+nothing about what they are worth; for half of these steps they are given time."""
 NUM_SETTLING_STEPS = 6
 """After a change, which do not count either."""
 NUM_STEADY_STEPS = 96
@@ -70,6 +70,13 @@ class DecayedMean:
         return self.total / self.weight if self.weight else 0.0
 
 
+class Listeners(NamedTuple):
+    """Of the sessions of a step that have a draft worker."""
+
+    listening: float  # share
+    hearing: float  # share that listens, and has heard something since it does
+
+
 @dataclass(slots=True)
 class Regime:
     """One size of batch: what is done now, and what is known of both ways."""
@@ -89,6 +96,14 @@ class Regime:
     def means_to_listen(self) -> bool:
         """What is done when no trial is under way."""
         return self.is_listening != self.in_trial
+
+    def is_as_meant(self, listeners: Listeners) -> bool:
+        """Whether a step says something about what is done now. One in which sessions listen to draft workers that have
+        not caught up does not, unless that takes them very long."""
+        if not self.is_listening:
+            return listeners.listening == 0.0
+        share = listeners.hearing if self.num_steps < NUM_TRIAL_STEPS_MAX // 2 else listeners.listening
+        return share >= 0.5
 
     def observe(self, speed: float, *, is_as_meant: bool) -> None:
         """One step: its speed, and whether sessions listened, or rested, as they are to."""
@@ -139,13 +154,6 @@ class Regime:
         self.num_lost += max(self.num_lost_now, 0.0)
         if is_better != self.is_listening:
             self.is_listening, self.num_steps = is_better, 0
-
-
-class Listeners(NamedTuple):
-    """Of the sessions of a step that have a draft worker."""
-
-    listening: float  # share
-    hearing: float  # share that listens, and has heard something since it does
 
 
 @dataclass(slots=True)
@@ -228,5 +236,4 @@ class ListeningPolicy:
             plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
             speed = (num_committed / num_running) * (plain_ms / whole_ms)
             regime = self.regime(num_running)
-            is_as_meant = listeners.hearing >= 0.5 if regime.is_listening else listeners.listening == 0.0
-            regime.observe(speed, is_as_meant=is_as_meant)
+            regime.observe(speed, is_as_meant=regime.is_as_meant(listeners))

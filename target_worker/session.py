@@ -77,9 +77,7 @@ class Session:
     arrived_at: float  # shell's clock, seconds
     blocks: TextBlocks
     num_reserved_blocks: int
-    calibration: Calibration | None = (
-        None  # of all sessions that decode this way; none under rejection sampling (I4)
-    )
+    calibration: Calibration | None = None  # of all that decode this way; none under rejection sampling (I4)
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)

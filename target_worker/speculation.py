@@ -1,8 +1,9 @@
 """How many hints to verify, and how long to wait for them. Pure.
 
 Both questions are answered from measurements: what a step costs by the number of tokens fed, how often a session's
-hints were accepted, when its hints tend to arrive. None looks at a hint's own token or probability, so the answer
-does not bias sampling (invariant I4): stopping early at hints that look unlikely makes likely tokens likelier.
+hints were accepted, when its hints tend to arrive. In greedy and coupled mode the draft model's confidence in a hint
+counts as well. Under rejection sampling nothing looks at a hint's own token or probability, so the answer does not bias
+it (invariant I4): stopping early at hints that look unlikely makes likely tokens likelier.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ class HintWait:
         limits = [session.hint_limit(limit) for session in hoping]
         return best_wait(
             [session.timing for session in hoping],
+            # By the record alone: how sure the draft will be of hints that are to come is not known.
             [session.acceptance.chances(own) for session, own in zip(hoping, limits, strict=True)],
             limits,
             line,

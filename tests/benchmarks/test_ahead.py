@@ -70,7 +70,11 @@ class SynchronousDraft:
     def __init__(self, num_hints: int, sampling: SamplingParams) -> None:
         (mode,) = (each for each in modes([SYNCHRONOUS], [num_hints]) if each.name != PLAIN)
         flags = draft_arguments(["--model", "m", *(mode.draft_arguments or ())])
-        limits = DraftLimits(max_lookahead=flags.max_lookahead, max_alternatives=flags.max_alternatives)
+        limits = DraftLimits(
+            max_lookahead=flags.max_lookahead,
+            max_alternatives=flags.max_alternatives,
+            min_reach=flags.min_reach,
+        )
         self.scheduler = DraftScheduler(limits, BlockAllocator(400, 16), VOCAB_SIZE)
         self.scheduler.handle(AttachSession("a", 1, "target:1", [1, 2, 3], sampling, 7))
         self.text = [1, 2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from draft_worker.messages import (
 from draft_worker.runner import expand
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
-from outrider.confidence import confidence_level
+from outrider.confidence import Calibration, confidence_level
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.hint_tree import Hint
 from outrider.randomness import mix
@@ -476,6 +477,33 @@ class TestExperience:
             return expansion.chances[0]
 
         assert expected_of_a_new_session(60, 5) > expected_of_a_new_session(0, 5) + 0.05
+
+    @pytest.mark.parametrize(
+        ("num_held", "misses", "seen"),
+        [
+            (2, True, [True, True, False]),  # those behind the first that did not hold were not tried
+            (3, False, [True, True, True]),  # what lies beyond is not known yet
+            (0, True, [False]),
+        ],
+    )
+    def test_the_primary_path_is_held_against_what_was_committed(
+        self, num_held: int, misses: bool, seen: list[bool]
+    ) -> None:
+        """Whether the target verified it or found its tokens elsewhere."""
+        found: list[tuple[int, bool]] = []
+
+        class Recorder(Calibration):
+            def observe(self, confidence: int, record: float, *, has_held: bool) -> None:
+                found.append((confidence, has_held))
+
+        garden = Garden(lambda text: replace(steady(0.9, 0.05)(text), confidence=1 + len(text)))
+        for _ in range(6):
+            garden.turn()
+        session, path = garden.session(), garden.primary()
+        session.calibration = Recorder()
+        first = session.nodes[session.cursor_children[0]].hint.confidence
+        garden.commit("s0", path[:num_held] + [(path[num_held] + 20) % VOCAB_SIZE] * misses)
+        assert found == [(first + place, has_held) for place, has_held in enumerate(seen)]
 
     @pytest.mark.parametrize("rate", [0.05, 0.5, 0.99])
     @pytest.mark.parametrize("height", [0.0, 2.0, 12.0])

@@ -232,6 +232,24 @@ class TestExpansions:
         sure = torch.softmax(rows, dim=-1).amax(dim=-1).tolist()
         assert [e.confidence for e in expansions] == [confidence_level(chance) for chance in sure]
 
+    def test_alternatives_share_what_the_primary_child_leaves_them(self) -> None:
+        """More than the draft says, for where it is wrong it mostly knew better; a flat draft's stay unlikely."""
+        flat, steep = torch.zeros(1, 60), torch.zeros(1, 60)
+        steep[0, :3] = torch.tensor([6.0, 5.0, 4.0])
+        for rows, most in ((flat, 0.06), (steep, 1.0)):
+            for num_children in (2, 5):
+                (expansion,) = expand(item(GREEDY, 1), rows, num_children)
+                primary, *others = expansion.chances
+                said = torch.softmax(rows[0], dim=-1).sort(descending=True).values[1].item()
+                assert said * (1.0 - primary) < others[0] <= most
+                assert primary + sum(others) <= 1.0 + 1e-6
+
+    def test_a_row_that_is_broken_raises_nothing(self) -> None:
+        """I7: the other sessions of the step go on."""
+        rows = self.rows()
+        rows[2] = torch.nan
+        assert len(expand(item(GREEDY, 6), rows)) == 6
+
     def test_coupled_says_what_the_target_would_say(self) -> None:
         rows = self.rows()
         params = SamplingParams(temperature=0.8, seed=5)

@@ -99,6 +99,21 @@ def test_chances_stay_chances_whatever_is_seen(
     assert 0.0 <= calibration.chance(level, record) <= max(CHANCE_MAX, record)
 
 
+def test_a_draft_that_is_always_right_moves_nothing_for_ever() -> None:
+    """And one that turns after long honesty breaks nothing: a score stays one that can be computed with."""
+    calibration = Calibration()
+    for _ in range(200_000):
+        calibration.observe(NUM_LEVELS, 0.99, has_held=True)
+    assert max(map(abs, (calibration.bias, calibration.of_confidence, calibration.of_record))) < 2.0
+    hostile = Calibration(0.0, 1e6, 1e6)
+    assert hostile.chance(1, 0.01) == pytest.approx(0.0, abs=1e-9)
+    hostile.observe(1, 0.01, has_held=True)
+
+
+def test_a_broken_model_is_not_sure_of_anything() -> None:
+    assert confidence_level(math.nan) == 1
+
+
 @given(chance=CHANCES)
 def test_a_level_is_one_byte_and_never_the_one_that_says_nothing(chance: float) -> None:
     level = confidence_level(chance)

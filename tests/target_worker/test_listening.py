@@ -17,6 +17,7 @@ from target_worker.listening import (
     NUM_JUDGED_STEPS,
     NUM_RESTED_STEPS,
     NUM_RESTED_STEPS_MAX,
+    NUM_SETTLING_STEPS,
     NUM_STEADY_STEPS,
     NUM_STEADY_STEPS_MAX,
     NUM_TRIAL_STEPS,
@@ -44,6 +45,7 @@ from target_worker.scheduler import Scheduler
 from tests.target_worker.fakes import start
 
 NUM_SEEDS = 16
+TRIAL_LEN = NUM_SETTLING_STEPS + NUM_TRIAL_STEPS
 NOBODY, ALL = Listeners(0.0, 0.0), Listeners(1.0, 1.0)
 
 
@@ -118,8 +120,8 @@ class TestRegime:
         gaps = [b - a for a, b in zip([0, *begins], begins, strict=False)]
         assert gaps[0] <= NUM_STEADY_STEPS
         assert gaps == sorted(gaps)
-        assert gaps[-1] <= NUM_STEADY_STEPS_MAX + NUM_TRIAL_STEPS
-        assert len(begins) >= 40_000 // (NUM_STEADY_STEPS_MAX + NUM_TRIAL_STEPS)
+        assert gaps[-1] <= NUM_STEADY_STEPS_MAX + TRIAL_LEN
+        assert len(begins) >= 40_000 // (NUM_STEADY_STEPS_MAX + TRIAL_LEN)
 
     @pytest.mark.parametrize(("before", "after"), [(2.0, 0.5), (0.5, 2.0), (1.3, 0.8), (0.8, 1.3)])
     def test_it_follows_a_change(self, before: float, after: float) -> None:
@@ -135,11 +137,11 @@ class TestRegime:
     def test_it_follows_a_change_for_the_worse_at_the_next_trial_at_the_latest(
         self, before: float, after: float
     ) -> None:
-        assert steps_to_follow(before, after) <= NUM_STEADY_STEPS_MAX + NUM_TRIAL_STEPS
+        assert steps_to_follow(before, after) <= NUM_STEADY_STEPS_MAX + TRIAL_LEN
 
     @pytest.mark.parametrize(("before", "after"), [(0.5, 2.0), (0.8, 1.3), (0.5, 1.5)])
     def test_it_follows_a_change_for_the_better_at_the_next_trial(self, before: float, after: float) -> None:
-        assert steps_to_follow(before, after) <= NUM_STEADY_STEPS_MAX + NUM_TRIAL_STEPS
+        assert steps_to_follow(before, after) <= NUM_STEADY_STEPS_MAX + TRIAL_LEN
 
     def test_it_does_not_wait_for_the_next_trial_when_listening_turns_slower_than_plain(self) -> None:
         assert steps_to_follow(2.0, 0.5) <= 500
@@ -163,7 +165,7 @@ class TestRegime:
         truth, regime = Truth(gain, 0.3, 1), Regime()
         for num_steps in range(1, 20_001):
             truth.run(regime, 1)
-            assert regime.num_lost <= TRIAL_SHARE * num_steps + NUM_TRIAL_STEPS
+            assert regime.num_lost <= TRIAL_SHARE * num_steps + TRIAL_LEN
 
     @pytest.mark.parametrize("is_listening", [True, False])
     def test_what_is_hardly_faster_is_left_alone(self, is_listening: bool) -> None:
@@ -187,7 +189,7 @@ def steps_to_follow(before: float, after: float) -> int:
     settled.run(regime, 20_000)
     while not regime.in_trial:
         settled.run(regime, 1)
-    settled.run(regime, NUM_TRIAL_STEPS)
+    settled.run(regime, TRIAL_LEN)
     truth = Truth(after, 0.1, 2)
     for step in range(20_000):
         if regime.means_to_listen == truth.is_worth_it:
@@ -196,22 +198,19 @@ def steps_to_follow(before: float, after: float) -> int:
     return 20_000
 
 
-def feed(
-    policy: ListeningPolicy, size: int, num_steps: int, gain: float, listening_share: float | None = None
-) -> int:
+def feed(policy: ListeningPolicy, size: int, num_steps: int, gain: float) -> int:
     """Steps of `size` sessions, 10 ms and one token each when plain, `gain` times as fast otherwise: steps listened."""
     num_listened = 0
     for _ in range(num_steps):
         listens = policy.may_listen(size)
         num_listened += listens
-        share = listening_share if listening_share is not None else float(listens)
         policy.observe(
             size,
             size,
             size,
             0,
             10.0 / gain if listens else 10.0,
-            Listeners(share, share) if listens else NOBODY,
+            ALL if listens else NOBODY,
         )
     return num_listened
 
@@ -319,6 +318,16 @@ class TestPolicy:
         listened = self.catching_up(6000, num_silent=25, gain=1.2)
         assert sum(listened[3000:]) > 0.9 * 3000
 
+    def test_drafts_that_fall_silent_are_found_out(self) -> None:
+        """However good they were: what is not heard of any more is not believed in for ever."""
+        policy = listening_policy()
+        num_listened = 0
+        for step in range(12_000):
+            listens = policy.may_listen(4)
+            num_listened += listens and step >= 6000
+            policy.observe(4, 4, 4, 0, 12.0 if listens else 10.0, Listeners(float(listens), 0.0))
+        assert num_listened < 0.1 * 6000
+
     def test_a_trial_in_which_nobody_says_anything_ends(self) -> None:
         listened = self.catching_up(6000, num_silent=10_000, gain=1.2)
         assert sum(listened[1000:]) < 0.1 * 5000
@@ -380,7 +389,7 @@ class TestOwnRests:
                 resting = 0
         assert rests[0] == pytest.approx(NUM_RESTED_STEPS, abs=2)
         assert rests[:3] == sorted(rests[:3])
-        assert max(rests) <= NUM_RESTED_STEPS_MAX + NUM_TRIAL_STEPS
+        assert max(rests) <= NUM_RESTED_STEPS_MAX + TRIAL_LEN
 
     def test_its_share_of_listening_is_bounded(self) -> None:
         policy = listening_policy()

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from outrider.confidence import Calibration
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest, NotFound, Overloaded
 from outrider.hint_tree import ROOT_ID, Hint
@@ -530,7 +531,7 @@ class TestHints:
         world = World()
         for _ in range(40):
             for num_tokens in (1, 5, 9):
-                world.scheduler.cost.observe(num_tokens, 1.0 + num_tokens)
+                world.scheduler.cost.observe(num_tokens, 1.0 + 0.7 * num_tokens)
         for session_id in "ab":
             world.tell(start(session_id, ignore_eos=True, temperature=temperature))
         while world.scheduler.num_waiting or any(
@@ -554,8 +555,28 @@ class TestHints:
     ) -> None:
         """I4: else a hint that looks likely would be verified more often, and likely tokens said too often."""
         fed = self.num_fed((0, 0), temperature=1.0)
+        assert sum(fed) > 0
         for confidence in ((127, 1), (1, 1), (127, 127)):
             assert self.num_fed(confidence, temperature=1.0) == fed
+
+    def test_what_became_of_verified_hints_is_held_against_how_sure_the_draft_was(self) -> None:
+        """All that held and the first that did not; those behind it were not tried, and others' hints do not count."""
+        world = World()
+        seen: list[tuple[int, bool]] = []
+
+        class Recorder(Calibration):
+            def observe(self, confidence: int, record: float, *, has_held: bool) -> None:
+                seen.append((confidence, has_held))
+
+        world.scheduler._calibrations[DecodingMode.GREEDY] = Recorder()
+        world.tell(start(ignore_eos=True, max_tokens=12))
+        text, _ = greedy_text([1, 2, 3], 30, frozenset())
+        said = [*text[3:5], (text[5] + 1) % VOCAB_SIZE, text[6]]
+        hints = [Hint(i + 1, i, token_id, confidence=10 + i) for i, token_id in enumerate(said)]
+        world.tell(HintsArrived("a", 1, 3, hints, world.now))
+        while len(world.texts["a"]) < 6:
+            world.turn()
+        assert seen == [(10, True), (11, True), (12, False)]
 
     def test_a_caller_hears_of_steps_in_which_the_worker_chose_not_to_listen(self) -> None:
         """As a new worker does, to learn what plain steps cost."""

@@ -41,7 +41,7 @@ from benchmarks.modes import (
     total,
 )
 from benchmarks.target_model import target_model
-from target_worker.messages import SchedulerLimits
+from target_worker.limits import SchedulerLimits
 
 PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE = "plain", "synchronous", "ahead", "ahead+enumerate"
 LOOKUP = "ahead+enumerate+lookup"

@@ -22,7 +22,8 @@ from benchmarks.machine import machine
 from benchmarks.step_cost import measure
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from demo.corpus import held_out_prompts
-from draft_worker.messages import AttachSession, CommitHeard, DraftLimits
+from draft_worker.limits import DraftLimits
+from draft_worker.messages import AttachSession, CommitHeard
 from draft_worker.runner import run_step
 from draft_worker.scheduler import DraftScheduler
 from outrider.cli.tune.times import StepTimes

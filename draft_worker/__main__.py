@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
+from draft_worker.limits import DraftLimits
 from outrider.worker_process import (
     WorkerProcess,
     add_worker_arguments,
@@ -17,6 +19,8 @@ from outrider.worker_process import (
     worker_options,
 )
 
+DEFAULTS = DraftLimits()
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -25,54 +29,71 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_worker_arguments(parser, "draft")
     parser.add_argument(
-        "--max-nodes", type=int, default=240, help="live nodes of one hint tree (default %(default)s)"
+        "--max-nodes",
+        type=int,
+        default=DEFAULTS.max_nodes,
+        help="live nodes of one hint tree (default %(default)s)",
     )
     parser.add_argument(
         "--max-lookahead",
         type=int,
-        default=20,
+        default=DEFAULTS.max_lookahead,
         help="how far ahead of the committed tokens (default %(default)s)",
     )
     parser.add_argument(
         "--max-alternatives",
         type=int,
-        default=4,
+        default=DEFAULTS.max_alternatives,
         help="other likely tokens that a node keeps beside the draft's own, to be grown when their turn comes; "
         "0: none (default %(default)s)",
     )
     parser.add_argument(
         "--max-nodes-per-step",
         type=int,
-        default=8,
+        default=DEFAULTS.max_nodes_per_step,
         help="of all trees together, fed in one forward pass (default %(default)s)",
     )
     parser.add_argument(
         "--max-chain-nodes",
         type=int,
-        default=3,
+        default=DEFAULTS.max_chain_nodes,
         help="fed one below the other before hints are sent and commits are heard; 0: hints go out one by one "
         "(default %(default)s)",
     )
     parser.add_argument(
         "--min-reach",
         type=float,
-        default=0.03,
+        default=DEFAULTS.min_reach,
         help="how likely a node must be to be reached for it to be fed, 0 to 1 (default %(default)s)",
     )
     parser.add_argument(
         "--min-sampled-reach",
         type=float,
-        default=0.15,
+        default=DEFAULTS.min_sampled_reach,
         help="under rejection sampling, how likely a hint must be to be reached for its successor to be guessed and "
         "sent, 0 to 1; lower is faster where bytes cost nothing (default %(default)s)",
     )
     return parser.parse_args(arguments)
 
 
+def limits_from(arguments: argparse.Namespace) -> DraftLimits:
+    """As far as they do not depend on the model. Raises ConfigurationError, naming the flag."""
+    return DraftLimits(
+        max_num_seqs=arguments.max_num_seqs,
+        max_nodes=arguments.max_nodes,
+        max_lookahead=arguments.max_lookahead,
+        max_alternatives=arguments.max_alternatives,
+        max_nodes_per_step=arguments.max_nodes_per_step,
+        max_chain_nodes=arguments.max_chain_nodes,
+        min_reach=arguments.min_reach,
+        min_sampled_reach=arguments.min_sampled_reach,
+    )
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
+    limits = limits_from(arguments)
     # Imported late, so that --help and bad arguments do not wait for torch.
-    from draft_worker.messages import DraftLimits
     from draft_worker.runner import DraftCore
     from draft_worker.scheduler import DraftScheduler
     from draft_worker.server import DraftServicer
@@ -86,18 +107,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     async with WorkerProcess(options, "draft", ["outrider.v1.Draft"]) as process:
         engine = load_model(engine_config(arguments))
         info = worker_info(engine, options, name, process.incarnation)
-        limits = DraftLimits(
-            max_num_seqs=arguments.max_num_seqs,
-            max_model_len=engine.max_model_len,
-            max_nodes=arguments.max_nodes,
-            max_lookahead=arguments.max_lookahead,
-            max_alternatives=arguments.max_alternatives,
-            max_nodes_per_step=arguments.max_nodes_per_step,
-            max_chain_nodes=arguments.max_chain_nodes,
-            min_reach=arguments.min_reach,
-            min_sampled_reach=arguments.min_sampled_reach,
-            end_of_sequence_ids=engine.eos_token_ids,
-        )
+        limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
         metrics = DraftMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Candidate(NamedTuple):
-    """A node, or an alternative of one that is to become a node. Ordered by its first two."""
+    """A node, or a node's likeliest alternative, which is to become one. Ordered by its first two."""
 
     rank: float  # minus its priority
     number: int  # unlike any other's; of equal ranks the older comes first
     node_id: int
-    token_id: int | None  # of the alternative below `node_id`; None: the node itself
+    is_alternative: bool  # the likeliest one below `node_id`, instead of the node itself
     reach: float  # how likely it is to be reached
 
 
@@ -26,9 +26,9 @@ class Candidates:
     def clear(self) -> None:
         self._heap = []
 
-    def add(self, priority: float, node_id: int, token_id: int | None, reach: float) -> None:
+    def add(self, priority: float, node_id: int, reach: float, *, is_alternative: bool) -> None:
         self._num_added += 1
-        heapq.heappush(self._heap, Candidate(-priority, self._num_added, node_id, token_id, reach))
+        heapq.heappush(self._heap, Candidate(-priority, self._num_added, node_id, is_alternative, reach))
 
     @property
     def highest_priority(self) -> float:

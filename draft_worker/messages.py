@@ -11,15 +11,10 @@ import numpy.typing as npt
 from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.logit_processing import TextBefore
-from outrider.errors import ConfigurationError, OutriderError
+from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-
-MAX_TREE_NODES = 256  # KV entries that the engine provides for a tree, and half of what one message may hold
-NUM_ALTERNATIVES = 4
-"""Beside the primary child, unless told otherwise: beside a slow target there is time for unlikely branches."""
-MAX_ALTERNATIVES = 32
 
 # Events.
 
@@ -172,48 +167,7 @@ class Expansion:
 
     token_ids: list[int]
     chances: list[float]  # that the target says this token here, as far as the draft can tell; 0 to 1
-    distribution: DraftDistribution | None = (
-        None  # that the primary child was drawn from; rejection mode only
-    )
-    confidence: int = 0  # in the primary child, as it travels (`outrider.confidence`); other modes only
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """Bounds of one draft worker (I7)."""
-
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512  # fed in one step, prefill included
-    max_model_len: int = 1024  # tokens; a longer session gets no more hints
-    max_nodes: int = 240  # live nodes of one tree
-    max_lookahead: int = 20  # depth below the cursor
-    max_alternatives: int = NUM_ALTERNATIVES  # of a node; 0: its primary child only
-    max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
-    max_chain_nodes: int = 3  # fed one below the other by one step, before hints are sent
-    # Nodes that are less likely to be reached are not grown. Unlikely ones raise the prediction hit rate a little, but
-    # the messages they make and the memory they read slow the target's steps down.
-    min_reach: float = 0.03
-    min_sampled_reach: float = (
-        0.15  # of a node in rejection mode, where each costs a distribution on the wire
-    )
-    end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
-
-    def __post_init__(self) -> None:
-        """Raises ConfigurationError, naming the flag."""
-        if self.max_num_seqs < 1 or self.max_lookahead < 1:
-            raise ConfigurationError("--max-num-seqs and --max-lookahead must be at least 1")
-        if not 1 <= self.max_nodes <= MAX_TREE_NODES:
-            raise ConfigurationError(f"--max-nodes is {self.max_nodes}; permitted: 1 to {MAX_TREE_NODES}")
-        if not 0 <= self.max_alternatives <= MAX_ALTERNATIVES:
-            raise ConfigurationError(
-                f"--max-alternatives is {self.max_alternatives}; permitted: 0 to {MAX_ALTERNATIVES}"
-            )
-        if self.max_nodes_per_step < 1:
-            raise ConfigurationError("--max-nodes-per-step must be at least 1")
-        if not 0 <= self.max_chain_nodes <= MAX_TREE_NODES:
-            raise ConfigurationError(
-                f"--max-chain-nodes is {self.max_chain_nodes}; permitted: 0 to {MAX_TREE_NODES}"
-            )
-        for flag, reach in (("min-reach", self.min_reach), ("min-sampled-reach", self.min_sampled_reach)):
-            if not 0.0 <= reach <= 1.0:
-                raise ConfigurationError(f"--{flag} is {reach:g}; permitted: 0 to 1")
+    # Of the primary child: in rejection mode what it was drawn from, in the others how sure the draft model is of it
+    # (`outrider.confidence`).
+    distribution: DraftDistribution | None = None
+    confidence: int = 0

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from draft_worker.messages import NUM_ALTERNATIVES, Action, Chain, Event, Expansion, Step, StepItem
+from draft_worker.limits import NUM_ALTERNATIVES
+from draft_worker.messages import Action, Chain, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
 from outrider.confidence import confidence_level
 from outrider.engine.logit_processing import NEVER, is_idle, process
@@ -32,7 +33,8 @@ NUM_DRAFT_PROBS = 6
 DRAFT_PROBS_BITS = 8
 """Their precision, likewise."""
 UNDERSTATED = 2.0
-"""How much likelier alternatives are than the draft model says, given that its first token is wrong."""
+"""How much likelier an alternative is than the draft model says, given that its first token is wrong: about so with the
+demo pair, whose second token is then mostly the right one."""
 NOTHING = Expansion([], [])
 
 
@@ -195,12 +197,11 @@ def _primary_first(
     token_ids and chances: [num_nodes][num_children], falling; whose: the item of each node.
     """
     expansions = []
-    for (first, *other_ids), (chance, *other_chances), item in zip(token_ids, chances, whose, strict=False):
+    for (first, *other_ids), (chance, *other_chances), item in zip(token_ids, chances, whose, strict=True):
         confidence, primary_chance = confidence_level(chance), item.acceptance_rate
         if item.calibration is not None:
             primary_chance = item.calibration.chance(confidence, item.acceptance_rate)
-        # Where its first token is wrong, its next ones are right more often than it says: by the demo's pair, the
-        # second 75 times of 100 instead of 35. All of them together are no more than what is left.
+        # All of them together are no more than what is left.
         left = 1.0 - primary_chance
         share = min(left / max(sum(other_chances), 1e-6), UNDERSTATED * left / max(1.0 - chance, 1e-6))
         others = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
+from draft_worker.limits import DraftLimits
 from draft_worker.messages import (
     Action,
     AttachmentAccepted,
@@ -17,7 +18,6 @@ from draft_worker.messages import (
     AttachSession,
     CommitHeard,
     DetachSession,
-    DraftLimits,
     Event,
     Expansion,
     KVMove,
@@ -28,11 +28,10 @@ from draft_worker.messages import (
     Unsubscribe,
 )
 from draft_worker.session import DraftSession
-from outrider.confidence import Calibration
+from outrider.confidence import calibrations
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hint_tree import Hint
-from outrider.sampling_params import DecodingMode
 
 
 class DraftScheduler:
@@ -44,7 +43,7 @@ class DraftScheduler:
         self.vocab_size = vocab_size
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
-        self._calibrations = {mode: Calibration() for mode in (DecodingMode.GREEDY, DecodingMode.COUPLED)}
+        self._calibrations = calibrations()
         self._num_sessions_of: Counter[str] = Counter()  # by target address
         # Targets that did not listen when last heard of, of those with sessions.
         self._resting: set[str] = set()
@@ -149,9 +148,9 @@ class DraftScheduler:
             self._remove(session)
             return [AttachmentEnded(session.session_id)]
         (self._resting.discard if event.is_listening else self._resting.add)(session.target_address)
-        known_len = len(session.token_ids)
         if 0 <= event.num_held <= event.num_tried and event.num_tried > 0:
             session.acceptance.observe(event.num_held, event.num_tried)
+        known_len = len(session.token_ids)
         if event.from_len > known_len:  # something was missed: ask again from where we are
             return [Subscribe(session.target_address, session.session_id, session.attachment, known_len)]
         new_token_ids = event.token_ids[known_len - event.from_len :]

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from draft_worker.candidates import Candidates
-from draft_worker.messages import Chain, DraftLimits, Expansion, KVMove, StepItem
+from draft_worker.limits import DraftLimits
+from draft_worker.messages import Chain, Expansion, KVMove, StepItem
 from outrider.acceptance import AcceptanceHistory
 from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
@@ -220,19 +221,19 @@ class DraftSession:
         """Makes a node that is not fed, or a fed one's likeliest alternative, a candidate, if it is worth feeding."""
         if node.entry is None and node is not self.cursor_node:
             if node.hint.token_id not in self.stop_token_ids:
-                self._offer_one(node, node.depth, node.reach, None)
+                self._offer_one(node, node.depth, node.reach, is_alternative=False)
         elif node.alternatives:
-            token_id, chance = node.alternatives[0]
-            self._offer_one(node, node.depth + 1, node.reach * chance, token_id)
+            _, chance = node.alternatives[0]
+            self._offer_one(node, node.depth + 1, node.reach * chance, is_alternative=True)
 
-    def _offer_one(self, node: DraftNode, depth: int, reach: float, alternative: int | None) -> None:
+    def _offer_one(self, node: DraftNode, depth: int, reach: float, *, is_alternative: bool) -> None:
         if depth < self._deepest() and reach >= self._min_reach:
             priority = reach
-            if alternative is None and self._is_sampled and self._is_primary_tip(node):
+            if not is_alternative and self._is_sampled and self._is_primary_tip(node):
                 # What the alternatives weigh depends on the token that was drawn. If they could come first, whether
                 # it gets a successor in time would depend on it too, and block verification would be biased (I4).
                 priority += 1.0
-            self.candidates.add(priority, node.hint.node_id, alternative, reach)
+            self.candidates.add(priority, node.hint.node_id, reach, is_alternative=is_alternative)
 
     def _is_primary_tip(self, node: DraftNode) -> bool:
         """Whether a node is the last of the primary path below the cursor."""
@@ -274,12 +275,12 @@ class DraftSession:
         """The candidate of highest priority, as a node to be fed next. It needs room for itself and a primary child."""
         candidate = self.candidates.take()
         self.num_owed += 1
-        if candidate.token_id is None:
-            return candidate.node_id
-        return self._take_up(candidate.node_id, candidate.reach)
+        if candidate.is_alternative:
+            return self._take_up(candidate.node_id, candidate.reach)
+        return candidate.node_id
 
     def _take_up(self, parent_id: int, reach: float) -> int:
-        """Makes a node's likeliest alternative, which alone is a candidate, a node, and the next one a candidate."""
+        """Makes a node's likeliest alternative, a node, and the next one a candidate."""
         parent = self._node(parent_id)
         token_id, _ = parent.alternatives.pop(0)
         self._offer(parent)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from outrider.sampling_params import DecodingMode
+
 NUM_LEVELS = 127
 """Of confidence, from 1 for hardly to this for sure: one byte on the wire. 0 says nothing."""
 RATE = 0.03
@@ -68,3 +70,8 @@ class Calibration:
         self.bias += step
         self.of_confidence += step * _LOG_ODDS[confidence]
         self.of_record += step * _log_odds(record)
+
+
+def calibrations() -> dict[DecodingMode, Calibration]:
+    """Of one worker. There is none for rejection sampling, where nobody may look at how sure the draft is (I4)."""
+    return {mode: Calibration() for mode in (DecodingMode.GREEDY, DecodingMode.COUPLED)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from outrider.worker_process import (
@@ -17,8 +18,11 @@ from outrider.worker_process import (
     worker_info,
     worker_options,
 )
+from target_worker.limits import SchedulerLimits
 
 logger = logging.getLogger("target_worker")
+
+DEFAULTS = SchedulerLimits()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -31,21 +35,27 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--served-model-name", default=None, help="what clients ask for; default: the folder's name"
     )
     parser.add_argument(
-        "--max-num-waiting", type=int, default=64, help="sessions that may wait (default %(default)s)"
+        "--max-num-waiting",
+        type=int,
+        default=DEFAULTS.max_num_waiting,
+        help="sessions that may wait (default %(default)s)",
     )
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=512, help="tokens fed in one step (default %(default)s)"
+        "--max-num-batched-tokens",
+        type=int,
+        default=DEFAULTS.max_num_batched_tokens,
+        help="tokens fed in one step (default %(default)s)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
-        default=8,
+        default=DEFAULTS.num_speculative_tokens,
         help="most hints per session and step (default %(default)s)",
     )
     parser.add_argument(
         "--hint-wait-ms",
         type=float,
-        default=10.0,
+        default=DEFAULTS.hint_wait_ms_max,
         help="most that a step waits for hints; 0 never waits (default %(default)s)",
     )
     parser.add_argument(
@@ -57,13 +67,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lookup",
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=DEFAULTS.has_lookup,
         help="also take hints from what followed when a session's own text last stood like this (default on)",
     )
     parser.add_argument(
         "--max-lookup-tokens",
         type=int,
-        default=0,
+        default=DEFAULTS.max_lookup_tokens,
         help="with --lookup, look into ended sessions' outputs too, of which so many tokens are kept, such as 65536: "
         "for texts that resemble each other; sessions of all callers share them (default %(default)s)",
     )
@@ -75,20 +85,36 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
-        default=True,
+        default=DEFAULTS.enable_prefix_caching,
         help="prompts that begin alike share what was computed for them (default on)",
     )
     return parser.parse_args(arguments)
 
 
+def limits_from(arguments: argparse.Namespace) -> SchedulerLimits:
+    """As far as they do not depend on the model. Raises ConfigurationError, naming the flag."""
+    return SchedulerLimits(
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_waiting=arguments.max_num_waiting,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        hint_wait_ms_max=arguments.hint_wait_ms,
+        has_lookup=arguments.lookup,
+        max_lookup_tokens=arguments.max_lookup_tokens,
+        may_rest=not arguments.always_listen,
+        wait_for_num_hints=arguments.wait_for_num_hints,
+        enable_prefix_caching=arguments.enable_prefix_caching,
+    )
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
+    limits = limits_from(arguments)
     # Imported late, so that --help and bad arguments do not wait for torch.
     from outrider.engine.model import batch_invariance_failures, load_model
     from outrider.grammar import GrammarCompiler
     from outrider.telemetry import TargetMetrics, serve_metrics
     from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
-    from target_worker.messages import SchedulerLimits
     from target_worker.runner import TargetCore
     from target_worker.scheduler import Scheduler
     from target_worker.server import TargetServicer
@@ -102,20 +128,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 "NOT batch-invariant here, text may depend on its company: %s", "; ".join(failures)
             )
         info = worker_info(engine, options, name, process.incarnation)
-        limits = SchedulerLimits(
-            max_num_seqs=arguments.max_num_seqs,
-            max_num_waiting=arguments.max_num_waiting,
-            max_num_batched_tokens=arguments.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-            num_speculative_tokens=arguments.num_speculative_tokens,
-            hint_wait_ms_max=arguments.hint_wait_ms,
-            has_lookup=arguments.lookup,
-            max_lookup_tokens=arguments.max_lookup_tokens,
-            may_rest=not arguments.always_listen,
-            wait_for_num_hints=arguments.wait_for_num_hints,
-            end_of_sequence_ids=engine.eos_token_ids,
-            enable_prefix_caching=arguments.enable_prefix_caching,
-        )
+        limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
         metrics = TargetMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)

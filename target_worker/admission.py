@@ -10,7 +10,8 @@ from collections import deque
 
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest, Overloaded
-from target_worker.messages import SchedulerLimits, StartSession
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import StartSession
 from target_worker.session import Session
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from target_worker.messages import HintsArrived, SchedulerLimits, StreamId, SubscribeDraft
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import HintsArrived, StreamId, SubscribeDraft
 
 EarlyEvent = SubscribeDraft | HintsArrived
 

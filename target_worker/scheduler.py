@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.confidence import Calibration
+from outrider.confidence import calibrations
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
 from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarViolation
-from outrider.sampling_params import DecodingMode
 from protos.outrider.v1 import target_pb2
 from target_worker.admission import Places, check_request
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
+from target_worker.limits import SchedulerLimits
 from target_worker.listening import Listeners, ListeningPolicy, SessionListening
 from target_worker.lookup import LocalHints, RecentOutputs
 from target_worker.messages import (
@@ -33,7 +33,6 @@ from target_worker.messages import (
     Event,
     HintsArrived,
     PromptScored,
-    SchedulerLimits,
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
@@ -81,8 +80,7 @@ class Scheduler:
         self._sessions: dict[str, Session] = {}
         self._places = Places(limits, allocator)
         self._early = EarlyEvents(limits)
-        # Under rejection sampling nobody may look at how sure the draft is of a hint (I4).
-        self._calibrations = {mode: Calibration() for mode in (DecodingMode.GREEDY, DecodingMode.COUPLED)}
+        self._calibrations = calibrations()
 
     @property
     def num_running(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from target_worker.messages import SchedulerLimits
+from target_worker.limits import SchedulerLimits
 from target_worker.session import Session
 from target_worker.speculation import HintTiming, best_wait
 from target_worker.step_cost import StepLine

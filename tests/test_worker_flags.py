@@ -1,30 +1,49 @@
-"""What a worker does by default is said in one place, however it is started."""
+"""What a worker does by default is said in one place, however it is started, and a bad flag is told at once."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import fields
+import asyncio
+from typing import Any
 
 import pytest
 
-from draft_worker.__main__ import parse_arguments as draft_arguments
-from draft_worker.messages import DraftLimits
-from target_worker.__main__ import parse_arguments as target_arguments
-from target_worker.messages import SchedulerLimits
+from draft_worker import __main__ as draft_worker
+from draft_worker.limits import DraftLimits
+from outrider.errors import ConfigurationError
+from target_worker import __main__ as target_worker
+from target_worker.limits import SchedulerLimits
+
+
+def test_without_flags_a_worker_has_the_limits_that_the_code_has() -> None:
+    assert draft_worker.limits_from(draft_worker.parse_arguments(["--model", "m"])) == DraftLimits()
+    assert target_worker.limits_from(target_worker.parse_arguments(["--model", "m"])) == SchedulerLimits()
+
+
+def test_flags_reach_the_limits() -> None:
+    flags = ["--model", "m", "--max-num-seqs", "3", "--min-reach", "0.2", "--max-alternatives", "1"]
+    limits = draft_worker.limits_from(draft_worker.parse_arguments(flags))
+    assert limits == DraftLimits(max_num_seqs=3, min_reach=0.2, max_alternatives=1)
+    flags = [
+        "--model",
+        "m",
+        "--num-speculative-tokens",
+        "2",
+        "--no-lookup",
+        "--always-listen",
+        "--hint-wait-ms",
+        "0",
+    ]
+    assert target_worker.limits_from(target_worker.parse_arguments(flags)) == SchedulerLimits(
+        num_speculative_tokens=2, has_lookup=False, may_rest=False, hint_wait_ms_max=0.0
+    )
 
 
 @pytest.mark.parametrize(
-    ("parsed", "limits", "num_compared"),
-    [
-        (draft_arguments(["--model", "m"]), DraftLimits(), 8),
-        (target_arguments(["--model", "m"]), SchedulerLimits(), 4),
-    ],
+    ("worker", "flag", "value"),
+    [(draft_worker, "--max-nodes", "0"), (target_worker, "--num-speculative-tokens", "-1")],
     ids=["draft", "target"],
 )
-def test_flags_default_to_the_limits_that_the_code_has(
-    parsed: argparse.Namespace, limits: DraftLimits | SchedulerLimits, num_compared: int
-) -> None:
-    given = {name: value for name, value in vars(parsed).items() if value is not None}
-    shared = [field.name for field in fields(limits) if field.name in given]
-    assert {name: given[name] for name in shared} == {name: getattr(limits, name) for name in shared}
-    assert len(shared) >= num_compared
+def test_a_bad_flag_is_refused_before_a_model_is_looked_for(worker: Any, flag: str, value: str) -> None:
+    arguments = worker.parse_arguments(["--model", "/nowhere", flag, value])
+    with pytest.raises(ConfigurationError, match=flag):
+        asyncio.run(worker.serve(arguments))

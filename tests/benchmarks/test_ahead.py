@@ -26,12 +26,8 @@ from benchmarks.bound import expected_tokens
 from benchmarks.modes import ModeSlice, window
 from benchmarks.worker_pair import Generation
 from draft_worker.__main__ import parse_arguments as draft_arguments
-from draft_worker.messages import (
-    AttachSession,
-    CommitHeard,
-    DraftLimits,
-    SendHints,
-)
+from draft_worker.limits import DraftLimits
+from draft_worker.messages import AttachSession, CommitHeard, SendHints
 from draft_worker.runner import expand
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.kv_cache import BlockAllocator

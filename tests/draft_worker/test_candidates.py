@@ -11,16 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_worker.messages import (
-    Action,
-    AttachSession,
-    CommitHeard,
-    DraftLimits,
-    Expansion,
-    SendHints,
-    Step,
-    StepItem,
-)
+from draft_worker.limits import DraftLimits
+from draft_worker.messages import Action, AttachSession, CommitHeard, Expansion, SendHints, Step, StepItem
 from draft_worker.runner import expand
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession

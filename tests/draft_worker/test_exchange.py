@@ -13,23 +13,17 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from draft_worker.limits import DraftLimits
 from draft_worker.messages import Action as DraftAction
-from draft_worker.messages import (
-    CommitHeard,
-    DraftLimits,
-    LinkOpened,
-    SendHints,
-    Subscribe,
-    Unsubscribe,
-)
+from draft_worker.messages import CommitHeard, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.hint_tree import Hint
 from outrider.sampling_params import SpeculationSettings
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     ChangeSpeculation,
     CloseStream,
     CommitPublished,
     HintsArrived,
-    SchedulerLimits,
     SubscribeDraft,
     UnsubscribeDraft,
     WaitForHints,

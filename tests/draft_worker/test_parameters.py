@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from draft_worker.messages import AttachSession, CommitHeard, DraftLimits, LinkOpened, SendHints, StepItem
+from draft_worker.limits import DraftLimits
+from draft_worker.messages import AttachSession, CommitHeard, LinkOpened, SendHints, StepItem
 from draft_worker.runner import run_step
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
@@ -18,7 +19,8 @@ from outrider.engine.model import Engine, load_model
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_tree import ROOT_ID
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams, SpeculationSettings
-from target_worker.messages import HintsArrived, SchedulerLimits, SessionEnded, StartSession, TokensCommitted
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import HintsArrived, SessionEnded, StartSession, TokensCommitted
 from target_worker.messages import Step as TargetStep
 from target_worker.runner import run_step as run_target_step
 from target_worker.scheduler import Scheduler

@@ -13,14 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draft_worker.messages import (
-    AttachSession,
-    CommitHeard,
-    DetachSession,
-    DraftLimits,
-    Expansion,
-    SendHints,
-)
+from draft_worker.limits import DraftLimits
+from draft_worker.messages import AttachSession, CommitHeard, DetachSession, Expansion, SendHints
 from draft_worker.messages import StepItem as DraftItem
 from draft_worker.messages import Subscribe as DraftSubscribe
 from draft_worker.runner import NUM_CHILDREN, expand
@@ -31,10 +25,10 @@ from outrider.engine.logit_processing import TextBefore
 from outrider.engine.model import Engine, load_model
 from outrider.engine.sampling import coupled_choice, probabilities
 from outrider.sampling_params import SamplingParams, SpeculationSettings
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     CommitPublished,
     HintsArrived,
-    SchedulerLimits,
     SessionEnded,
     StartSession,
     SubscribeDraft,

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from draft_worker.limits import DraftLimits
 from draft_worker.messages import (
     Action,
     AttachmentAccepted,
@@ -18,7 +19,6 @@ from draft_worker.messages import (
     Chain,
     CommitHeard,
     DetachSession,
-    DraftLimits,
     Event,
     LinkOpened,
     SendHints,

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from draft_worker import messages as draft_messages
+from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.kv_cache import BlockAllocator
@@ -30,6 +31,7 @@ from outrider.sampling_params import AcceptanceRule, DecodingMode, SamplingParam
 from outrider.telemetry import DraftMetrics, TargetMetrics
 from protos.outrider.v1 import target_pb2
 from target_worker import messages as target_messages
+from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
 from target_worker.scheduler import Scheduler
 from target_worker.step_cost import StepCost, StepLine
@@ -213,7 +215,7 @@ def ending(ended: target_messages.SessionEnded) -> Ending:
 
 
 def _target_core(tiny: TinyModel, cost: StepCost) -> TargetCore:
-    limits = target_messages.SchedulerLimits(
+    limits = SchedulerLimits(
         max_num_seqs=MAX_NUM_SEQS,
         max_num_waiting=4 * MAX_NUM_SEQS,
         # Long prompts come in chunks, with other sessions' hints between them.
@@ -232,7 +234,7 @@ def _target_core(tiny: TinyModel, cost: StepCost) -> TargetCore:
 
 
 def _draft_core(tiny: TinyModel) -> DraftCore:
-    limits = draft_messages.DraftLimits(
+    limits = DraftLimits(
         max_num_seqs=2 * MAX_NUM_SEQS,  # it hears of a session's end later
         max_num_batched_tokens=256,
         max_model_len=MAX_MODEL_LEN,

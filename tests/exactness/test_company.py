@@ -17,10 +17,10 @@ from outrider.hint_tree import Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
 from outrider.token_logprobs import TokenLogprobs
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     HintsArrived,
-    SchedulerLimits,
     SessionEnded,
     SessionRefused,
     StartSession,

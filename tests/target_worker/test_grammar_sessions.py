@@ -38,10 +38,10 @@ from outrider.sampling_params import (
 )
 from outrider.telemetry import TargetMetrics
 from protos.outrider.v1 import target_pb2
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     HintsArrived,
-    SchedulerLimits,
     SessionEnded,
     SessionRefused,
     StartSession,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from draft_worker.messages import MAX_TREE_NODES, DraftLimits
+from draft_worker.limits import MAX_TREE_NODES, DraftLimits
 from outrider.errors import ConfigurationError
 from outrider.sampling_params import MAX_SPECULATIVE_TOKENS
-from target_worker.messages import MAX_BATCHED_TOKENS, SchedulerLimits
+from target_worker.limits import MAX_BATCHED_TOKENS, SchedulerLimits
 
 
 @pytest.mark.parametrize(

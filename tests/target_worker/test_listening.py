@@ -11,6 +11,7 @@ from outrider.engine.kv_cache import BlockAllocator
 from outrider.engine.verification import Verdict
 from outrider.hint_tree import ROOT_ID, Hint
 from outrider.randomness import mix
+from target_worker.limits import SchedulerLimits
 from target_worker.listening import (
     MIN_WORTH,
     NUM_FIRST_STEPS,
@@ -32,7 +33,6 @@ from target_worker.messages import (
     Action,
     CommitPublished,
     HintsArrived,
-    SchedulerLimits,
     SessionEnded,
     SessionRefused,
     Step,

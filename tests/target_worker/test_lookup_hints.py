@@ -12,10 +12,10 @@ from outrider.engine.verification import verify_choices
 from outrider.hint_tree import ROOT_ID, Hint, HintTree
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from target_worker.hint_path import CERTAIN_MATCH, HintSources, choose_path, is_local
+from target_worker.limits import SchedulerLimits
 from target_worker.lookup import LocalHints
 from target_worker.messages import (
     HintsArrived,
-    SchedulerLimits,
     SessionEnded,
     StartSession,
     Step,

@@ -15,12 +15,12 @@ from outrider.engine.kv_cache import BlockAllocator, Digest
 from outrider.engine.prefix_cache import block_digests
 from outrider.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import SpeculationSettings
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     CancelSession,
     Event,
     HintsArrived,
-    SchedulerLimits,
     SessionEnded,
     SessionRefused,
     StartSession,

@@ -13,11 +13,11 @@ from outrider.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
 from outrider.token_logprobs import TokenLogprobs
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     HintsArrived,
     PromptScored,
-    SchedulerLimits,
     SessionEnded,
     StartSession,
     TokensCommitted,

@@ -17,6 +17,7 @@ from outrider.errors import InvalidRequest, NotFound, Overloaded
 from outrider.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import DecodingMode, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -25,7 +26,6 @@ from target_worker.messages import (
     CommitPublished,
     Event,
     HintsArrived,
-    SchedulerLimits,
     SessionAdmitted,
     SessionEnded,
     SessionRefused,

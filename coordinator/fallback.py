@@ -101,6 +101,9 @@ class FallbackPolicy:
             raise ValueError("need 0 < decay <= 1 and 1 <= pause_min_tokens <= pause_max_tokens")
 
 
+ALWAYS = FallbackPolicy(pause_below=0.0, resume_above=0.0, slower_below=0.0)
+"""For a request that asks for speculation whatever it costs. It is paused only while no draft worker sends hints."""
+
 _S, _T, _A = FallbackState, Trigger, FallbackAction
 _GIVE_UP: Final = (_A.DETACH, _A.STOP_LISTENING)
 _TRANSITIONS: Final = MappingProxyType({

@@ -28,6 +28,7 @@ class StreamOptions(Body):
 
 class Speculation(Body):
     enabled: bool = True  # False: nothing is fed ahead of time, not even tokens that a grammar forces
+    always: bool = False  # even where it does not pay: for audits and tests
     num_speculative_tokens: int = 0  # most hints verified per step; 0 leaves it to the target
     acceptance_rule: Literal["block", "token"] = "block"
     num_draft_probs: int = 0  # entries of a hint's distribution; 0 leaves it to the draft worker
@@ -43,6 +44,7 @@ class Speculation(Body):
             num_draft_probs=self.num_draft_probs,
             draft_probs_bits=self.draft_probs_bits,
             is_plain=not self.enabled,
+            is_always=self.always,
         )
 
 

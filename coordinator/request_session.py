@@ -28,7 +28,7 @@ import grpc.aio
 
 from coordinator.draft_link import DraftLink, LinkedSession
 from coordinator.environment import Environment
-from coordinator.fallback import FallbackAction, FallbackController, FallbackState, Trigger
+from coordinator.fallback import ALWAYS, FallbackAction, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
@@ -96,8 +96,12 @@ class RequestSession:
         self._deadline_s = arrival_s + spec.deadline_s
         self._is_plain = request.speculation.is_plain or not request.speculation.enabled
         self._prior_key = key_for(spec, spec.request.tenant)
+        # One that asks for speculation always learns nothing from others, and they would learn nothing from it.
+        self._uses_priors = environment.settings.uses_priors and not request.speculation.is_always
         self._controller = FallbackController(
-            environment.policy, is_enabled=not self._is_plain, starting_mode=self._starting_mode(index)
+            ALWAYS if request.speculation.is_always else environment.policy,
+            is_enabled=not self._is_plain,
+            starting_mode=self._starting_mode(index),
         )
         self._output = TextOutput(
             IncrementalDetokenizer(
@@ -131,7 +135,7 @@ class RequestSession:
                 async for item in items:
                     yield item
         finally:  # one that was cancelled has learned something too
-            if self._environment.settings.uses_priors:
+            if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
                 self._environment.priors.record(self._prior_key, evidence, now_s)
 
@@ -159,7 +163,7 @@ class RequestSession:
 
     def _starting_mode(self, index: int) -> StartingMode:
         environment = self._environment
-        if not environment.settings.uses_priors:
+        if not self._uses_priors:
             return StartingMode.SPECULATING
         text_id = f"{self._spec.request.request_id}/{index}"
         return environment.priors.start(self._prior_key, text_id, environment.now_s())

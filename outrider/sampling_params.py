@@ -215,6 +215,7 @@ class SpeculationSettings:
     num_draft_probs: int = 0  # entries of a hint's distribution; 0: the draft worker's choice
     draft_probs_bits: int = 0  # their precision; 0: the draft worker's choice
     is_plain: bool = False  # nothing is fed ahead of time, tokens that the grammar forces included
+    is_always: bool = False  # no controller may find that it does not pay, for audits and tests
 
     def __post_init__(self) -> None:
         _check(
@@ -231,6 +232,10 @@ class SpeculationSettings:
         )
         bits = self.draft_probs_bits
         _check("draft_probs_bits", bits, bits == 0 or 4 <= bits <= 16, "0, or 4 to 16")
+        if self.is_always and self.is_plain:
+            raise InvalidRequest(
+                "always", "always asks for speculation, which the request turns off; leave one out"
+            )
 
     @classmethod
     def from_proto(cls, message: common_pb2.SpeculationParams) -> SpeculationSettings:
@@ -247,6 +252,7 @@ class SpeculationSettings:
             message.num_draft_probs,
             message.draft_probs_bits,
             message.plain,
+            message.always,
         )
 
     def to_proto(self) -> common_pb2.SpeculationParams:
@@ -257,6 +263,7 @@ class SpeculationSettings:
             num_draft_probs=self.num_draft_probs,
             draft_probs_bits=self.draft_probs_bits,
             plain=self.is_plain,
+            always=self.is_always,
         )
 
 

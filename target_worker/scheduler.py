@@ -20,10 +20,10 @@ from outrider.errors import InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarViolation
 from protos.outrider.v1 import target_pb2
 from target_worker.admission import Places, check_request
+from target_worker.batch_listening import BatchListening
 from target_worker.early_events import EarlyEvents
 from target_worker.hint_path import HintPath
 from target_worker.limits import SchedulerLimits
-from target_worker.listening import Listeners, ListeningPolicy, SessionListening
 from target_worker.lookup import LocalHints, RecentOutputs
 from target_worker.messages import (
     Action,
@@ -69,7 +69,7 @@ class Scheduler:
         self.allocator = allocator
         self.vocab_size = vocab_size
         self.cost = StepCost()
-        self._policy = ListeningPolicy()
+        self._listening = BatchListening(may_rest=limits.may_rest)
         self._pace = Pace()
         self._wait = HintWait(limits)
         self._recent = (
@@ -185,7 +185,7 @@ class Scheduler:
             return []
         if not session.subscribers:
             session.forget_the_draft(now, self._wait.usual_timing)
-            session.listening = self._new_listening()
+            session.listening = self._listening.start(session, self.num_running)
         return session.subscribe(event.stream_id, event.known_len)
 
     def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
@@ -248,7 +248,7 @@ class Scheduler:
         hint_budget = budget // 2 if prefilling else budget
         limit = self.limits.num_speculative_tokens
         paths = [session.hint_path(limit) for session in decoding]
-        gains = [path.gains() for path in paths]
+        gains = [session.hint_gains() for session in decoding]
         num_fed = allot(gains, self._line(), max(hint_budget, 0))
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
@@ -287,8 +287,8 @@ class Scheduler:
         """Commits what a step decided and says who must hear of it."""
         actions: list[Action] = []
         # Both before anything is rolled back, or ends.
-        num_context, followed = step.num_context, self._followed()
-        listeners = _listeners(followed)
+        num_context = step.num_context
+        audience = self._listening.audience(self._places.running.values())
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
@@ -308,9 +308,10 @@ class Scheduler:
                 session.blocks.publish(session.token_ids)
         if self._recent is not None:
             self._recent.read_some()
-        if self.limits.may_rest:
-            self._observe_speed(step, num_context, listeners, num_committed)
-            actions += self._turn(followed, now)
+        if step.only_decodes and self._pace.whole_ms > 0.0:
+            self._listening.observe(audience, step, num_committed, num_context, self._pace.whole_ms)
+        for session in self._listening.turn(audience, self.num_running):
+            actions += self._tell_of_turn(session, now)
         return actions
 
     def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> _Prices:
@@ -324,35 +325,13 @@ class Scheduler:
         """Cost of the next step over the number of tokens it feeds."""
         return self.cost.line(sum(session.committed_len for session in self._places.running.values()))
 
-    def _new_listening(self) -> SessionListening:
-        return self._policy.start(self.num_running) if self.limits.may_rest else SessionListening()
-
-    def _followed(self) -> list[Session]:
-        """Running sessions that have a draft worker which may be listened to."""
-        return [
-            session for session in self._places.running.values() if session.subscribers and session.may_listen
-        ]
-
-    def _observe_speed(
-        self, step: Step, num_context: int, listeners: Listeners | None, num_committed: int
-    ) -> None:
-        """Tells the listening policy how fast the step was."""
-        if self._pace.whole_ms > 0.0 and step.only_decodes:
-            self._policy.observe(
-                *(len(step.items), step.num_tokens, num_committed, num_context),
-                *(self._pace.whole_ms, listeners),
-            )
-
-    def _turn(self, followed: list[Session], now: float) -> list[Action]:
-        """Lets sessions rest or listen as the policy has it; tells their draft workers of it."""
-        may_listen = self._policy.may_listen(self.num_running)
-        actions: list[Action] = []
-        for session in followed:
-            if session.listening.turn(may_listen=may_listen) and session.session_id in self._sessions:
-                if session.is_listening:
-                    session.timing = session.timing.fresh(now)
-                actions += session.publish()
-        return actions
+    def _tell_of_turn(self, session: Session, now: float) -> list[Action]:
+        """Tells the draft workers of a session that it rests from now on, or listens again."""
+        if session.session_id not in self._sessions:
+            return []
+        if session.is_listening:
+            session.timing = session.timing.fresh(now)
+        return session.publish()
 
     def _commit(
         self,
@@ -365,9 +344,9 @@ class Scheduler:
     ) -> list[Action]:
         actions: list[Action] = []
         outcome = session.commit(verdict, item.hints, item.num_fed_hints)
-        if prices is not None and self.limits.may_rest and session.can_expect_hints():
+        if prices is not None:
             cost = item.num_fed_hints * prices.token_ms / prices.plain_ms
-            self._policy.judge(session.listening, outcome.num_accepted - cost)
+            self._listening.judge(session, outcome.num_accepted - cost)
         if session.first_token_at is None:
             session.first_token_at = now
         if outcome.token_ids:
@@ -413,15 +392,6 @@ class Scheduler:
             queue_ms=(first_step_at - session.arrived_at) * 1e3,
             prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
         )
-
-
-def _listeners(followed: list[Session]) -> Listeners | None:
-    """Of the sessions that have a draft worker; None when none has."""
-    if not followed:
-        return None
-    listening = [session for session in followed if not session.listening.is_resting]
-    num_hearing = sum(session.timing.has_heard for session in listening)
-    return Listeners(len(listening) / len(followed), num_hearing / len(followed))
 
 
 def _item(session: Session, path: HintPath, num_fed: int) -> StepItem:

@@ -169,6 +169,10 @@ class Session:
         self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit)
         return self.path
 
+    def hint_gains(self) -> list[float]:
+        """Of that path, see `HintPath.gains`; a session that speculates always has every hint of it verified."""
+        return [1.0] * self.path.num_feedable if self.speculation.is_always else self.path.gains()
+
     def text_before(self, hints: list[Hint], num_rows: int) -> TextBefore:
         """What stands before each of `num_rows` positions, `hints[i]` being said at the i-th."""
         said = [hint.token_id for hint in hints]

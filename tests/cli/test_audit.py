@@ -434,6 +434,7 @@ class TestBodies:
         assert request.changes == ("speculation enabled",)
         assert run_body(request, enabled=True)["speculation"] == {
             "enabled": True,
+            "always": True,
             "num_speculative_tokens": 3,
         }
         assert run_body(request, enabled=False)["speculation"] == {"enabled": False}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.fallback import (
     _TRANSITIONS,
+    ALWAYS,
     FallbackAction,
     FallbackController,
     FallbackPolicy,
@@ -278,6 +279,18 @@ def test_attach_and_detach_always_alternate(blocks: list[tuple[int, int]]) -> No
                 is_attached = False
         assert is_attached == made.is_listening
         assert 0 <= made.acceptance <= 1
+
+
+def test_a_request_that_speculates_always_is_paused_only_for_want_of_hints() -> None:
+    made = FallbackController(ALWAYS, is_enabled=True)
+    for _ in range(500):
+        assert made.on_step(1, 5, 0, gap_s=0.1) == ()
+    steps_until(made, FallbackState.PAUSED, (1, 0, 0))
+    assert made.last_trigger is Trigger.STARVED
+    steps_until(made, FallbackState.PROBING, (1, 0, 0))
+    for _ in range(ALWAYS.probe_spec_steps):
+        made.on_step(1, 5, 0, gap_s=0.1)
+    assert made.state is FallbackState.SPECULATING, "slower, and nothing held"
 
 
 def test_a_policy_that_would_swing_is_refused() -> None:

@@ -274,6 +274,7 @@ class TestRefusals:
             ({"speculation": {"draft_probs_bits": 3}}, "speculation.draft_probs_bits"),
             ({"speculation": {"acceptance_rule": "maybe"}}, "speculation.acceptance_rule"),
             ({"speculation": {"off": True}}, "speculation.off"),
+            ({"speculation": {"enabled": False, "always": True}}, "speculation.always"),
             ({"request_id": "a\nb"}, "request_id"),
         ],
     )

@@ -135,6 +135,22 @@ class TestFallback:
         assert [call.speculation.enabled for call in target.speculation_calls] == [False, True, False]
         assert [request.attachment for request in draft.requests] == [1, 2]
 
+    async def test_a_request_that_speculates_always_is_not_paused_and_neither_learns_nor_teaches(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target, draft = clusters.target(step_s=0.002, num_draft_tokens=5, num_accepted=0), FakeDraft()
+        async with clusters.open([target], [draft]) as cluster:
+            doubt(cluster)
+            priors, now_s = cluster.service.environment.priors, cluster.service.environment.now_s
+            before = priors.evidence(KEY, now_s())
+            request_id = request_id_that_starts(cluster, StartingMode.PAUSED)
+            await cluster.complete(request_id=request_id, max_tokens=110, speculation={"always": True})
+            assert priors.evidence(KEY, now_s()).num_steps <= before.num_steps, "evidence only fades"
+        assert target.requests[0].speculation.enabled
+        assert target.requests[0].speculation.always
+        assert target.speculation_calls == []
+        assert len(draft.requests) == 1
+
     async def test_good_acceptance_changes_nothing(self, clusters: ClusterFactory) -> None:
         target, draft = clusters.target(tokens_per_step=4, num_draft_tokens=3), FakeDraft()
         async with clusters.open([target], [draft]) as cluster:

@@ -67,6 +67,7 @@ def audit(
     """Check a running server: does speculation change what it says?
 
     Every request is answered once plainly and then with speculation, and the answers are compared token by token.
+    The server verifies their hints even where speculation does not pay at present.
     Where they differ, plain decoding is asked again at that very place: if it repeats itself, speculation is at fault;
     if it does not, the engine is. The report names the position, both tokens and how far apart their probabilities are.
 

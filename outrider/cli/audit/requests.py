@@ -110,9 +110,12 @@ def audit_request(name: str, recorded: Mapping[str, Any], overrides: Overrides) 
 
 
 def run_body(request: AuditRequest, *, enabled: bool) -> dict[str, Any]:
-    """The request with speculation, as recorded where it says how, or without."""
+    """The request with speculation, as recorded where it says how, or without.
+
+    With it also where the server finds that it does not pay at present, for then it would have nothing to prove.
+    """
     recorded = request.body.get("speculation") or {}
-    speculation = {**recorded, "enabled": True} if enabled else {"enabled": False}
+    speculation = {**recorded, "enabled": True, "always": True} if enabled else {"enabled": False}
     return {**request.body, "speculation": speculation, "return_token_ids": True}
 
 

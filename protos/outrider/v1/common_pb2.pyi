@@ -127,20 +127,22 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "acceptance_rule", "num_draft_probs", "draft_probs_bits", "plain")
+    __slots__ = ("enabled", "num_speculative_tokens", "acceptance_rule", "num_draft_probs", "draft_probs_bits", "plain", "always")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_RULE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_BITS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_FIELD_NUMBER: _ClassVar[int]
+    ALWAYS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     acceptance_rule: AcceptanceRule
     num_draft_probs: int
     draft_probs_bits: int
     plain: bool
-    def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., acceptance_rule: _Optional[_Union[AcceptanceRule, str]] = ..., num_draft_probs: _Optional[int] = ..., draft_probs_bits: _Optional[int] = ..., plain: _Optional[bool] = ...) -> None: ...
+    always: bool
+    def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., acceptance_rule: _Optional[_Union[AcceptanceRule, str]] = ..., num_draft_probs: _Optional[int] = ..., draft_probs_bits: _Optional[int] = ..., plain: _Optional[bool] = ..., always: _Optional[bool] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
     __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens", "num_outcomes", "num_predicted_outcomes", "num_ready_outcomes")

@@ -1,8 +1,9 @@
 """Streams from this draft worker to target workers: one `Hints.Exchange` per target, for all sessions.
 
-A link is opened when the first session names its target and closed when the last one has left. When it breaks it
-is opened again with growing pauses, and the scheduler is told, so that it says everything anew (`LinkOpened`).
-Everything here runs on the event loop.
+A link is opened when the first session names its target and closed when the last one has left. When it breaks it is
+opened again with growing pauses, and the scheduler is told, so that it says everything anew (`LinkOpened`). Hints leave
+at once where the target's next step could verify them; others gather for a moment, since what a message costs the
+target hardly depends on what is in it. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,27 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew later
+GATHERING_SHARE = 0.25  # of the time between two commits
+MAX_INTERVAL_S = 0.1  # between commits; longer ones are pauses
 NUM_CHANNELS = 16383  # as many as two bytes tell apart; far more than sessions on one stream
+
+
+class _Pace:
+    """How often a target speaks, which is after each of its steps."""
+
+    def __init__(self) -> None:
+        self._interval_s = 0.0
+        self._heard_at: float | None = None
+
+    def hear(self, now: float) -> None:
+        if self._heard_at is not None:
+            self._interval_s += 0.1 * (min(now - self._heard_at, MAX_INTERVAL_S) - self._interval_s)
+        self._heard_at = now
+
+    @property
+    def patience_s(self) -> float:
+        """How long hints that are not urgent wait for company, seconds."""
+        return GATHERING_SHARE * self._interval_s
 
 
 class TargetLink:
@@ -44,10 +65,12 @@ class TargetLink:
         self._has_dropped = False
         self._num_failures = 0
         self._wake = asyncio.Event()
+        self._pace = _Pace()
+        self._timer: asyncio.TimerHandle | None = None  # that wakes the writer for what is not urgent
         self._task = asyncio.create_task(self._keep_open(), name=f"hints to {address}")
 
     def put(self, action: Subscribe | Unsubscribe | SendHints) -> None:
-        """Adds to the frame that leaves next; frames grow while the stream is busy."""
+        """Adds to the frame that leaves next; frames grow while the stream is busy, and while nothing is urgent."""
         match action:
             case Subscribe():
                 self._open_channel(action.session_id)
@@ -61,7 +84,10 @@ class TargetLink:
             case SendHints() if action.session_id in self._channels:
                 self._num_pending_nodes += len(action.hints)
                 self._hints.append((self._channels[action.session_id], action))
-        self._wake.set()
+        if not isinstance(action, SendHints) or action.is_urgent:
+            self._wake.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._pace.patience_s, self._wake.set)
 
     def _open_channel(self, session_id: str) -> None:
         """Takes numbers in turn, so that one comes back long after hints under its old meaning have gone."""
@@ -79,6 +105,7 @@ class TargetLink:
         self._subscribe.pop(session_id, None)
 
     async def close(self) -> None:
+        self._forget_timer()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -109,6 +136,7 @@ class TargetLink:
         try:
             async for frame in call:
                 self._num_failures = 0
+                self._pace.hear(asyncio.get_running_loop().time())
                 for commit in frame.commits:
                     session_id = self._session_ids.get(commit.channel)
                     if session_id is not None:  # else it has left meanwhile
@@ -128,6 +156,7 @@ class TargetLink:
             await call.write(self._take_frame())
 
     def _take_frame(self) -> hints_pb2.HintFrame:
+        self._forget_timer()
         frame = hints_pb2.HintFrame(unsubscribe=sorted(self._unsubscribe))
         for action in self._subscribe.values():
             channel = self._channels[action.session_id]
@@ -143,6 +172,11 @@ class TargetLink:
             encoder.encode(frame.nodes.add(channel=channel), hints.base_len, hints.hints)
         self._forget_pending()
         return frame
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _forget_pending(self) -> None:
         self._subscribe: dict[str, Subscribe] = {}

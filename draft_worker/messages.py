@@ -102,6 +102,7 @@ class SendHints:
     attachment: int
     base_len: int
     hints: list[Hint]
+    is_urgent: bool = True  # whether the target's next step could verify some of them
 
 
 Action = AttachmentAccepted | AttachmentRefused | AttachmentEnded | Subscribe | Unsubscribe | SendHints

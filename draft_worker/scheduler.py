@@ -225,5 +225,6 @@ class DraftScheduler:
 
     def _send(self, session: DraftSession, hints: list[Hint]) -> SendHints:
         return SendHints(
-            session.target_address, session.session_id, session.attachment, session.base_len, hints
+            *(session.target_address, session.session_id, session.attachment, session.base_len, hints),
+            is_urgent=session.could_be_verified_next(hints),
         )

@@ -29,6 +29,9 @@ from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import ROOT_ID, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 
+NUM_NEAR_NODES = 9
+"""Below the cursor, that a target verifies in one step unless it is told otherwise: eight are fed, one stands last."""
+
 
 @dataclass(slots=True)
 class DraftNode:
@@ -427,6 +430,19 @@ class DraftSession:
             sent.is_sent = True
         self.num_sent_nodes += len(added)
         return [sent.hint for sent in added]
+
+    def could_be_verified_next(self, hints: Sequence[Hint]) -> bool:
+        """Whether some of these nodes are on the primary path, and so near that the target's next step could verify
+        them."""
+        sent = {hint.node_id for hint in hints}
+        node = self.cursor_node
+        for _ in range(NUM_NEAR_NODES):
+            if not node.children:
+                return False
+            if node.children[0] in sent:
+                return True
+            node = self.nodes[node.children[0]]
+        return False
 
     def live_hints(self) -> list[Hint]:
         """All nodes below the cursor, parents first."""

@@ -1,15 +1,17 @@
-"""The stream to a target breaks and comes back; what must be said again reaches the new stream."""
+"""The stream to a target: when frames leave, and what is said again after it broke."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import pytest
 
+import draft_worker.links
 from draft_worker.links import TargetLinks
 from draft_worker.messages import Event, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.errors import Overloaded
@@ -35,9 +37,12 @@ class BreakingTarget(hints_pb2_grpc.HintsServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
 
 
+TargetT = TypeVar("TargetT", bound=hints_pb2_grpc.HintsServicer)
+
+
 @contextlib.asynccontextmanager
-async def breaking_target() -> AsyncIterator[tuple[BreakingTarget, str]]:
-    server, target = grpc.aio.server(), BreakingTarget()
+async def serving(target: TargetT) -> AsyncIterator[tuple[TargetT, str]]:
+    server = grpc.aio.server()
     hints_pb2_grpc.add_HintsServicer_to_server(target, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -48,7 +53,7 @@ async def breaking_target() -> AsyncIterator[tuple[BreakingTarget, str]]:
 
 
 async def test_every_new_stream_hears_of_the_session_again() -> None:
-    async with breaking_target() as (target, address):
+    async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
         def introduce(event: Event) -> None:
@@ -69,7 +74,7 @@ async def test_every_new_stream_hears_of_the_session_again() -> None:
 
 
 async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> None:
-    async with breaking_target() as (target, address):
+    async with serving(BreakingTarget()) as (target, address):
         num_refused = 0
         links: TargetLinks
 
@@ -92,7 +97,7 @@ async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> 
 
 
 async def test_a_session_that_left_before_the_frame_did_is_not_subscribed() -> None:
-    async with breaking_target() as (target, address):
+    async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
         def introduce(event: Event) -> None:
@@ -107,5 +112,53 @@ async def test_a_session_that_left_before_the_frame_did_is_not_subscribed() -> N
                 frame = await target.frames.get()
             assert not frame.subscribe
             assert list(frame.unsubscribe) == ["a"]
+        finally:
+            await links.close()
+
+
+class ListeningTarget(hints_pb2_grpc.HintsServicer):
+    """Speaks as after three steps, then takes every frame."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[hints_pb2.HintFrame] = asyncio.Queue()
+
+    async def Exchange(
+        self, request_iterator: AsyncIterator[hints_pb2.HintFrame], context: Any
+    ) -> AsyncIterator[hints_pb2.CommitFrame]:
+        for _ in range(3):
+            yield hints_pb2.CommitFrame()
+            await asyncio.sleep(0.02)
+        async for frame in request_iterator:
+            if frame.subscribe or frame.nodes:
+                self.frames.put_nowait(frame)
+
+
+@pytest.mark.parametrize("patience", [0.25, 1e6], ids=["a quarter of a step", "hours"])
+async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
+    patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_worker.links, "GATHERING_SHARE", patience)
+
+    def hints(node_id: int, *, is_urgent: bool) -> SendHints:
+        return SendHints(address, "a", 1, 5, [Hint(node_id, node_id - 1, 7)], is_urgent=is_urgent)
+
+    async with serving(ListeningTarget()) as (target, address):
+        is_open = asyncio.Event()
+        links = TargetLinks(lambda _: is_open.set())
+        links.join(address, "a")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await is_open.wait()
+                links.put(Subscribe(address, "a", 1, 5))
+                links.put(hints(1, is_urgent=True))
+                await target.frames.get()  # by then it has spoken
+                links.put(hints(2, is_urgent=False))
+                links.put(hints(3, is_urgent=False))
+                if patience > 1:
+                    await asyncio.sleep(0.1)
+                    assert target.frames.empty()
+                    links.put(hints(4, is_urgent=True))
+                nodes = (await target.frames.get()).nodes
+                assert sum(len(each.token_ids) for each in nodes) == (3 if patience > 1 else 2)
         finally:
             await links.close()

@@ -26,7 +26,7 @@ from draft_worker.messages import (
     Unsubscribe,
 )
 from draft_worker.scheduler import DraftScheduler
-from draft_worker.session import DraftSession
+from draft_worker.session import NUM_NEAR_NODES, DraftSession
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.hint_tree import ROOT_ID, Hint
@@ -68,6 +68,7 @@ class World:
         self.model = FakeDraftModel(num_blocks * 4, alignment, num_children)
         self.texts: dict[str, list[int]] = {}  # what the target has committed
         self.sent: dict[str, dict[tuple[int, int], dict[int, Hint]]] = {}
+        self.num_sent = self.num_urgent = 0  # messages
 
     def session(self, name: str = "a") -> DraftSession:
         session = self.scheduler.progress(name)
@@ -85,6 +86,8 @@ class World:
     def hear(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, SendHints):
+                self.num_urgent += action.is_urgent
+                self.num_sent += 1
                 tree = self.sent[action.session_id].setdefault((action.attachment, action.base_len), {})
                 assert action.hints
                 for hint in action.hints:
@@ -360,6 +363,22 @@ class TestBounds:
         for num_turns in range(1, LIMITS.max_lookahead + 1):
             world.turn()
             assert len(world.primary()) == num_turns or len(world.session().nodes) >= LIMITS.max_nodes - 2
+
+    def test_hints_are_urgent_only_where_the_next_step_could_verify_them(self) -> None:
+        limits = replace(LIMITS, max_lookahead=NUM_NEAR_NODES + 8, max_chain_nodes=0, min_reach=0.0)
+        world = World(limits, num_children=1)
+        world.tell(attach())
+        for _ in range(NUM_NEAR_NODES):
+            before = len(world.primary())
+            world.turn()
+            assert len(world.primary()) == before + 1, "no message without a nearer hint"
+        assert world.num_urgent == world.num_sent == NUM_NEAR_NODES
+        world.turn()
+        assert (world.num_urgent, world.num_sent) == (NUM_NEAR_NODES, NUM_NEAR_NODES + 1)
+        world.commit(world.primary()[:2])
+        while len(world.primary()) == NUM_NEAR_NODES - 1:
+            world.turn()
+        assert world.num_urgent == NUM_NEAR_NODES + 1
 
     def test_a_session_as_long_as_the_model_can_follow_gets_no_more_hints(self) -> None:
         world = attached(tuple([1] * 50), alignment=256)

@@ -452,7 +452,7 @@ def test_sigterm_ends_every_process(system: System) -> None:
 
 @pytest.mark.long  # another start; the shorter tests see plain service while the draft worker is dead
 def test_without_a_draft_it_serves_plainly(tmp_path: Path) -> None:
-    with running_system(tmp_path / "cache", "--no-draft") as system:
+    with running_system(tmp_path / "cache", "--no-draft", "--no-lookup") as system:
         assert not any("draft_worker" in words for words in system.command.processes().values())
         answer = system.complete(PROMPT, max_tokens=30, speculation={"detail": True})
         assert set(answer["outrider"]["origins"]) == {"plain"}

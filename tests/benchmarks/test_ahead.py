@@ -200,6 +200,7 @@ class TestSummary:
         assert own["hints_per_step"] == 3.0
         assert own["bound"] == pytest.approx(3.0 * 5 / 6)
         assert own["share_of_bound"] == pytest.approx(2.0 / 2.5)
+        assert own["decode_share_of_bound"] == pytest.approx(own["decode_speedup"] / 2.5, abs=1e-3)
         assert own["analytic_tokens_per_step"] == pytest.approx(expected_tokens(0.8, 3), abs=1e-3)
         assert own["free_draft"]["speedup"] >= own["analytic_speedup"]
         assert "speedup" not in summary["modes"][PLAIN]

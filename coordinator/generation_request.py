@@ -133,6 +133,10 @@ def check_input(request: GenerationInput) -> None:
             )
     if request.echo and request.messages is not None:
         raise InvalidRequest("echo", "echo is not served for chats")
+    if request.speculation.is_always and not request.speculation.enabled:
+        raise InvalidRequest(
+            "speculation.always", "speculation.always contradicts speculation.enabled: false; leave one out"
+        )
     request_id = request.request_id
     # It comes back in a header, where other characters would be a way to forge one.
     if not 1 <= len(request_id) <= REQUEST_ID_CHARS_MAX or not (

@@ -232,10 +232,6 @@ class SpeculationSettings:
         )
         bits = self.draft_probs_bits
         _check("draft_probs_bits", bits, bits == 0 or 4 <= bits <= 16, "0, or 4 to 16")
-        if self.is_always and self.is_plain:
-            raise InvalidRequest(
-                "always", "always asks for speculation, which the request turns off; leave one out"
-            )
 
     @classmethod
     def from_proto(cls, message: common_pb2.SpeculationParams) -> SpeculationSettings:

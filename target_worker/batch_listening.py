@@ -16,8 +16,8 @@ from target_worker.session import Session
 class Audience(NamedTuple):
     """The sessions of a step that have a draft worker, as they are before it is committed."""
 
-    may_rest: list[Session]
-    listeners: Listeners | None  # of them; None when there are none
+    sessions: list[Session]  # those of them that may rest
+    listeners: Listeners | None  # of these; None when there are none
     has_insisting: bool  # whether there are others, which listen whatever it costs
 
 
@@ -38,8 +38,8 @@ class BatchListening:
 
     def audience(self, running: Iterable[Session]) -> Audience:
         followed = [session for session in running if session.subscribers and session.may_listen]
-        may_rest = [session for session in followed if self._may_session_rest(session)]
-        return Audience(may_rest, _listeners(may_rest), has_insisting=len(may_rest) < len(followed))
+        sessions = [session for session in followed if self._may_session_rest(session)]
+        return Audience(sessions, _listeners(sessions), has_insisting=len(sessions) < len(followed))
 
     def judge(self, session: Session, worth_tokens: float) -> None:
         """What its hints gained in a step, less what they cost, tokens."""
@@ -50,7 +50,7 @@ class BatchListening:
         self, audience: Audience, step: Step, num_committed: int, num_context: int, whole_ms: float
     ) -> None:
         """How fast a step was that did nothing but decode; see `ListeningPolicy.observe`."""
-        if not audience.has_insisting:
+        if self._may_rest and not audience.has_insisting:
             self._policy.observe(
                 *(len(step.items), step.num_tokens, num_committed, num_context),
                 *(whole_ms, audience.listeners),
@@ -59,12 +59,12 @@ class BatchListening:
     def turn(self, audience: Audience, num_running: int) -> list[Session]:
         """Lets sessions rest or listen from now on; those for which that has changed."""
         may_listen = self._policy.may_listen(num_running)
-        return [session for session in audience.may_rest if session.listening.turn(may_listen=may_listen)]
+        return [session for session in audience.sessions if session.listening.turn(may_listen=may_listen)]
 
 
-def _listeners(followed: list[Session]) -> Listeners | None:
-    if not followed:
+def _listeners(sessions: list[Session]) -> Listeners | None:
+    if not sessions:
         return None
-    listening = [session for session in followed if not session.listening.is_resting]
+    listening = [session for session in sessions if not session.listening.is_resting]
     num_hearing = sum(session.timing.has_heard for session in listening)
-    return Listeners(len(listening) / len(followed), num_hearing / len(followed))
+    return Listeners(len(listening) / len(sessions), num_hearing / len(sessions))

@@ -75,6 +75,7 @@ async def test_token_prompts_and_chats_are_understood(clusters: ClusterFactory) 
         ({"stop": ["x" * 257]}, "stop"),
         ({"deadline_ms": 4_000_000_000}, "deadline_ms"),
         ({"request_id": "x" * 65}, "request_id"),
+        ({"speculation": common_pb2.SpeculationParams(enabled=False, always=True)}, "speculation.always"),
     ],
 )
 async def test_a_field_out_of_its_bound_is_refused_by_name(

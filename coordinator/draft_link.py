@@ -18,7 +18,7 @@ import grpc.aio
 from coordinator.environment import Environment
 from coordinator.routing import WorkerKey, key_of
 from coordinator.workers import describe, remaining_s
-from outrider.registry import WorkerRecord
+from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2
 
 _log = logging.getLogger(__name__)

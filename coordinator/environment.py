@@ -11,8 +11,8 @@ from coordinator.priors import PriorTable
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
-from outrider.registry import Snapshot
 from outrider.tokenizer import Tokenizer
+from outrider.worker_record import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

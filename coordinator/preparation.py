@@ -21,9 +21,9 @@ from coordinator.generation_request import (
 from coordinator.settings import CoordinatorSettings
 from coordinator.tool_calls import OPENING, tool_grammar
 from outrider.errors import InvalidRequest
-from outrider.registry import WorkerRecord
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from outrider.tokenizer import Tokenizer
+from outrider.worker_record import WorkerRecord
 
 if TYPE_CHECKING:
     from outrider.grammar import GrammarCompiler

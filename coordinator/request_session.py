@@ -39,7 +39,7 @@ from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
 from coordinator.workers import describe
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable, WorkerLost
-from outrider.registry import WorkerRecord
+from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, target_pb2
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from outrider.registry import Snapshot, WorkerRecord
+from outrider.worker_record import Snapshot, WorkerRecord
 
 WorkerKey = tuple[str, str, str]  # pool, worker id, incarnation: a restarted worker starts with a clean sheet
 

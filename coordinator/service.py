@@ -30,8 +30,10 @@ from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
-from outrider.registry import Registry, Snapshot, WorkerDirectory, WorkerRecord
+from outrider.registry import Registry
 from outrider.tokenizer import Tokenizer
+from outrider.worker_directory import WorkerDirectory
+from outrider.worker_record import Snapshot, WorkerRecord
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import grpc.aio
 from coordinator.environment import Environment
 from coordinator.workers import describe, remaining_s
 from outrider.errors import DeadlineExceeded, InvalidRequest, OutriderError, Overloaded, WorkerLost
-from outrider.registry import WorkerRecord
+from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import target_pb2
 
 _RETRY_AFTER_S: Final = 1.0

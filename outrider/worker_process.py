@@ -38,7 +38,9 @@ from grpc_status import rpc_status
 from outrider import turns
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
-from outrider.registry import Pool, Registry, WorkerLease, WorkerRecord
+from outrider.registry import Registry
+from outrider.worker_lease import WorkerLease
+from outrider.worker_record import Pool, WorkerRecord
 from protos.outrider.v1 import common_pb2
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ construction."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, Self, get_args
 
 Pool = Literal["target", "draft"]
@@ -47,16 +47,16 @@ class WorkerRecord:
     def from_fields(cls, stored: Mapping[str, str]) -> Self:
         """Reads a stored hash. Raises ValueError when a field is missing or out of its bounds."""
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name not in stored:
-                raise ValueError(f"field {field.name} is missing")
-            value = stored[field.name]
-            values[field.name] = int(value) if field.type == "int" else value
+        for each in fields(cls):
+            if each.name not in stored:
+                raise ValueError(f"field {each.name} is missing")
+            value = stored[each.name]
+            values[each.name] = int(value) if each.type == "int" else value
         return cls(**values)
 
     def to_fields(self) -> dict[str, str]:
         """The hash to store; `from_fields` reverses it."""
-        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        return {each.name: str(getattr(self, each.name)) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +66,6 @@ class Snapshot:
     targets: tuple[WorkerRecord, ...] = ()
     drafts: tuple[WorkerRecord, ...] = ()
     degraded: bool = False
+    num_reserved: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by incarnation: of all coordinators together

@@ -14,8 +14,8 @@ import pytest
 from coordinator.http_api import create_app
 from coordinator.service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from outrider.registry import Pool, Snapshot, WorkerRecord
 from outrider.tokenizer import Tokenizer
+from outrider.worker_record import Pool, Snapshot, WorkerRecord
 from tests.coordinator.fakes import FakeDraft, FakeTarget, record_of, serving
 from tests.coordinator.tiny_model import write_model_dir
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.registry import Pool, WorkerRecord
+from outrider.worker_record import Pool, WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 ACCEPTED, BONUS, PLAIN = (

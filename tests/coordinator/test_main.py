@@ -28,7 +28,8 @@ import pytest_asyncio
 from coordinator.__main__ import _parse
 from coordinator.ingress import Proxy
 from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry, WorkerLease
+from outrider.registry import Registry
+from outrider.worker_lease import WorkerLease
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of, serving

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.routing import Router, WorkerKey, key_of
-from outrider.registry import Snapshot, WorkerRecord
+from outrider.worker_record import Snapshot, WorkerRecord
 from tests.coordinator.fakes import record_of
 
 FINGERPRINT = "0123456789abcdef"

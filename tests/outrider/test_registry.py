@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from outrider import registry as registry_module
 from outrider.errors import RegistryUnavailable
 from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry, WorkerDirectory, WorkerLease, WorkerRecord
+from outrider.registry import Registry
+from outrider.worker_directory import WorkerDirectory
+from outrider.worker_lease import WorkerLease
+from outrider.worker_record import Pool, WorkerRecord
 
 RECORD = WorkerRecord(
     worker_id="t0",
@@ -61,9 +63,15 @@ async def registry(redis_url: str) -> AsyncIterator[Registry]:
 
 
 @pytest.fixture
-def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "LEASE_S", 0.3)
-    monkeypatch.setattr(registry_module, "HEARTBEAT_S", 0.05)
+async def quick_registry(registry: Registry, redis_url: str) -> AsyncIterator[Registry]:
+    """Whose leases end after 0.3 s. For heartbeats of 0.05 s."""
+    registry = Registry(redis_url, lease_s=0.3)
+    yield registry
+    await registry.close()
+
+
+async def workers(registry: Registry, pool: Pool = "target") -> tuple[WorkerRecord, ...]:
+    return (await registry.read(pool)).workers
 
 
 class TestWorkerRecord:
@@ -117,41 +125,43 @@ class TestRegistry:
         await registry.write(RECORD, is_claim=True)
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await client.hset("{or:target}:w:odd", mapping={"worker_id": "odd"})
-            await client.sadd("{or:target}:ids", "odd")
+            await client.zadd("{or:target}:leases", {"odd": 1e15})
         with caplog.at_level(logging.WARNING):
-            assert await registry.read("target") == (RECORD,)
+            assert await workers(registry) == (RECORD,)
         assert "odd" in caplog.text
 
     async def test_pools_do_not_mix(self, registry: Registry) -> None:
         draft = replace(RECORD, pool="draft", worker_id="d0")
         await registry.write(RECORD, is_claim=True)
         await registry.write(draft, is_claim=True)
-        assert await registry.read("target") == (RECORD,)
-        assert await registry.read("draft") == (draft,)
+        assert await workers(registry) == (RECORD,)
+        assert await workers(registry, "draft") == (draft,)
 
 
 class TestWorkerLease:
     async def test_a_worker_is_listed_while_its_lease_is_held(self, registry: Registry) -> None:
         async with WorkerLease(registry, RECORD, no_load) as lease:
             assert lease.is_published
-            assert await registry.read("target") == (RECORD,)
-        assert await registry.read("target") == ()
+            assert await workers(registry) == (RECORD,)
+        assert await workers(registry) == ()
 
-    @pytest.mark.usefixtures("quick_heartbeats")
-    async def test_heartbeats_outlast_the_lease_and_carry_the_load(self, registry: Registry) -> None:
+    async def test_heartbeats_outlast_the_lease_and_carry_the_load(self, quick_registry: Registry) -> None:
         load = (0, 0)
-        async with WorkerLease(registry, RECORD, lambda: load):
+        async with WorkerLease(quick_registry, RECORD, lambda: load, heartbeat_s=0.05):
             load = (3, 2)
             await asyncio.sleep(0.6)
-            (seen,) = await registry.read("target")
+            (seen,) = await workers(quick_registry)
         assert (seen.num_running, seen.num_waiting) == (3, 2)
 
-    @pytest.mark.usefixtures("quick_heartbeats")
-    async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(self, registry: Registry) -> None:
-        await registry.write(RECORD, is_claim=True)
-        assert await registry.read("target") == (RECORD,)
+    async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(
+        self, quick_registry: Registry
+    ) -> None:
+        await quick_registry.write(RECORD, is_claim=True)
+        before = await quick_registry.read("target")
+        assert before.workers == (RECORD,)
         await asyncio.sleep(0.4)
-        assert await registry.read("target") == ()
+        assert await workers(quick_registry) == ()
+        assert await quick_registry.next_event("target", before.last_event, 0.5), "it is told that it expired"
 
     async def test_draining_is_announced_at_once(self, registry: Registry) -> None:
         async with (
@@ -164,32 +174,86 @@ class TestWorkerLease:
             )
             assert lease.is_published
 
-    @pytest.mark.usefixtures("quick_heartbeats")
     async def test_a_restarted_worker_takes_its_id_over_for_good(self, registry: Registry) -> None:
-        async with WorkerLease(registry, RECORD, no_load) as old:
+        async with WorkerLease(registry, RECORD, no_load, heartbeat_s=0.05) as old:
             newer = replace(RECORD, incarnation="b", address="127.0.0.1:7001")
             async with WorkerLease(registry, newer, no_load):
                 await eventually(lambda: old.is_superseded, "the old one noticed")
-                assert await registry.read("target") == (newer,)
-        assert await registry.read("target") == ()
+                assert await workers(registry) == (newer,)
+        assert await workers(registry) == ()
 
     async def test_leaving_does_not_remove_another_incarnation(self, registry: Registry) -> None:
         newer = replace(RECORD, incarnation="b")
         async with WorkerLease(registry, RECORD, no_load):
             await registry.write(newer, is_claim=True)
-        assert await registry.read("target") == (newer,)
+        assert await workers(registry) == (newer,)
 
 
-@pytest.mark.usefixtures("quick_heartbeats")
+class TestReservations:
+    async def test_the_first_worker_with_room_is_taken(self, registry: Registry) -> None:
+        reserve = registry.reserve
+        assert [await reserve("target", ["a", "b"], [1, 2], f"s{i}") for i in range(4)] == [0, 1, 1, None]
+        await registry.release("target", "a", "s0")
+        assert await reserve("target", ["a", "b"], [1, 2], "s4") == 0
+
+    async def test_asking_twice_takes_one_place(self, registry: Registry) -> None:
+        assert [await registry.reserve("draft", ["a"], [2], "s0") for _ in range(3)] == [0, 0, 0]
+        assert await registry.reserve("draft", ["a"], [2], "s1") == 0
+
+    async def test_a_caller_that_dies_leaks_nothing(self, redis_url: str, registry: Registry) -> None:
+        dying = Registry(redis_url, reservation_s=0.1)
+        assert await dying.reserve("target", ["a"], [1], "s0") == 0
+        assert await registry.reserve("target", ["a"], [1], "s1") is None
+        await asyncio.sleep(0.15)
+        assert await registry.reserve("target", ["a"], [1], "s1") == 0
+        await dying.close()
+
+    async def test_renewing_brings_back_what_an_empty_redis_forgot(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        await registry.reserve("target", ["a"], [1], "s0")
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.flushall()
+        await registry.renew("target", "a", ["s0"])
+        assert await registry.reserve("target", ["a"], [1], "s1") is None
+
+    async def test_everybody_sees_how_many_there_are(self, registry: Registry) -> None:
+        await registry.write(RECORD, is_claim=True)
+        await registry.reserve("target", [RECORD.incarnation], [8], "s0")
+        await registry.reserve("target", [RECORD.incarnation], [8], "s1")
+        async with WorkerDirectory(registry) as directory:
+            assert directory.snapshot.num_reserved == {RECORD.incarnation: 2}
+
+    async def test_a_worker_that_leaves_takes_its_own_with_it(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        async with WorkerLease(registry, RECORD, no_load):
+            await registry.reserve("target", [RECORD.incarnation], [8], "s0")
+        async with redis.asyncio.Redis.from_url(redis_url, decode_responses=True) as client:
+            assert await client.keys("*") == ["{or:target}:events"]
+
+
+async def test_a_change_of_members_is_seen_at_once(registry: Registry) -> None:
+    async with WorkerDirectory(registry, refresh_s=0.9) as directory:
+        for incarnation in "abc":
+            started_s = time.monotonic()
+            newer = replace(RECORD, incarnation=incarnation)
+            await registry.write(newer, is_claim=True)
+            await eventually(lambda newer=newer: directory.snapshot.targets == (newer,), "seen", 0.6)  # type: ignore[misc]
+            assert time.monotonic() - started_s < 0.6, "not by the next look"
+        await registry.remove(newer)
+        await eventually(lambda: directory.snapshot.targets == (), "gone", 0.6)
+
+
 async def test_redis_going_away_and_coming_back_is_survived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry_module, "LEASE_S", 5.0)
     server = EmbeddedRedis(tmp_path)
     url = server.start()
     port, password = int(url.rpartition(":")[2].partition("/")[0]), url.split(":")[2].partition("@")[0]
     registry = Registry(url)
-    async with WorkerLease(registry, RECORD, no_load), WorkerDirectory(registry, 0.05) as directory:
+    lease = WorkerLease(registry, RECORD, no_load, heartbeat_s=0.05)
+    async with lease, WorkerDirectory(registry, 0.05) as directory:
         assert not directory.snapshot.degraded
         await asyncio.to_thread(server.stop)
         await eventually(lambda: directory.snapshot.degraded, "the directory noticed")
@@ -200,8 +264,8 @@ async def test_redis_going_away_and_coming_back_is_survived(
         await asyncio.to_thread(again.start)
         await eventually(lambda: not directory.snapshot.degraded, "the directory noticed the return")
         assert directory.snapshot.targets == (RECORD,), "known from before, though the new Redis is empty"
-        await asyncio.sleep(0.3)  # a few backoffs
-        assert await registry.read("target") == (RECORD,), "the worker announced itself again"
+        while await workers(registry) != (RECORD,):  # noqa: ASYNC110 - until it has announced itself again
+            await asyncio.sleep(0.02)
     await registry.close()
     again.stop()
 

@@ -1,0 +1,88 @@
+"""A client for the Redis that a URL names: plain, with a password, over TLS, or behind Sentinels.
+
+    redis://[[user]:password@]host:port/db          rediss:// the same over TLS, with ?ssl_ca_certs=FILE and so on
+    redis+sentinel://[[user]:password@]host:port[,host:port...]/SERVICE[/db]    rediss+sentinel:// over TLS
+    unix://[[user]:password@]/path?db=0
+
+What stands after `?` is as redis-py takes it. Sentinels are asked for the master whenever a connection is made, so that
+a failover needs nobody's help; they share the password unless `?sentinel_password=` names theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+
+_SENTINEL_SUFFIX: Final = "+sentinel"
+_SENTINEL_PORT: Final = 26379
+_MAX_CONNECTIONS: Final = 64
+
+
+def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    """Connects on first use; `timeout_s` for connecting and for an answer, no call is tried again after that.
+
+    Raises ValueError when `url` is not one.
+    """
+    common: dict[str, Any] = {
+        "decode_responses": True,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "health_check_interval": 15,
+        # The default sleeps through ten attempts. Once and at once, where a connection in the pool turns out to have
+        # been closed; never after a timeout.
+        "retry": Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,)),
+        "max_connections": _MAX_CONNECTIONS,
+    }
+    parts = urlsplit(url)
+    if not parts.scheme.endswith(_SENTINEL_SUFFIX):
+        return redis.asyncio.Redis.from_url(url, **common)
+    scheme = parts.scheme.removesuffix(_SENTINEL_SUFFIX)
+    if scheme not in ("redis", "rediss"):
+        raise ValueError(
+            f"{parts.scheme}:// is not known; there are redis+sentinel:// and rediss+sentinel://"
+        )
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("the name of the service is missing: redis+sentinel://host:port/SERVICE")
+    options = dict(parse_qsl(parts.query))
+    sentinel_password = options.pop("sentinel_password", None)
+    # redis-py has no URL for Sentinel, but reads all the rest of one.
+    plain = urlunsplit((scheme, f"{credentials}@host", f"/{database}", urlencode(options), ""))
+    parsed: dict[str, Any] = dict(parse_url(plain))
+    parsed.pop("connection_class", None)
+    parsed.pop("host", None)
+    parsed = {**parsed, **common, "ssl": scheme == "rediss"}
+    for_sentinels = {name: value for name, value in parsed.items() if name not in ("db", "max_connections")}
+    if sentinel_password is not None:
+        for_sentinels |= {"password": sentinel_password, "username": None}
+    sentinels = Sentinel([_address(host) for host in hosts.split(",")], sentinel_kwargs=for_sentinels)
+    return sentinels.master_for(service, **parsed)
+
+
+async def close_redis(client: redis.asyncio.Redis) -> None:
+    """Gives the connections back, those to Sentinels included."""
+    await client.aclose()
+    if isinstance(client.connection_pool, SentinelConnectionPool):
+        for sentinel in client.connection_pool.sentinel_manager.sentinels:
+            await sentinel.aclose()
+
+
+def without_password(url: str) -> str:
+    """For messages."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", str(_SENTINEL_PORT))
+    if not host or not port.isdigit():
+        raise ValueError(f"{text!r} is not host:port of a Sentinel")
+    return host, int(port)

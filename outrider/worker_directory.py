@@ -1,0 +1,108 @@
+"""The coordinator's picture of both pools, from which requests are routed without asking anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+from typing import Final, Self
+
+from outrider.errors import RegistryUnavailable
+from outrider.registry import LEASE_S, PoolView, RegistryCalls
+from outrider.worker_record import POOLS, Pool, Snapshot, WorkerRecord
+
+_log = logging.getLogger(__name__)
+
+REFRESH_S: Final = 0.5
+_SETTLE_S: Final = 0.02  # many members that change together are read once
+
+
+class WorkerDirectory:
+    """A snapshot kept fresh while the context is open: read anew whenever a pool's members change, and every REFRESH_S
+    for the loads, and for events that were missed.
+
+    A Redis that comes back may have lost everything. Workers known from before stay in the snapshot until
+    each has had a lease's time to announce itself again.
+    """
+
+    def __init__(
+        self, registry: RegistryCalls, refresh_s: float = REFRESH_S, lease_s: float = LEASE_S
+    ) -> None:
+        self._registry = registry
+        self._refresh_s = refresh_s
+        self._lease_s = lease_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._views: dict[Pool, PoolView] = {}
+        self._away: set[Pool] = set(POOLS)  # could not be read when last tried
+        self._trusted_until_s: dict[
+            Pool, float
+        ] = {}  # on the loop's clock: until when records from before count
+        self.snapshot = Snapshot(degraded=True)
+
+    async def __aenter__(self) -> Self:
+        await self.refresh()
+        self._tasks = [asyncio.create_task(self._keep(pool), name=f"directory of {pool}s") for pool in POOLS]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def refresh(self) -> Snapshot:
+        """Looks now. With Redis away the snapshot stays as it was, flagged degraded; never raises."""
+        for pool in POOLS:
+            await self._look(pool)
+        return self.snapshot
+
+    async def _look(self, pool: Pool) -> None:
+        try:
+            view = await self._registry.read(pool)
+        except RegistryUnavailable as error:
+            if not self.snapshot.degraded:
+                _log.warning("serving from the last snapshot: %s", error.message)
+            self._away.add(pool)
+            self.snapshot = replace(self.snapshot, degraded=True)
+            return
+        now_s = asyncio.get_running_loop().time()
+        if pool in self._away:
+            self._away.remove(pool)
+            self._trusted_until_s[pool] = now_s + self._lease_s if pool in self._views else now_s
+        if now_s < self._trusted_until_s[pool]:
+            view = replace(view, workers=_with_missing(view.workers, self._views[pool].workers))
+        self._views[pool] = view
+        self.snapshot = Snapshot(
+            self._workers("target"),
+            self._workers("draft"),
+            degraded=bool(self._away),
+            num_reserved={
+                worker.incarnation: num_reserved
+                for each in self._views.values()
+                for worker, num_reserved in zip(each.workers, each.num_reserved, strict=False)
+            },
+        )
+
+    def _workers(self, pool: Pool) -> tuple[WorkerRecord, ...]:
+        return self._views[pool].workers if pool in self._views else ()
+
+    async def _keep(self, pool: Pool) -> None:
+        while True:
+            if pool in self._away:
+                await asyncio.sleep(self._refresh_s)
+            else:
+                with contextlib.suppress(RegistryUnavailable):  # which the next look finds out as well
+                    last_event = self._views[pool].last_event
+                    await self._registry.next_event(pool, last_event, self._refresh_s)
+                await asyncio.sleep(_SETTLE_S)
+            await self._look(pool)
+
+
+def _with_missing(
+    records: tuple[WorkerRecord, ...], known: tuple[WorkerRecord, ...]
+) -> tuple[WorkerRecord, ...]:
+    """The records, then those known from before whose worker is not among them."""
+    present = {record.worker_id for record in records}
+    return (*records, *(record for record in known if record.worker_id not in present))

@@ -1,0 +1,103 @@
+"""One worker's place in the registry, kept for as long as it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Self
+
+from outrider.errors import RegistryUnavailable
+from outrider.registry import HEARTBEAT_S, RegistryCalls
+from outrider.worker_record import WorkerRecord, WorkerState
+
+_log = logging.getLogger(__name__)
+
+_BACKOFF_MIN_S: Final = 0.2
+_BACKOFF_MAX_S: Final = 2.0
+
+
+class WorkerLease:
+    """Keeps one worker in the registry for as long as the context is open.
+
+        async with WorkerLease(registry, record, load=lambda: (num_running, num_waiting)):
+            await serve()
+
+    Entering writes the record once and does not fail when Redis is away: a task writes it every `heartbeat_s`
+    from then on, or as soon as Redis is back. Leaving removes it.
+    """
+
+    def __init__(
+        self,
+        registry: RegistryCalls,
+        record: WorkerRecord,
+        load: Callable[[], tuple[int, int]],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """`load` returns (num_running, num_waiting); it is called on the event loop and must not block."""
+        self._registry = registry
+        self._record = record
+        self._load = load
+        self._heartbeat_s = heartbeat_s
+        self._has_claimed = False
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        # A newer process claimed the id; this one stays out of the registry for good.
+        self.is_superseded = False
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the record has been in the registry at least once."""
+        return self._has_claimed
+
+    def set_state(self, state: WorkerState) -> None:
+        """Publishes a new state with the next heartbeat, which is at once. Draining is announced so."""
+        if state != self._record.state:
+            self._record = replace(self._record, state=state)
+            self._wake.set()
+
+    async def __aenter__(self) -> Self:
+        await self._try_beat()
+        self._task = asyncio.create_task(self._keep(), name=f"lease of {self._record.worker_id}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        with contextlib.suppress(RegistryUnavailable):  # the lease runs out by itself
+            await self._registry.remove(self._record)
+
+    async def _keep(self) -> None:
+        backoff_s = _BACKOFF_MIN_S
+        is_written = self._has_claimed
+        while not self.is_superseded:
+            if is_written:
+                wait_s, backoff_s = self._heartbeat_s, _BACKOFF_MIN_S
+            else:
+                wait_s, backoff_s = backoff_s * random.uniform(0.5, 1.0), min(2 * backoff_s, _BACKOFF_MAX_S)
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for: in Python 3.11 it swallows a cancellation that meets the event being set.
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            is_written = await self._try_beat()
+
+    async def _try_beat(self) -> bool:
+        """One heartbeat. False when it did not arrive; the caller tries again."""
+        num_running, num_waiting = self._load()
+        record = replace(self._record, num_running=num_running, num_waiting=num_waiting)
+        try:
+            is_ours = await self._registry.write(record, is_claim=not self._has_claimed)
+        except RegistryUnavailable as error:
+            _log.warning("worker %s is not announced: %s", record.worker_id, error.message)
+            return False
+        self._has_claimed = True
+        if not is_ours:
+            self.is_superseded = True
+            _log.error("worker id %s was taken over; this process is no longer announced", record.worker_id)
+        return is_ours

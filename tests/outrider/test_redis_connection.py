@@ -1,0 +1,134 @@
+"""The ways to a Redis that a URL may name, each against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import RegistryUnavailable
+from outrider.redis_connection import open_redis, without_password
+from outrider.redis_server import find_redis_server
+from outrider.registry import Registry
+
+PASSWORD = "s3cret"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def redis_server(folder: Path, *arguments: str) -> Iterator[int]:
+    """A server of its own, by its port; `arguments` as on its command line."""
+    folder.mkdir()
+    port = free_port()
+    words = [str(find_redis_server()), *arguments, "--port", str(port), "--bind", "127.0.0.1"]
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1", "scheme"),
+        ("unix+sentinel://h:1/name", r"unix\+sentinel"),
+        ("redis+sentinel://127.0.0.1:26379", "service"),
+        ("redis+sentinel://127.0.0.1:x/name", "host:port"),
+    ],
+)
+def test_what_is_no_url_of_a_redis_is_refused(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        open_redis(url, 1.0)
+
+
+def test_no_password_is_shown() -> None:
+    assert without_password("redis+sentinel://me:pw@a:1,b:2/name") == "redis+sentinel://a:1,b:2/name"
+
+
+async def test_a_password_is_given_and_a_wrong_one_is_told(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", "--requirepass", PASSWORD) as port:
+        registry = Registry(f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
+        await registry.ping()
+        await registry.close()
+        wrong = Registry(f"redis://:other@127.0.0.1:{port}/0")
+        with pytest.raises(RegistryUnavailable, match="password"):
+            await wrong.ping()
+        await wrong.close()
+
+
+@pytest.fixture
+async def tls_port(tmp_path: Path) -> AsyncIterator[int]:
+    """Of a TLS front to a Redis, under a certificate in `tmp_path`. Not every build of Redis speaks TLS itself."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    with redis_server(tmp_path / "redis") as port:
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            theirs = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(pump(reader, theirs[1]), pump(theirs[0], writer))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+        yield server.sockets[0].getsockname()[1]
+        server.close()
+
+
+async def test_tls_is_spoken_and_the_certificate_checked(tmp_path: Path, tls_port: int) -> None:
+    registry = Registry(f"rediss://127.0.0.1:{tls_port}/0?ssl_ca_certs={tmp_path}/cert.pem")
+    await registry.ping()
+    await registry.close()
+    trusting_nobody = Registry(f"rediss://127.0.0.1:{tls_port}/0")
+    with pytest.raises(RegistryUnavailable, match="certificate"):
+        await trusting_nobody.ping()
+    await trusting_nobody.close()
+
+
+async def test_sentinels_are_asked_for_the_master(tmp_path: Path) -> None:
+    auth = ("--requirepass", PASSWORD, "--masterauth", PASSWORD)
+    with redis_server(tmp_path / "master", *auth) as master:
+        configuration = tmp_path / "sentinel.conf"
+        configuration.write_text(
+            f"sentinel monitor pool 127.0.0.1 {master} 1\nsentinel auth-pass pool {PASSWORD}\n"
+            f"requirepass {PASSWORD}\n"
+        )
+        with redis_server(tmp_path / "sentinel", str(configuration), "--sentinel") as sentinel:
+            hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel}"  # nobody is at the first
+            registry = Registry(f"redis+sentinel://:{PASSWORD}@{hosts}/pool/0")
+            assert await registry.reserve("target", ["a"], [1], "s0") == 0
+            await registry.close()
+            unknown = Registry(f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel}/other")
+            with pytest.raises(RegistryUnavailable, match="other"):
+                await unknown.ping()
+            await unknown.close()

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -309,13 +310,16 @@ class WorkerProcess:
             await self._health.set(service, status)
 
 
-def record_from_info(pool: Pool, info: common_pb2.WorkerInfo) -> WorkerRecord:
-    """What the registry says about a worker; the address is filled in when it listens."""
+def record_from_info(
+    pool: Pool, info: common_pb2.WorkerInfo, address: str = "unknown:0", started_at_s: float | None = None
+) -> WorkerRecord:
+    """What the registry says about a worker; the address is filled in when it listens. It starts now unless said."""
     return WorkerRecord(
         worker_id=info.worker_id,
         pool=pool,
-        address="unknown:0",
+        address=address,
         incarnation=info.incarnation,
+        started_at_ms=int(1000 * (time.time() if started_at_s is None else started_at_s)),
         model_name=info.model_name,
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         vocab_size=info.vocab_size,

@@ -314,7 +314,7 @@ class TestTargetFaults:
             await eventually(lambda: len(target.requests) == 1, "it has begun")
             target.dies_at = None
             interrupted, whole = await answer, await cluster.complete()
-        assert len(target.requests) == 3
+        assert len(target.requests) >= 3
         assert interrupted.json()["choices"] == whole.json()["choices"]
 
     async def test_without_a_successor_the_stream_ends_with_an_error_event(

@@ -24,6 +24,7 @@ _QUIET_S: Final = 30.0
 """Within which everything is free, once everything has ended: leases and reservations of the dead included."""
 _ORPHAN_S: Final = 1.0
 """Within which a worker frees what nobody wants any more, while it is well."""
+_STALL_EXIT_S: Final = 2.5
 _SETTINGS: Final = CoordinatorSettings(
     tokenizer_dir="letters",
     redis_url="none",
@@ -196,7 +197,11 @@ class _World:
             case FaultKind.HANG:
                 assert isinstance(process, Worker)
                 process.thread.hang()
-                self.loop.call_later(fault.duration_s, process.thread.resume)
+                if fault.duration_s > _STALL_EXIT_S:  # it ends itself, and is restarted
+                    self.loop.call_later(_STALL_EXIT_S, self.network.end, process)
+                    self.loop.call_later(fault.duration_s, self._start, fault.process)
+                else:
+                    self.loop.call_later(fault.duration_s, process.thread.resume)
             case FaultKind.REPLACE:
                 assert isinstance(process, Worker)
                 process.thread.hang()

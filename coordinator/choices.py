@@ -19,6 +19,7 @@ from coordinator.generation_request import GenerationSpec
 from coordinator.logprobs import mean_logprob
 from coordinator.news_queue import ChoiceNews, NewsQueue
 from coordinator.request_session import Finished, News, RequestSession
+from coordinator.resumption import Resumption
 from coordinator.statistics import RequestTimes
 from coordinator.text_output import VisibleOutput
 
@@ -42,11 +43,12 @@ class RequestFinished:
 
 
 async def run_choices(
-    environment: Environment, spec: GenerationSpec, arrival_s: float
+    environment: Environment, spec: GenerationSpec, arrival_s: float, resumption: Resumption | None = None
 ) -> AsyncGenerator[ChoiceNews | RequestFinished]:
     """Yields news of all texts as they come, then one RequestFinished. Raises what RequestSession.run raises.
 
-    With best_of nothing is yielded before all candidates have ended.
+    Where a stream is resumed, news that the client has already come as repeats. With best_of
+    nothing is yielded before all candidates have ended.
     """
     target = environment.router.pick_target(
         environment.snapshot(),
@@ -55,8 +57,15 @@ async def run_choices(
         num_tokens=spec.num_tokens_max,
         excluded=(),
     )
+    resumption = resumption or Resumption.of_nothing(spec.num_candidates)
     sessions = [
-        RequestSession(environment, spec, arrival_s, index=index, preferred=target)
+        RequestSession(
+            *(environment, spec, arrival_s),
+            index=index,
+            preferred=target,
+            point=resumption.points[index],
+            known_token_ids=resumption.known(index),
+        )
         for index in range(spec.num_candidates)
     ]
     finished: dict[int, Finished] = {}

@@ -10,10 +10,12 @@ from typing import Final
 
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import UINT32_MAX, GenerationInput, GenerationSpec
+from coordinator.journal import JournalEntry
 from coordinator.request_session import Finished
+from coordinator.resumption import ResumePoint
 from coordinator.service import GenerationService
 from coordinator.text_output import PromptOutput, VisibleOutput
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, NotFound
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, generation_pb2
 
@@ -59,11 +61,46 @@ async def generate(
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Generation.Generate. Raises OutriderError, whose `grpc_code` names the status to answer with."""
     arrival_s = service.environment.now_s()
+    position, entry = _read_position(request), None
+    if position:
+        entry = await _look_up(service, request)
+        if entry is not None:
+            request = generation_pb2.GenerationRequest.FromString(entry.payload)
     spec = await service.prepare(read_request(request))
-    async with aclosing(service.generate(spec, arrival_s)) as items:
+    resumption = None
+    if position:
+        if len(position) != spec.num_choices:
+            raise InvalidRequest(
+                "resume_from", f"resume_from needs one point for each of {spec.num_choices} texts"
+            )
+        spec, resumption = await service.resume(spec, position, entry)
+    entry = JournalEntry("grpc", request.SerializeToString())
+    async with aclosing(service.generate(spec, arrival_s, entry, resumption)) as items:
         async for item in items:
-            if not isinstance(item, RequestFinished):  # each text's end has told the rest
+            # Each text's end has told the rest.
+            if not isinstance(item, RequestFinished) and not item.news.is_repeat:
                 yield _chunk(spec, item)
+
+
+def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:
+    if request.resume_from and not request.request_id:
+        raise InvalidRequest("request_id", "request_id names the stream to go on with; it is missing")
+    return tuple(
+        ResumePoint(point.num_tokens, point.has_begun, point.has_ended) for point in request.resume_from
+    )
+
+
+async def _look_up(
+    service: GenerationService, request: generation_pb2.GenerationRequest
+) -> JournalEntry | None:
+    """None when the request itself has to do. Raises NotFound when it cannot."""
+    try:
+        entry = await service.look_up(request.request_id)
+    except NotFound:
+        if request.WhichOneof("input") is None:
+            raise
+        return None
+    return entry if entry.kind == "grpc" else None
 
 
 def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse:

@@ -90,8 +90,14 @@ def joined(items: Iterable[ChoiceNews]) -> list[ChoiceNews]:
     for item in items:
         place = last_of.get(item.index)
         last = None if place is None else result[place].news
-        if place is not None and isinstance(last, VisibleOutput) and isinstance(item.news, VisibleOutput):
-            result[place] = ChoiceNews(item.index, _sum(last, item.news))
+        news = item.news
+        if (
+            place is not None
+            and isinstance(last, VisibleOutput)
+            and isinstance(news, VisibleOutput)
+            and last.is_repeat == news.is_repeat
+        ):
+            result[place] = ChoiceNews(item.index, _sum(last, news))
         else:
             last_of[item.index] = len(result)
             result.append(item)
@@ -105,4 +111,5 @@ def _sum(first: VisibleOutput, second: VisibleOutput) -> VisibleOutput:
         first.origins + second.origins,
         first.pieces + second.pieces,
         first.logprobs + second.logprobs,
+        first.is_repeat,
     )

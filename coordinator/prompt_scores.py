@@ -15,7 +15,9 @@ from protos.outrider.v1 import common_pb2, target_pb2
 class PromptScores:
     """Of one text."""
 
-    def __init__(self, spec: GenerationSpec) -> None:
+    def __init__(self, spec: GenerationSpec, *, is_repeat: bool = False) -> None:
+        """`is_repeat`: the client has seen it already."""
+        self._is_repeat = is_repeat
         self._text = spec.prompt_text
         self._num_expected = 0
         if spec.sampling.num_prompt_logprobs is not None:
@@ -42,4 +44,4 @@ class PromptScores:
             )
         self._is_due = False
         logprobs = tuple(self._by_position[position] for position in sorted(self._by_position))
-        return [PromptOutput(self._text or "", logprobs)]
+        return [PromptOutput(self._text or "", logprobs, self._is_repeat)]

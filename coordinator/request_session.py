@@ -32,6 +32,7 @@ from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
+from coordinator.resumption import NOTHING_SEEN, ResumePoint
 from coordinator.routing import WorkerKey, key_of
 from coordinator.statistics import RequestTimes, SpeculationCounts
 from coordinator.target_call import TargetCall
@@ -68,6 +69,7 @@ class Finished:
     counts: SpeculationCounts
     times: RequestTimes
     num_cached_tokens: int | None  # of the prompt; known from the target's last word alone
+    is_repeat: bool = False  # the client has it already, from another replica
 
 
 News = PromptOutput | VisibleOutput | Finished
@@ -95,9 +97,15 @@ class RequestSession:
         *,
         index: int = 0,
         preferred: WorkerRecord | None = None,
+        point: ResumePoint = NOTHING_SEEN,
+        known_token_ids: Sequence[int] = (),
     ) -> None:
         """`arrival_s` is when the request came in, on the environment's clock; `index` is the text's place among the
-        candidates. A `preferred` target is tried first while it has room."""
+        candidates. A `preferred` target is tried first while it has room.
+
+        What the client has already, up to `point`, is yielded as a repeat; of that the `known_token_ids` need not be
+        generated again.
+        """
         request = spec.request
         self._environment = environment
         self._spec = spec
@@ -122,7 +130,11 @@ class RequestSession:
         )
         self._sampling = spec.sampling_of(index).to_proto()
         self._preferred = preferred
-        self._prompt = PromptScores(spec)
+        self._prompt = PromptScores(spec, is_repeat=point.has_begun)
+        self._point = point
+        # Log probabilities are not known of them, and come with their tokens only.
+        has_logprobs = spec.sampling.num_logprobs is not None or spec.sampling.num_prompt_logprobs is not None
+        self._known_token_ids = () if has_logprobs or spec.prompt_text is not None else known_token_ids
         self._is_finished = False
         self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
@@ -139,6 +151,10 @@ class RequestSession:
         """
         self._environment.metrics.count_start(self._spec.model, self._controller.state.name.lower())
         try:
+            for known in self._repeated():
+                yield known
+            if self._is_finished:
+                return
             async with aclosing(self._run_attempts()) as items:
                 async for item in items:
                     yield item
@@ -146,6 +162,17 @@ class RequestSession:
             if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
                 self._environment.priors.record(self._prior_key, evidence, now_s)
+
+    def _repeated(self) -> list[News]:
+        """What is known of the text and was shown before. The last token a target may say is always generated."""
+        token_ids = list(self._known_token_ids[: self._spec.max_tokens - 1])
+        if not token_ids:
+            return []
+        visible = self._push(
+            token_ids, [common_pb2.TOKEN_ORIGIN_UNSPECIFIED] * len(token_ids), (), is_repeat=True
+        )
+        stop = self._output.stop_string
+        return [visible, *([] if stop is None else [self._finish("stop", stop)])]
 
     async def _run_attempts(self) -> AsyncGenerator[News]:
         environment, settings = self._environment, self._environment.settings
@@ -279,7 +306,7 @@ class RequestSession:
                     return [*shown, self._finish("length", None)]
                 visible = self._take_step(event.step, attempt)
                 stop = self._output.stop_string
-                return [*shown, visible, *([] if stop is None else [self._finish("stop", stop)])]
+                return [*shown, *visible, *([] if stop is None else [self._finish("stop", stop)])]
             case "finished":
                 return [*self._prompt.shown(), self._take_end(event.finished, attempt)]
             case _:
@@ -306,7 +333,7 @@ class RequestSession:
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         return self._finish("stop" if is_stop else "length", stop_token_id)
 
-    def _take_step(self, step: target_pb2.StepOutput, attempt: _Attempt) -> VisibleOutput:
+    def _take_step(self, step: target_pb2.StepOutput, attempt: _Attempt) -> list[News]:
         metrics, model = self._environment.metrics, self._spec.model
         gap_s = self.times.chunk(self._environment.now_s())
         if gap_s is not None:
@@ -315,7 +342,7 @@ class RequestSession:
         if step.num_draft_tokens:
             metrics.observe_step(model, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
-        visible = self._output.push(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
+        visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
         state = self._controller.state
         actions = self._controller.on_step(
             len(step.token_ids),
@@ -327,6 +354,33 @@ class RequestSession:
         self._apply(actions, attempt)
         self._count_move(state)
         return visible
+
+    def _show(
+        self,
+        token_ids: Sequence[int],
+        origins: Sequence[common_pb2.TokenOrigin],
+        logprobs: Sequence[common_pb2.TokenLogprobs],
+    ) -> list[News]:
+        """In two parts where the client has the first one already."""
+        num_repeated = min(max(self._point.num_tokens - len(self._output.token_ids), 0), len(token_ids))
+        if self._point.has_ended:
+            num_repeated = len(token_ids)
+        shown: list[News] = []
+        for part, is_repeat in ((slice(0, num_repeated), True), (slice(num_repeated, None), False)):
+            if token_ids[part] and self._output.stop_string is None:
+                shown.append(self._push(token_ids[part], origins[part], logprobs[part], is_repeat=is_repeat))
+        return shown
+
+    def _push(
+        self,
+        token_ids: Sequence[int],
+        origins: Sequence[common_pb2.TokenOrigin],
+        logprobs: Sequence[common_pb2.TokenLogprobs],
+        *,
+        is_repeat: bool,
+    ) -> VisibleOutput:
+        visible = self._output.push(token_ids, origins, logprobs)
+        return dataclasses.replace(visible, is_repeat=True) if is_repeat else visible
 
     def _lose_draft(self, attempt: _Attempt) -> None:
         state = self._controller.state
@@ -377,7 +431,7 @@ class RequestSession:
         return Finished(
             text=text, finish_reason=reason, stop_reason=stop_reason, num_prompt_tokens=num_prompt,
             num_output_tokens=num_output, decoding_mode=self._decoding_mode, counts=self.counts, times=self.times,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens, is_repeat=self._point.has_ended,
         )  # fmt: skip
 
     def _speculation(self) -> common_pb2.SpeculationParams:

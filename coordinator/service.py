@@ -14,18 +14,22 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from coordinator.choices import ChoiceNews, RequestFinished, run_choices
 from coordinator.environment import Environment, Outside
 from coordinator.generation_request import GenerationInput, GenerationSpec, check_input
+from coordinator.journal import Journal, JournalEntry
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
+from coordinator.resumption import ResumePoint, Resumption
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
+from coordinator.text_output import VisibleOutput
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.registry import Registry
+from outrider.sampling_params import DecodingMode
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_record import Snapshot, WorkerRecord
 
@@ -63,6 +67,7 @@ class GenerationService:
         self._registry = outside.registry
         self._directory: WorkerDirectory | None = None
         self._prior_store: PriorStore | None = None
+        self._journal: Journal | None = None
         self._stack = AsyncExitStack()
         self._num_active = 0
         self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
@@ -91,6 +96,7 @@ class GenerationService:
                     store = PriorStore(redis, self.environment.priors, self.environment.now_s)
                     self._prior_store = store
             self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
+            self._journal = await self._stack.enter_async_context(Journal(registry))
             if self._prior_store is not None:
                 await self._stack.enter_async_context(self._prior_store)
         self._stack.push_async_callback(self.environment.channels.close)
@@ -129,26 +135,73 @@ class GenerationService:
         return await self.preparation.prepare(request, model, targets)
 
     async def generate(
-        self, spec: GenerationSpec, arrival_s: float
+        self,
+        spec: GenerationSpec,
+        arrival_s: float,
+        entry: JournalEntry | None = None,
+        resumption: Resumption | None = None,
     ) -> AsyncGenerator[ChoiceNews | RequestFinished]:
-        """Runs one request; close the generator to cancel it. Raises what RequestSession.run raises."""
+        """Runs one request; close the generator to cancel it. Raises what RequestSession.run raises.
+
+        With an `entry` its stream can be resumed elsewhere; with a `resumption` it is one that was.
+        """
         environment = self.environment
         if self._num_active >= environment.settings.requests_max:
             raise Overloaded(f"this replica serves its most of {self._num_active} requests", _RETRY_AFTER_S)
         self._num_active += 1
         gauge = environment.metrics.waiting(spec.model)
         gauge.inc()
+        stream = None
+        if entry is not None and self._journal is not None and spec.num_candidates == spec.num_choices:
+            entry = replace(entry, seed=spec.sampling.seed)
+            stream = self._journal.begin(spec.request.request_id, entry, spec.deadline_s)
         try:
-            async with aclosing(run_choices(environment, spec, arrival_s)) as items:
+            async with aclosing(run_choices(environment, spec, arrival_s, resumption)) as items:
                 async for item in items:
+                    if stream is not None and isinstance(item, ChoiceNews):
+                        stream.add(
+                            item.index, item.news.token_ids if isinstance(item.news, VisibleOutput) else ()
+                        )
                     if gauge is not environment.metrics.running(spec.model):
                         gauge.dec()
                         gauge = environment.metrics.running(spec.model)
                         gauge.inc()
                     yield item
         finally:
+            if stream is not None:
+                stream.end()
             gauge.dec()
             self._num_active -= 1
+
+    async def look_up(self, request_id: str) -> JournalEntry:
+        """A stream that another replica has begun, perhaps. Raises NotFound."""
+        entry = None if self._journal is None else await self._journal.load(request_id)
+        if entry is None:
+            raise NotFound(
+                f"there is no stream {request_id} to go on with: it ended a while ago, was too long to be kept, or "
+                "never began; send the request again with the id of the last event that came, or without to begin anew",
+                "request_id",
+            )
+        return entry
+
+    async def resume(
+        self, spec: GenerationSpec, position: tuple[ResumePoint, ...], entry: JournalEntry | None
+    ) -> tuple[GenerationSpec, Resumption]:
+        """The request as it was begun, and what is known of its texts. Raises InvalidRequest when tokens that have been
+        shown cannot be made again."""
+        if entry is not None and entry.seed is not None:
+            spec = replace(spec, sampling=replace(spec.sampling, seed=entry.seed))
+        has_seen = any(point.num_tokens for point in position)
+        if has_seen and spec.num_candidates > spec.num_choices:
+            raise InvalidRequest("best_of", "with best_of above n a stream cannot be resumed")
+        if has_seen and spec.sampling.decoding_mode is DecodingMode.REJECTION:
+            raise InvalidRequest(
+                "seed",
+                "a sampled text can be resumed only where the request has a seed; send it again to begin anew",
+            )
+        known = () if entry is None else entry.token_ids
+        padding = ((),) * (len(position) - len(known))
+        return spec, Resumption(position, (*known, *padding)[: len(position)])
 
     def find_model(self, name: str) -> tuple[str, list[WorkerRecord]]:
         """The model's name and its usable targets. Raises NotFound naming those served, or Unavailable."""

@@ -22,6 +22,7 @@ class PromptOutput:
 
     text: str  # empty without echo
     logprobs: tuple[common_pb2.TokenLogprobs, ...]  # of the prompt's tokens 1 and after, or empty
+    is_repeat: bool = False  # the client has it already, from another replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class VisibleOutput:
     origins: tuple[common_pb2.TokenOrigin, ...]
     pieces: tuple[str, ...]  # the text each token completed
     logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
+    is_repeat: bool = False  # the client has it already, from another replica
 
 
 class TextOutput:

@@ -4,6 +4,7 @@
     {or:POOL}:leases   sorted set: worker ids by the moment their lease ends
     {or:POOL}:events   stream: who joined, changed state, left or expired; the last thousand
     {or:POOL}:r:INC    sorted set of one run of a worker: reservations by the moment they end
+    or:journal:ID      hash: a stream that another coordinator can go on with (`coordinator.journal`)
     POOL is target or draft; every moment is Redis' own clock's, in ms; the hash tag keeps a pool on one cluster slot
 
 Invariants: a record is written and removed only by the process whose incarnation it carries; of two that live under
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -137,6 +138,8 @@ class RegistryCalls(Protocol):
     ) -> int | None: ...
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
+    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None: ...
+    async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
 
 
 class Registry:
@@ -241,6 +244,19 @@ class Registry:
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         """Gives a place back."""
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
+
+    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
+        """Adds fields to a stream's journal, which lasts for another `life_s` (`coordinator.journal`)."""
+        key = f"or:journal:{request_id}"
+        pipeline = self._client.pipeline(transaction=False)
+        if fields:
+            pipeline.hset(key, items=[part for pair in fields.items() for part in pair])
+        pipeline.pexpire(key, int(life_s * 1000))
+        await self.ask(pipeline.execute())
+
+    async def read_journal(self, request_id: str) -> Mapping[str, str]:
+        """All of it; empty when there is none."""
+        return cast("dict[str, str]", await self.ask(self._client.hgetall(f"or:journal:{request_id}")))
 
     def register_script(self, source: str) -> AsyncScript:
         """A Lua script on this connection; `ask` for what calling it returns."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
@@ -62,6 +62,7 @@ class Redis(Process):
         self._network = network
         self._on_wrong = on_wrong
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
+        self.journal: dict[str, dict[str, str]] = {}
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
 
     @property
@@ -128,6 +129,19 @@ class RegistryClient:
 
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
+
+    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
+        def write(redis: Redis, reply: Callable[[Any], None]) -> None:
+            redis.journal.setdefault(request_id, {}).update(fields)
+            reply(None)
+
+        await self._question(write, _REGISTRY_TIMEOUT_S)
+
+    async def read_journal(self, request_id: str) -> Mapping[str, str]:
+        def read(redis: Redis, reply: Callable[[Any], None]) -> None:
+            reply(dict(redis.journal.get(request_id, {})))
+
+        return cast("dict[str, str]", await self._question(read, _REGISTRY_TIMEOUT_S))
 
     async def _ask(self, pool: Pool, work: Callable[[PoolModel, float], Any]) -> Any:
         return await self._question(lambda redis, reply: redis.ask(pool, work, reply), _REGISTRY_TIMEOUT_S)

@@ -56,6 +56,9 @@ class Client:
     num_reconnects: int = 0
     _token_ids: list[int] = field(default_factory=list)
     _text: str = ""
+    _has_begun: bool = False
+    _num_before: int = 0  # tokens that earlier connections have brought
+    _is_forgotten: bool = False  # the journal does not have it
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +85,7 @@ class Client:
 
     async def _try(self, address: str, started_s: float) -> None:
         answer = Answer.to(self.request)
-        self._token_ids, self._text = [], ""
+        self._num_before = len(self._token_ids)
         call = self.network.stream(
             self.process, address, "Generation/Generate", self._message(), generation_pb2.GenerationChunk
         )
@@ -98,6 +101,7 @@ class Client:
             call.cancel()
 
     def _take(self, chunk: generation_pb2.GenerationChunk, answer: Answer) -> None:
+        self._has_begun = True
         self._token_ids += chunk.token_ids
         self._text += chunk.text
         number = self.request.number
@@ -122,15 +126,21 @@ class Client:
                 self.on_wrong(f"request {number} was late after {elapsed_s:g} s: {details}")
             self.outcome = "late"
         elif code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
-            if self._token_ids:
+            if len(self._token_ids) > self._num_before:
                 self.on_wrong(f"request {number} was given up after {len(self._token_ids)} tokens: {details}")
             self.num_refusals += 1
+        elif code is grpc.StatusCode.NOT_FOUND and self._has_begun and not self._is_forgotten:
+            self._is_forgotten = True
         else:
             self.on_wrong(f"request {number} failed: {code.name} {details}")
             self.outcome = "wrong"
 
     def _message(self) -> generation_pb2.GenerationRequest:
+        """The request, or what it takes to go on with it; now and then without what the journal should have."""
         request = self.request
+        point = generation_pb2.ResumePoint(num_tokens=len(self._token_ids), has_begun=True)
+        if self._has_begun and not self._is_forgotten and self.chance.random() < 0.5:
+            return generation_pb2.GenerationRequest(request_id=f"r{request.number}", resume_from=[point])
         return generation_pb2.GenerationRequest(
             request_id=f"r{request.number}",
             prompt_token_ids=generation_pb2.TokenPrompt(token_ids=request.prompt),
@@ -144,6 +154,7 @@ class Client:
             speculation=request.speculation.to_proto(),
             stop=[request.stop] if request.stop else [],
             deadline_ms=int(request.deadline_s * 1000),
+            resume_from=[point] if self._has_begun else [],
         )
 
 

@@ -8,13 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
+from coordinator import grpc_api
 from coordinator.request_session import RequestSession
+from coordinator.resumption import ResumePoint
 from outrider.hint_tree import Hint, HintTree
 from outrider.worker_record import WorkerRecord
+from protos.outrider.v1 import generation_pb2
 from target_worker.scheduler import Scheduler
 from tests.simulation.__main__ import explain, run_in_parallel
 from tests.simulation.minimize import minimize
@@ -93,6 +97,11 @@ def forget_the_last_token(self: RequestSession) -> list[int]:
     return COMMITTED(self)[:-1] if self._output.token_ids else COMMITTED(self)
 
 
+def skip_one_too_many(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:
+    return tuple(replace(point, num_tokens=point.num_tokens + 1) for point in READ_POSITION(request))
+
+
+READ_POSITION = grpc_api._read_position
 ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
 
 
@@ -104,15 +113,17 @@ ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
         (HintTree, "_add_one", believe_stale_hints, "I3"),
         (Scheduler, "_cancel", keep_the_session, "I8"),
         (RequestSession, "_committed", forget_the_last_token, "tokens"),
+        (grpc_api, "_read_position", skip_one_too_many, "tokens"),
     ],
     ids=[
         "no incarnation check",
         "no check for stale hints",
         "a lease is not released",
         "a wrong replay offset",
+        "a wrong resume offset",
     ],
 )
-def test_a_planted_bug_is_found(owner: type, name: str, planted: object, problem: str) -> None:
+def test_a_planted_bug_is_found(owner: object, name: str, planted: object, problem: str) -> None:
     with patch.object(owner, name, planted):
         found = next((seed for seed in range(NUM_SEEDS_TO_FIND) if run(draw(seed)).problems), None)
         assert found is not None

@@ -12,6 +12,7 @@ import httpx
 
 from coordinator.http_api import create_app
 from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import FakeTarget
 from tests.hostile import WAIT_S
 
 
@@ -41,13 +42,12 @@ class HeldCluster:
 
 
 @contextmanager
-def held(clusters: ClusterFactory, **options: Any) -> Iterator[HeldCluster]:
-    """One fake target's cluster, see `ClusterFactory.open`."""
+def held(clusters: ClusterFactory, target: FakeTarget | None = None, **options: Any) -> Iterator[HeldCluster]:
+    """A cluster of one fake target, see `ClusterFactory.open`."""
+    target = target or clusters.target(tokens_per_step=5)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        cluster = runner.run(
-            stack.enter_async_context(clusters.open([clusters.target(tokens_per_step=5)], **options))
-        )
+        cluster = runner.run(stack.enter_async_context(clusters.open([target], **options)))
         try:
             opened = HeldCluster(cluster, runner)
             opened.check_service()

@@ -208,16 +208,16 @@ async def say_all(target: ServedTarget) -> dict[str, list[int]]:
 
 
 def check_bounds(target: ServedTarget) -> None:
-    """As far as they can be seen from another thread."""
+    """As they look from another thread, which may see what is just being put right."""
     limits = target.scheduler.limits
-    assert len(target.scheduler._early) <= limits.max_early_sessions
+    assert len(target.scheduler._early) <= limits.max_early_sessions + 1
     for kept in list(target.scheduler._early._kept.values()):
         assert len(kept.events) <= limits.max_early_events
         assert kept.num_hints <= limits.max_early_hints
     for session in list(target.scheduler._sessions.values()):
         assert len(session.tree) <= session.tree.max_nodes
         assert len(session.tree._path) <= MAX_PATH_KEPT + 1
-        assert len(session.subscribers) <= len(target.servicer._streams) + 4
+        assert len(session.subscribers) <= len(target.servicer._streams) + 2  # and some that are being closed
 
 
 def run(

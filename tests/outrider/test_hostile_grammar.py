@@ -14,7 +14,7 @@ from outrider.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
 from tests.hostile import EFFORTS, try_out
 from tests.outrider.test_grammar import COMPILER
 
-SOON_S = 10.0  # on a busy machine; what is not meant takes minutes
+SOON_S = 8.0  # of processor time; what is not meant takes minutes
 FRAGMENTS = [
     *("start: ", "\nA: ", "a", "A", " | ", " & ", "~", "(", ")", "[", "]", "{", "}", "{1,9}", "*", "+", "?", "\n"),
     *('"', '"a"', '"&"i', "/", "/a&/", '/"/', "/(?s:.*)b/", "\\", '\\"', "//", "# ", "<", ">", '<">', "<[1]>"),
@@ -25,10 +25,10 @@ FRAGMENTS = [
 
 
 def check(spec: GrammarSpec) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with suppress(InvalidRequest):
         COMPILER.check(spec)
-    assert time.monotonic() - began < SOON_S, spec.text[:200]
+    assert time.process_time() - began < SOON_S, spec.text[:200]
 
 
 @EFFORTS
@@ -82,7 +82,7 @@ def test_intersections_cannot_hide_behind_what_looks_like_a_string(effort: int) 
 
 def test_many_intersections_between_two_quotes_are_refused_before_they_are_compiled() -> None:
     patterns = " & ".join(f"/(.*)a(.{{{length}}})b(.*)/" for length in range(2, 24))
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidRequest, match="&"):
         COMPILER.check(GrammarSpec(GrammarKind.LARK, f'start: A\nA: /"/ & {patterns} & /"/'))
-    assert time.monotonic() - began < SOON_S
+    assert time.process_time() - began < SOON_S

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -302,17 +303,16 @@ def test_a_frame_of_too_much_ends_its_stream_at_once(
 
     async def watch() -> None:
         nonlocal longest_s
-        loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
+            began = time.thread_time()
             await asyncio.sleep(0.005)
-            longest_s = max(longest_s, loop.time() - began)
+            longest_s = max(longest_s, time.thread_time() - began)
 
     watching = target.runner.get_loop().create_task(watch())
     (code,) = run(target, [[welcome({name: channel for channel, name in enumerate(NAMES)}), raw]])
     watching.cancel()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert longest_s < 1.5  # on a busy machine; it was six seconds
+    assert longest_s < 1.0  # of the event loop's processor time; it was six
 
 
 @pytest.mark.parametrize("num_frames", [40, pytest.param(2000, marks=pytest.mark.long)])

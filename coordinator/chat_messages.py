@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from coordinator.generation_fields import Body
+from coordinator.body_parts import Body, Listed
 from coordinator.tool_schema import ToolCall
 from outrider.errors import InvalidRequest
 
@@ -17,9 +17,9 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Listed[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_calls: Listed[ToolCall] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
 
     def to_template(self, where: str) -> dict[str, Any]:

@@ -6,20 +6,15 @@ Bounds are those of `SamplingParams`, which checks itself; here they get the nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from coordinator.body_parts import FIRST_ERROR_ONLY, Body, Listed
 from coordinator.generation_request import UINT32_MAX
 from coordinator.structured_output import ResponseFormat, StructuredOutputs
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import AcceptanceRule, GrammarSpec, SamplingParams, SpeculationSettings
-
-
-class Body(BaseModel):
-    """Strict: a number in quotes is not a number. Unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class StreamOptions(Body):
@@ -64,13 +59,13 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # by token id
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float], FIRST_ERROR_ONLY] | None = None  # by token id
+    bad_words: Listed[str] | None = None
+    allowed_token_ids: Listed[int] | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

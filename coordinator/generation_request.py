@@ -147,8 +147,6 @@ def check_input(request: GenerationInput) -> None:
         )
     if request.messages is not None and not request.messages:
         raise InvalidRequest("messages", "messages must hold at least one message")
-    if request.text is not None and len(request.text.encode()) > PROMPT_BYTES_MAX:
-        raise InvalidRequest("prompt", f"the prompt is longer than {PROMPT_BYTES_MAX} bytes")
 
 
 def fit_to_context(

@@ -33,12 +33,14 @@ from coordinator.http_transport import (
 )
 from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
+    DETOKENIZE_TOKENS_MAX,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     parse_body,
 )
+from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
 from coordinator.service import GenerationService
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
@@ -173,6 +175,9 @@ class HttpApi:
             generate_latest(self._service.environment.metrics.registry), media_type=CONTENT_TYPE_LATEST
         )
 
+    async def openapi(self) -> Response:
+        return Response(openapi_json(), media_type="application/json")
+
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body = parse_body(TokenizeBody, await read_body(request))
         if (body.prompt is None) == (body.messages is None):
@@ -190,6 +195,8 @@ class HttpApi:
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         body = parse_body(DetokenizeBody, await read_body(request))
+        if len(body.tokens) > DETOKENIZE_TOKENS_MAX:
+            raise InvalidRequest("tokens", f"tokens may hold at most {DETOKENIZE_TOKENS_MAX} entries")
         vocab_size = self._service.environment.tokenizer.vocab_size
         if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
             raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
@@ -199,7 +206,7 @@ class HttpApi:
 def create_app(service: GenerationService, *, is_echoing_request_id: bool = True) -> FastAPI:
     """The application over an opened service. Who opened it closes it."""
     api = HttpApi(service)
-    # No schema pages: bodies are read by hand, so that each error names its parameter as OpenAI's does.
+    # FastAPI knows nothing of the bodies, which are read by hand: `openapi` does.
     app = Application(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
@@ -209,6 +216,7 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)
     app.add_api_route("/livez", api.livez, methods=["GET"])
     app.add_api_route("/metrics", api.metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/openapi.json", api.openapi, methods=["GET"], response_model=None)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
 

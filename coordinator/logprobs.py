@@ -7,6 +7,7 @@ in chats its bytes stand beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -45,7 +46,7 @@ class TokenNames:
 
 def to_json(logprob: float) -> float:
     """A number that JSON has."""
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+    return logprob if LEAST_LOGPROB < logprob < math.inf else LEAST_LOGPROB
 
 
 def mean_logprob(logprobs: Sequence[common_pb2.TokenLogprobs]) -> float:

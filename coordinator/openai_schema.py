@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import ValidationError
 
+from coordinator.body_parts import Body, Listed
 from coordinator.chat_messages import ChatMessage, read_messages
-from coordinator.generation_fields import Body, GenerationBody
+from coordinator.generation_fields import GenerationBody
 from coordinator.generation_request import GenerationInput
 from coordinator.tool_schema import Tool, ToolChoice, read_tool_use
 from coordinator.unserved_parameters import (
@@ -28,13 +29,17 @@ from coordinator.unserved_parameters import (
 )
 from outrider.errors import InvalidRequest
 
+DEPTH_MAX: Final = 256  # of a body; grammars end at half of that
+MESSAGES_MAX: Final = 16384
+DETOKENIZE_TOKENS_MAX: Final = 1 << 20
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions. Exactly one prompt: a text or a list of token ids, bare or alone in a list."""
 
     neutral = NEUTRAL_COMPLETION
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -66,12 +71,12 @@ class ChatBody(GenerationBody):
 
     neutral = NEUTRAL_CHAT
 
-    messages: list[ChatMessage]
+    messages: Listed[ChatMessage]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -111,7 +116,7 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Listed[ChatMessage] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -122,7 +127,7 @@ class DetokenizeBody(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
 
     model: str = ""
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 BodyT = TypeVar("BodyT", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
@@ -130,23 +135,14 @@ BodyT = TypeVar("BodyT", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
     """Reads a request body. Raises InvalidRequest that names the first parameter that is wrong."""
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
-        raise InvalidRequest(None, f"the body is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidRequest(None, "the body must be a JSON object")
-    if b"\\ud" in raw.lower() or b"\xed" in raw:  # half of a surrogate pair is no text, but JSON can spell it
-        try:
-            json.dumps(content, ensure_ascii=False).encode()
-        except (UnicodeEncodeError, RecursionError) as error:
-            raise InvalidRequest(None, f"the body is not valid JSON: {error}") from error
-    content = without_neutral(content, kind.neutral, "")
+    content = without_neutral(_read_object(raw), kind.neutral, "")
     if isinstance(content.get("structured_outputs"), dict):
         content["structured_outputs"] = without_neutral(
             content["structured_outputs"], NEUTRAL_STRUCTURED_OUTPUTS, "structured_outputs."
         )
     if isinstance(content.get("messages"), list):
+        if len(content["messages"]) > MESSAGES_MAX:
+            raise InvalidRequest("messages", f"messages may hold at most {MESSAGES_MAX} entries")
         content["messages"] = [
             without_neutral(message, NEUTRAL_MESSAGE, f"messages[{index}].")
             if isinstance(message, dict)
@@ -157,6 +153,37 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
         return kind.model_validate(content)
     except ValidationError as error:
         raise _named(error) from error
+
+
+def _read_object(raw: bytes) -> dict[str, Any]:
+    """The body as a JSON object. Raises InvalidRequest."""
+    try:
+        # Not by json.loads, which guesses at other encodings and lets half of a surrogate pair pass.
+        content = json.loads(raw.decode("utf-8-sig"))
+        if b"\\ud" in raw.lower():  # as an escape it is JSON all the same, but no text
+            json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply
+        raise InvalidRequest(None, f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidRequest(None, "the body must be a JSON object")
+    if raw.count(b"{") + raw.count(b"[") > DEPTH_MAX:
+        _check_depth(content)
+    return content
+
+
+def _check_depth(content: dict[str, Any]) -> None:
+    """Raises InvalidRequest for what can be read but not be written again wherever that is needed: Python's stack ends
+    somewhere."""
+    level: list[Any] = [content]
+    for _ in range(DEPTH_MAX):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+    if level:
+        raise InvalidRequest(None, f"the body is JSON nested more than {DEPTH_MAX} deep")
 
 
 def _named(error: ValidationError) -> InvalidRequest:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from coordinator.generation_request import (
+    PROMPT_BYTES_MAX,
     GenerationInput,
     GenerationSpec,
     effective_sampling,
@@ -94,15 +95,27 @@ class RequestPreparation:
         )
 
     async def tokenize(self, request: GenerationInput, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt as token ids. Raises InvalidRequest when the chat template refuses the messages."""
+        """The prompt as token ids. Raises InvalidRequest when it is too long or the chat template refuses the
+        messages."""
         if request.token_ids is not None:
             return list(request.token_ids)
         tokenizer = self._tokenizer
         if request.messages is not None:
-            text = tokenizer.render_chat(request.messages, **request.chat_template_kwargs)
+            parameter, text = (
+                "messages",
+                tokenizer.render_chat(request.messages, **request.chat_template_kwargs),
+            )
             add_special_tokens = False  # the template writes them
         else:
-            text = request.text or ""
+            parameter, text = "prompt", request.text or ""
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:  # a call's arguments are JSON within JSON, which can spell it too
+            raise InvalidRequest(parameter, f"{parameter} holds half of a surrogate pair: {error}") from error
+        if num_bytes > PROMPT_BYTES_MAX:
+            raise InvalidRequest(
+                parameter, f"{parameter}: the prompt is longer than {PROMPT_BYTES_MAX} bytes"
+            )
         if len(text) <= _TOKENIZE_INLINE_CHARS_MAX:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from coordinator.body_parts import Body, Listed
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
@@ -19,11 +20,7 @@ _ANY_OBJECT = '{"type": "object"}'
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(Body):
     """`strict` changes nothing: the output always follows the schema."""
 
     name: str
@@ -32,7 +29,7 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -48,12 +45,12 @@ class ResponseFormat(_Part):
         return GrammarSpec(GrammarKind.JSON_SCHEMA, _ANY_OBJECT) if self.type == "json_object" else None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Body):
     """Exactly one of the first five."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")  # a JSON schema
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None  # Lark, as llguidance understands it
     json_object: Literal[True] | None = None
     disable_any_whitespace: bool = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import math
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Final
 
 import grpc
@@ -13,9 +14,10 @@ from coordinator.environment import Environment
 from coordinator.workers import describe, remaining_s
 from outrider.errors import DeadlineExceeded, InvalidRequest, OutriderError, Overloaded, WorkerLost
 from outrider.worker_record import WorkerRecord
-from protos.outrider.v1 import target_pb2
+from protos.outrider.v1 import common_pb2, target_pb2
 
 _RETRY_AFTER_S: Final = 1.0
+_STEP_HINTS_MAX: Final = 1024  # far more than any target verifies; histograms are as long
 
 
 class TargetCall:
@@ -42,8 +44,8 @@ class TargetCall:
     async def events(self) -> AsyncGenerator[target_pb2.GenerateEvent]:
         """What the target says, the last word included.
 
-        Raises Overloaded when the target is full, WorkerLost when it fails, ends without a last word or falls
-        silent between two steps, DeadlineExceeded, and InvalidRequest when it refuses a value.
+        Raises Overloaded when the target is full, WorkerLost when it fails, ends without a last word, makes no sense
+        or falls silent between two steps, DeadlineExceeded, and InvalidRequest when it refuses a value.
         """
         # Until the first token a request may wait for its turn.
         watch = _SilenceWatch(self._call.cancel, self._environment.settings.target_silence_max_s)
@@ -54,7 +56,11 @@ class TargetCall:
                 watch.end()
                 if not isinstance(event, target_pb2.GenerateEvent):
                     raise WorkerLost(f"target worker {self._target.worker_id} ended without a last word")
-                if event.WhichOneof("event") == "step":
+                kind = event.WhichOneof("event")
+                if not _makes_sense(event, kind):
+                    self._pass_over()
+                    raise WorkerLost(f"target worker {self._target.worker_id} said what makes no sense")
+                if kind == "step":
                     watch.start()
                 yield event
         except asyncio.CancelledError:
@@ -82,6 +88,24 @@ class TargetCall:
 
     def _pass_over(self) -> None:
         self._environment.router.pass_over(self._target, self._environment.now_s())
+
+
+def _makes_sense(event: target_pb2.GenerateEvent, kind: str | None) -> bool:
+    """As far as an answer would fail or grow without end by it."""
+    if kind == "step":
+        step = event.step
+        return (
+            len(step.origins) == len(step.token_ids)
+            and max(step.num_draft_tokens, step.num_accepted_draft_tokens) <= _STEP_HINTS_MAX
+            and (not step.logprobs or _are_paired(step.logprobs))
+        )
+    if kind == "finished":
+        return math.isfinite(event.finished.queue_ms) and math.isfinite(event.finished.prefill_ms)
+    return kind != "prompt" or _are_paired(event.prompt.logprobs)
+
+
+def _are_paired(logprobs: Iterable[common_pb2.TokenLogprobs]) -> bool:
+    return all(len(each.top_token_ids) == len(each.top_logprobs) for each in logprobs)
 
 
 class _SilenceWatch:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import StringConstraints
 
+from coordinator.body_parts import Body
 from coordinator.tool_calls import ToolMode, ToolUse
 from outrider.errors import InvalidRequest
 
@@ -16,11 +17,7 @@ TOOLS_MAX: Final = 128
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Function(_Part):
+class Function(Body):
     """`parameters` is a JSON schema of the arguments; calls always follow it, whatever `strict` says."""
 
     name: FunctionName
@@ -29,7 +26,7 @@ class Function(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(Body):
     type: Literal["function"]
     function: Function
 
@@ -38,11 +35,11 @@ class Tool(_Part):
         return self.model_dump(exclude_none=True)
 
 
-class FunctionRef(_Part):
+class FunctionRef(Body):
     name: str
 
 
-class NamedToolChoice(_Part):
+class NamedToolChoice(Body):
     type: Literal["function"]
     function: FunctionRef
 
@@ -50,12 +47,12 @@ class NamedToolChoice(_Part):
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
-class CalledFunction(_Part):
+class CalledFunction(Body):
     name: str
     arguments: str  # JSON
 
 
-class ToolCall(_Part):
+class ToolCall(Body):
     """A call that the assistant made, in a message of the conversation so far."""
 
     id: str

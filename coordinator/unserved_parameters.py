@@ -71,7 +71,10 @@ def without_neutral(
     """Drops what changes nothing and refuses what would change something that is not served."""
     for name in neutral.keys() & content.keys():
         value = content[name]
-        if value is not None and value not in neutral[name]:
+        # By kind, too: to Python false is 0 and true is 1.
+        if value is not None and (type(value) is bool, value) not in [
+            (type(each) is bool, each) for each in neutral[name]
+        ]:
             raise InvalidRequest(where + name, f"{where}{name} is not supported{successor(name)}")
     return {name: value for name, value in content.items() if name not in neutral}
 

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.hint_wire import HintEncoder
 from outrider.worker_process import CHANNEL_OPTIONS
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
@@ -30,6 +30,7 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew later
 GATHERING_SHARE = 0.25  # of the time between two commits
 MAX_INTERVAL_S = 0.1  # between commits; longer ones are pauses
+MAX_FRAME_COMMITS = 4096  # as many as a target keeps for a draft worker that is slow to take them
 NUM_CHANNELS = 16383  # as many as two bytes tell apart; far more than sessions on one stream
 
 
@@ -130,7 +131,7 @@ class TargetLink:
                 reason = "closed by the target"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
-            except OutriderError as error:  # our own model thread is too far behind to be told
+            except OutriderError as error:  # nonsense, or our own model thread is too far behind to be told
                 reason = error.message
             pause_s = RETRY_S[min(self._num_failures, len(RETRY_S) - 1)]
             self._num_failures += 1
@@ -146,6 +147,10 @@ class TargetLink:
         writer = asyncio.create_task(self._write(call))
         try:
             async for frame in call:
+                if frame is None:  # as gRPC has it
+                    raise InvalidRequest("commits", "what the target said is no message")
+                if len(frame.commits) > MAX_FRAME_COMMITS:
+                    raise InvalidRequest("commits", f"the target said {len(frame.commits)} commits at once")
                 self._num_failures = 0
                 self._pace.hear(asyncio.get_running_loop().time())
                 for commit in frame.commits:

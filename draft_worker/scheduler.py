@@ -154,8 +154,11 @@ class DraftScheduler:
         if event.from_len > known_len:  # something was missed: ask again from where we are
             return [Subscribe(session.target_address, session.session_id, session.attachment, known_len)]
         new_token_ids = event.token_ids[known_len - event.from_len :]
-        if any(token_id >= self.vocab_size for token_id in new_token_ids):
-            # The target's output layer is wider than ours, and it said a token that we cannot read.
+        if known_len + len(new_token_ids) >= self.limits.max_model_len or any(
+            token_id >= self.vocab_size for token_id in new_token_ids
+        ):
+            # The text is longer than we can follow, or the target's output layer is wider than ours, and it said a
+            # token that we cannot read.
             self._remove(session)
             return [
                 Unsubscribe(session.target_address, session.session_id),

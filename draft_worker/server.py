@@ -54,7 +54,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._metrics = metrics
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._thread: ModelThread[Event, Action] | None = None
-        self._links = TargetLinks(self._submit, dial)
+        self._links = TargetLinks(lambda event: self._submit(event, is_from_peer=True), dial)
         self._is_draining = False
 
     def bind(self, thread: ModelThread[Event, Action]) -> None:
@@ -81,9 +81,9 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                     self._metrics.num_sent_nodes.inc(len(action.hints))
                 self._links.put(action)
 
-    def _submit(self, event: Event, *, is_release: bool = False) -> None:
+    def _submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None:
         assert self._thread is not None
-        if not self._thread.submit(event, is_release=is_release):
+        if not self._thread.submit(event, is_release=is_release, is_from_peer=is_from_peer):
             raise Overloaded("the worker is too far behind to take more")
 
     # outrider.v1.Draft

@@ -20,7 +20,11 @@ it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+MESSAGE_BYTES_MAX: Final = (
+    1000  # as a header of gRPC it takes four times as many, and 8192 is all that may go there
+)
 
 
 class OutriderError(Exception):
@@ -32,6 +36,7 @@ class OutriderError(Exception):
     code: ClassVar[str | None] = None
 
     def __init__(self, message: str) -> None:
+        message = _shortened(message)
         super().__init__(message)
         self.message = message
 
@@ -39,6 +44,15 @@ class OutriderError(Exception):
         # Errors travel between processes (Ray pickles them); Exception's own way would call the class with the
         # message alone, which does for few of them.
         return _revive, (type(self), self.args, self.__dict__)
+
+
+def _shortened(message: str) -> str:
+    """Without the middle where it is too long: messages quote what was sent, which may be megabytes."""
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= MESSAGE_BYTES_MAX:
+        return message
+    half = MESSAGE_BYTES_MAX // 2 - 4
+    return f"{encoded[:half].decode(errors='ignore')} … {encoded[-half:].decode(errors='ignore')}"
 
 
 def _revive(kind: type[OutriderError], arguments: tuple[Any, ...], fields: dict[str, Any]) -> OutriderError:

@@ -71,12 +71,14 @@ class ModelThread(Generic[EventT, ActionT]):
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, event: EventT, *, is_release: bool = False) -> bool:
+    def submit(self, event: EventT, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
         """Hands an event to the core; False when it is too far behind to take more (I7).
 
-        An event that frees something is taken even then: there is one at most for each thing that was taken.
+        An event that frees something is taken even then: there is one at most for each thing that was taken. What the
+        other kind of worker says finds half of the room only, so that one that floods us shuts no caller out.
         """
-        if not is_release and self._inbox.qsize() >= self._max_events:
+        room = self._max_events // 2 if is_from_peer else self._max_events
+        if not is_release and self._inbox.qsize() >= room:
             return False
         self._inbox.put(event)
         return True

@@ -151,6 +151,8 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+        if message.logprobs_mode not in common_pb2.LogprobsMode.values():
+            raise InvalidRequest("logprobs_mode", f"logprobs_mode {message.logprobs_mode} is not known here")
         return cls(
             temperature=message.temperature,
             top_p=message.top_p,

@@ -31,6 +31,13 @@ from outrider.errors import ConfigurationError, InvalidRequest
 # another.
 PLAIN_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
+# What a template may raise that is given variables of the client's choice: `range(x)` too long, text times a large
+# number, a conversation nested too deeply to be written as JSON.
+_TEMPLATE_ERRORS: Final = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+
 # Offsets are bookkeeping for the caller and dropout belongs to training; neither changes which text an id
 # means.
 _ADDED_TOKEN_KEYS: Final = ("id", "content", "special", "lstrip", "rstrip", "single_word", "normalized")
@@ -192,7 +199,7 @@ class Tokenizer:
         }  # fmt: skip
         try:
             return self._compiled_chat_template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 "messages", f"the model's chat template refused the messages: {error}"
             ) from error

@@ -47,7 +47,7 @@ from target_worker.messages import (
     WaitForHints,
 )
 from target_worker.pace import Pace
-from target_worker.session import Session
+from target_worker.session import Session, add_up_to_limit
 from target_worker.speculation import allot
 from target_worker.step_cost import StepCost, StepLine
 from target_worker.waiting import HintWait
@@ -201,7 +201,7 @@ class Scheduler:
         elif not session.is_listening:
             session.tree.num_stale += len(event.hints)
         else:
-            session.stats.num_hint_bytes += event.num_bytes
+            add_up_to_limit(session.stats, "num_hint_bytes", event.num_bytes)
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
             path_len = len(session.tree.primary_path(limit))

@@ -44,11 +44,14 @@ from target_worker.messages import (
     TokensCommitted,
     UnsubscribeDraft,
 )
+from target_worker.session import add_up_to_limit
 
 logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID = 64  # characters
 MAX_CHANNEL = 65535
+MAX_FRAME_MESSAGES = 16384
+MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
@@ -142,9 +145,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         if action.is_finished:
             del stream.channels[action.session_id]
 
-    def _submit(self, event: Event, *, is_release: bool = False) -> None:
+    def _submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None:
         assert self._thread is not None
-        if not self._thread.submit(event, is_release=is_release):
+        if not self._thread.submit(event, is_release=is_release, is_from_peer=is_from_peer):
             raise Overloaded("the worker is too far behind to take more")
 
     # outrider.v1.Target
@@ -181,7 +184,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                     raise action.error
                 if isinstance(action, SessionEnded):
                     has_ended = True
-                    action.stats.num_hint_bytes += self._num_commit_bytes[event.session_id]
+                    add_up_to_limit(action.stats, "num_hint_bytes", self._num_commit_bytes[event.session_id])
                 yield _event_message(action)
         except OutriderError as error:
             await abort(context, error)
@@ -242,9 +245,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         channels: dict[int, HintChannel] = {}
         async for frame in frames:
             self._metrics.num_hint_frames.inc()
+            check_frame(frame)
             for session_id in frame.unsubscribe:
                 stream.channels.pop(session_id, None)
-                self._submit(UnsubscribeDraft(stream_id, session_id))
+                self._submit(UnsubscribeDraft(stream_id, session_id), is_from_peer=True)
             for subscribe in frame.subscribe:
                 if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
                     before = channels.get(subscribe.channel)
@@ -255,7 +259,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                     self._submit(
                         SubscribeDraft(
                             stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
-                        )
+                        ),
+                        is_from_peer=True,
                     )
             for nodes in frame.nodes:
                 channel = channels.get(nodes.channel)
@@ -266,7 +271,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 if event is None:
                     self._metrics.num_bad_hints.inc()
                 else:
-                    self._submit(event)
+                    self._submit(event, is_from_peer=True)
 
     def _count(self, action: Action) -> None:
         if isinstance(action, TokensCommitted):
@@ -316,11 +321,23 @@ class HintChannel:
     decoder: HintDecoder = field(default_factory=HintDecoder)
 
 
+def check_frame(frame: hints_pb2.HintFrame) -> None:
+    """Raises InvalidRequest for a frame that would keep the event loop, and with it all callers, waiting."""
+    num_messages = len(frame.subscribe) + len(frame.nodes) + len(frame.unsubscribe)
+    if num_messages > MAX_FRAME_MESSAGES:
+        raise InvalidRequest(
+            "nodes", f"a frame of {num_messages} messages; permitted: at most {MAX_FRAME_MESSAGES}"
+        )
+    num_nodes = sum(len(nodes.parent_ids) for nodes in frame.nodes)
+    if num_nodes > MAX_FRAME_NODES:
+        raise InvalidRequest("nodes", f"a frame of {num_nodes} nodes; permitted: at most {MAX_FRAME_NODES}")
+
+
 def parse_hints(
     message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float
 ) -> HintsArrived | None:
-    """None when the message makes no sense."""
-    hints = channel.decoder.decode(message, vocab_size)
+    """None when the message says nothing, or nothing that makes sense."""
+    hints = channel.decoder.decode(message, vocab_size) if message.parent_ids else None
     if hints is None:
         return None
     return HintsArrived(

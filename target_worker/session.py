@@ -31,6 +31,7 @@ from target_worker.messages import Action, CommitPublished, StartSession, Stream
 from target_worker.speculation import HintTiming
 
 NO_PATH = HintPath([], 0)
+UINT32_MAX = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +358,13 @@ class Session:
         self.stats.num_ready_outcomes += self.tree.primary_child(self.tree.cursor) is not None
 
     def final_stats(self) -> common_pb2.SpeculationStats:
-        self.stats.num_stale_hints = self.tree.num_stale
+        add_up_to_limit(self.stats, "num_stale_hints", self.tree.num_stale)
         return self.stats
+
+
+def add_up_to_limit(stats: common_pb2.SpeculationStats, name: str, amount: int) -> None:
+    """Counts what a draft worker decides the size of: there may be more of it than the field can hold."""
+    setattr(stats, name, min(getattr(stats, name) + amount, UINT32_MAX))
 
 
 def _advance(grammar: GrammarState, token_ids: list[int]) -> target_pb2.FinishReason | None:

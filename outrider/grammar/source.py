@@ -20,7 +20,11 @@ from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
 MAX_COMMON_MULTIPLE: Final = 20_000  # 0.1 s; the effort is proportional
+MAX_EMBEDDED_SCHEMAS: Final = 1024  # 0.1 s: where one cannot be read, Python counts the lines before it
 
+# Of llguidance's Lark, whose strings are JSON's: comments, strings, regular expressions, special tokens. One that is
+# not closed ends where nothing more could belong to it, so that reading takes time in proportion to the text.
+_LITERAL: Final = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])*+/?|<[^<>\s]+>')
 _PATTERNS: Final = frozenset({"pattern", "format"})
 _APPLICATORS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
 _CONSTRAINTS: Final = frozenset({
@@ -37,9 +41,10 @@ def to_llguidance(spec: GrammarSpec) -> str:
         return json.dumps({"grammars": [{"lark_grammar": _checked_lark(spec)}]})
     try:
         grammar = LLMatcher.grammar_from_json_schema(spec.text, overrides=_whitespace(spec))
-    except ValueError as error:
+        schema = json.loads(spec.text)
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest("grammar", f"the JSON schema is not a JSON object: {error}") from error
-    _check_schema(json.loads(spec.text))
+    _check_schema(schema)
     return grammar
 
 
@@ -54,24 +59,26 @@ def _whitespace(spec: GrammarSpec) -> Any:
 def _checked_lark(spec: GrammarSpec) -> str:
     """The text, its JSON schemas checked and told about whitespace."""
     text = spec.text
-    num_intersections = re.sub(r'"(?:\\.|[^"\\\n])*"', "", text).count("&")
+    num_intersections = _LITERAL.sub("", text).count("&")
     if num_intersections >= MAX_INTERSECTED_PATTERNS:
         raise InvalidRequest(
             "grammar", f"the grammar has {num_intersections} &; permitted: {MAX_INTERSECTED_PATTERNS - 1}"
         )
+    if text.count("%json") > MAX_EMBEDDED_SCHEMAS:
+        raise InvalidRequest("grammar", f"the grammar has more than {MAX_EMBEDDED_SCHEMAS} %json")
     parts, end = [], 0
     for match in re.finditer(r"%json\s*", text):
         if match.start() < end:
             continue  # within the text of a schema
         try:
             schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
+            _check_schema(schema)
+            if isinstance(schema, dict):
+                told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
+                parts += [text[end : match.end()], told]
+                end = schema_end
         except (ValueError, RecursionError):
             continue  # llguidance will say what is wrong, if this is a schema at all
-        _check_schema(schema)
-        if isinstance(schema, dict):
-            told = json.dumps({**schema, "x-guidance": _whitespace(spec)}, ensure_ascii=False)
-            parts += [text[end : match.end()], told]
-            end = schema_end
     return "".join([*parts, text[end:]])
 
 
@@ -90,7 +97,8 @@ def _check_schema(schema: Any) -> None:
         has_intersections |= len(_APPLICATORS & node.keys()) > 1
         has_intersections |= bool(_APPLICATORS & node.keys()) and bool(_CONSTRAINTS & node.keys())
         multiple = node.get("multipleOf")
-        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and multiple:
+        is_number = isinstance(multiple, int | float) and not isinstance(multiple, bool)
+        if is_number and multiple and str(multiple) not in ("nan", "inf", "-inf"):  # which Python's JSON has
             multiples.add(abs(Fraction(str(multiple))))
     if has_intersections and num_patterns > MAX_INTERSECTED_PATTERNS:
         raise InvalidRequest(

@@ -41,7 +41,7 @@ class Target:
         self._news = asyncio.Event()
         self.address = ""
 
-    def submit(self, event: target.Event, *, is_release: bool = False) -> bool:
+    def submit(self, event: target.Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
         self.events.append(event)
         self._news.set()
         return True

@@ -106,6 +106,14 @@ def test_inbox_is_bounded_and_says_when_it_is_full() -> None:
     assert [shell.thread.submit(i) for i in range(5)] == [True, True, True, False, False]
 
 
+def test_what_peers_say_finds_half_of_the_room() -> None:
+    """I7. A peer that floods a worker shuts its callers out of nothing."""
+    shell = Shell(FakeCore(), max_events=4)
+    assert [shell.thread.submit(i, is_from_peer=True) for i in range(4)] == [True, True, False, False]
+    assert [shell.thread.submit(i) for i in range(3)] == [True, True, False]
+    assert shell.thread.submit(9, is_release=True)
+
+
 def test_inbox_takes_events_again_once_the_core_has_caught_up(core: FakeCore) -> None:
     shell = Shell(core, max_events=3)
     for i in range(4):

@@ -124,3 +124,11 @@ def test_an_empty_message_is_refused_instead_of_meaning_something() -> None:
     """Protobuf's zeros: top_p 0 and max_tokens 0 are out of range."""
     with pytest.raises(InvalidRequest):
         SamplingParams.from_proto(common_pb2.SamplingParams())
+
+
+def test_an_unknown_mode_of_log_probabilities_is_refused() -> None:
+    message = SamplingParams().to_proto()
+    message.logprobs_mode = 77  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams.from_proto(message)
+    assert caught.value.parameter == "logprobs_mode"

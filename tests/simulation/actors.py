@@ -187,7 +187,7 @@ class SimulatedThread:
         self._is_hung = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, event: Any, *, is_release: bool = False) -> bool:
+    def submit(self, event: Any, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
         self._inbox.append(event)
         self._wake()
         return True

@@ -1,0 +1,142 @@
+"""The OpenAPI document of the HTTP edge. Pure; made once, when somebody asks for it.
+
+Bodies are read by hand (`openapi_schema`), so that each error names its parameter as OpenAI's does, and FastAPI knows
+nothing of them. What it would have to be told stands here and, body by body, in `openapi_components`.
+
+Invariant: what this document refuses, the service refuses. The other way round there is more: what depends on the
+model, its context and vocabulary, or on two parameters together, no schema says.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from coordinator.generation_request import REQUEST_ID_CHARS_MAX
+from coordinator.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from coordinator.openapi_components import TEXT, Schema, component_schemas
+from outrider import __version__
+
+
+@functools.cache
+def openapi_json() -> bytes:
+    """The document as it is served."""
+    return json.dumps(openapi_document()).encode()
+
+
+def openapi_document() -> dict[str, Any]:
+    """As OpenAPI 3.1 has it, whose schemas are JSON Schema's."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Outrider",
+            "version": __version__,
+            "description": "OpenAI's completion calls, and what an operator needs beside them. A parameter is honoured "
+            "or refused by name, never dropped.",
+        },
+        "paths": {
+            "/v1/completions": _post("completions", "Completes a prompt.", CompletionBody, _GENERATED["Completion"]),
+            "/v1/chat/completions": _post(
+                "chat_completions", "Answers a conversation.", ChatBody, _GENERATED["ChatCompletion"]
+            ),
+            "/v1/models": _get("models", "The models served now.", {"200": _json("Models")}),
+            "/v1/models/{name}": _get(
+                "model", "One of them.", {"200": _json("Model"), "404": _error("No such model.")}
+            )
+            | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": TEXT}]},
+            "/tokenize": _post(
+                "tokenize", "Token ids of a text or a conversation.", TokenizeBody, {"200": _json("Tokens")}
+            ),
+            "/detokenize": _post(
+                "detokenize", "The text of token ids.", DetokenizeBody, {"200": _json("Text")}
+            ),
+            "/health": _get(
+                "health",
+                "Whether a target worker is usable.",
+                {"200": _json("Health"), "503": _json("Health", "No target worker is live.")},
+            ),
+            "/livez": _get("livez", "Whether this replica is alive.", {"200": _json("Alive")}),
+            "/metrics": _get("metrics", "For Prometheus.", {"200": _content("text/plain", TEXT)}),
+            "/openapi.json": _get(
+                "openapi", "This document.", {"200": _content("application/json", {"type": "object"})}
+            ),
+        },
+        "components": {"schemas": component_schemas()},
+    }  # fmt: skip
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _content(media_type: str, schema: Schema, description: str = "Done.") -> Schema:
+    return {"description": description, "content": {media_type: {"schema": schema}}}
+
+
+def _json(name: str, description: str = "Done.") -> Schema:
+    return _content("application/json", _ref(name), description)
+
+
+def _error(description: str, *, is_passing: bool = False) -> Schema:
+    response = _json("Error", description)
+    if is_passing:
+        response["headers"] = {
+            "Retry-After": {
+                "required": True, "schema": {"type": "string", "pattern": "^[0-9]+$"}, "description": "seconds",
+            }
+        }  # fmt: skip
+    return response
+
+
+_EVENT: Final[Schema] = {
+    "type": "object",
+    "properties": {"data": TEXT},
+    "required": ["data"],
+    "description": "of each event: a chunk as JSON, an error, or [DONE]",
+}
+
+
+def _generated(name: str) -> Schema:
+    whole = _json(name, "The answer; where `stream` is true, events, whose last one is `data: [DONE]`.")
+    whole["content"]["text/event-stream"] = {"schema": _EVENT}
+    return {
+        "200": whole,
+        "404": _error("The model is not served."),
+        "429": _error("Everything is full.", is_passing=True),
+        "499": {"description": "The client went away first; nobody is left to read it."},
+        "503": _error("No target worker is live, or the ones there were are lost.", is_passing=True),
+        "504": _error("The request's time ran out."),
+    }
+
+
+_GENERATED: Final = {name: _generated(name) for name in ("Completion", "ChatCompletion")}
+_REQUEST_ID: Final[Schema] = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "required": False,
+    "schema": TEXT,
+    "description": f"1 to {REQUEST_ID_CHARS_MAX} printable ASCII characters; comes back, made up where it is left out",
+}
+
+
+def _get(name: str, summary: str, responses: Schema) -> Schema:
+    return {"get": {"operationId": name, "summary": summary, "responses": responses}}
+
+
+def _post(name: str, summary: str, body: type[BaseModel], responses: Schema) -> Schema:
+    refused = {"400": _error("Refused; `param` names the parameter. Also for a body of more than 8 MiB.")}
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "parameters": [_REQUEST_ID],
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": _ref(body.__name__)}},
+            },
+            "responses": responses | refused,
+        }
+    }

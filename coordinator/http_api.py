@@ -6,11 +6,12 @@ every kind leave as OpenAI's error body; a client that goes away cancels its req
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from coordinator.http_transport import (
     read_body,
     unless_disconnected,
 )
+from coordinator.journal import JournalEntry
 from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
@@ -42,11 +44,15 @@ from coordinator.openai_schema import (
 )
 from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
+from coordinator.resumption import NOTHING_SEEN, StreamPosition, parse_position
 from coordinator.service import GenerationService
+from coordinator.text_output import VisibleOutput
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 
 _log = logging.getLogger(__name__)
 
+LAST_EVENT_HEADER: Final = "Last-Event-ID"
+BodyKind = type[CompletionBody] | type[ChatBody]
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
 
 
@@ -62,12 +68,38 @@ class HttpApi:
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, ChatBody)
 
-    async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
+    async def resume(self, request: Request, request_id: str) -> Response:
+        """The rest of a stream that broke, behind the event that `Last-Event-ID` names; all of it without."""
+        entry = await self._service.look_up(request_id)
+        if entry.kind == "grpc":
+            raise NotFound(
+                f"the stream {request_id} was begun over gRPC, where it can be resumed", "request_id"
+            )
+        kind = ChatBody if entry.kind == "chat" else CompletionBody
+        request.state.request_id = request_id
+        return await self._answer(request, kind, entry.payload, entry)
+
+    async def _generate(self, request: Request, kind: BodyKind) -> Response:
+        return await self._answer(request, kind, await read_body(request))
+
+    async def _answer(
+        self, request: Request, kind: BodyKind, raw: bytes, entry: JournalEntry | None = None
+    ) -> Response:
+        """To a body that was just read, or that of a stream in the journal."""
         arrival_s = self._service.environment.now_s()
-        raw = await read_body(request)
         body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
         spec = await self._service.prepare(body.to_input(body.request_id or _request_id(request)))
         request.state.request_id = spec.request.request_id
+        last_event = request.headers.get(LAST_EVENT_HEADER, "") if body.is_streaming else ""
+        resumption = None
+        if last_event or entry is not None:
+            points = (NOTHING_SEEN,) * spec.num_choices
+            if last_event:
+                points = parse_position(last_event, spec.num_choices, LAST_EVENT_HEADER)
+            if entry is None:
+                with contextlib.suppress(NotFound):  # the body at hand says it all but for the tokens
+                    entry = await self._service.look_up(spec.request.request_id)
+            spec, resumption = await self._service.resume(spec, points, entry)
         writer = ResponseWriter(
             spec,
             AnswerFormat(
@@ -87,12 +119,14 @@ class HttpApi:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
             return JSONResponse(result)
         # The first item decides between a stream and a plain error status, so wait for it before answering.
-        items = self._service.generate(spec, arrival_s)
+        entry = JournalEntry("chat" if kind is ChatBody else "completions", raw)
+        items = self._service.generate(spec, arrival_s, entry, resumption)
         first = await unless_disconnected(request, first_of(items))
         if first is None:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return EventStream(self._events(first, items, writer), items)
+        opening = writer.opening() if resumption is None else writer.opening(resumption.points)
+        return EventStream(self._events(first, items, writer, opening, spec.num_choices), items)
 
     async def _collect(
         self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
@@ -110,19 +144,26 @@ class HttpApi:
         first: ChoiceNews | RequestFinished,
         items: AsyncGenerator[ChoiceNews | RequestFinished],
         writer: ResponseWriter,
+        opening: Sequence[dict[str, Any]],
+        num_texts: int,
     ) -> AsyncGenerator[str]:
         # What is sent with the next event instead of by itself: the role, and a text's end.
-        held = "".join(map(sse, writer.opening()))
+        held = "".join(map(sse, opening))
+        position = StreamPosition(num_texts)
         async with aclosing(items):
             try:
                 item = first
                 while not isinstance(item, RequestFinished):
-                    held += writer.event(item) or ""
-                    if held and not isinstance(item.news, Finished):
+                    event, news = writer.event(item), item.news
+                    num_tokens = len(news.token_ids) if isinstance(news, VisibleOutput) else 0
+                    position.advance(item.index, num_tokens, has_ended=isinstance(news, Finished))
+                    if event is not None and not news.is_repeat:
+                        held += f"id: {position}\n{event}"
+                    if held and not isinstance(news, Finished):
                         yield held
                         held = ""
                     item = await anext(items)
-                held += "".join(map(sse, writer.closing(item)))
+                held += "".join(f"id: {position}\n{sse(chunk)}" for chunk in writer.closing(item))
             except OutriderError as error:
                 # The status line is long gone: the error is the stream's last event.
                 self._service.count_failure(error)
@@ -211,6 +252,7 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/streams/{request_id}", api.resume, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models", api.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from coordinator.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationSpec
+from coordinator.resumption import ResumePoint
 from coordinator.statistics import SpeculationCounts, times_to_json
 from coordinator.text_output import VisibleOutput
 from outrider.errors import InvalidRequest, NotFound, OutriderError
@@ -67,13 +68,14 @@ class ResponseWriter:
                 (body if len(self._choices) == 1 else choice)["outrider"] = _detail(outputs)
         return body
 
-    def opening(self) -> list[dict[str, Any]]:
-        """What a stream says before the first token: the role, in a chat."""
+    def opening(self, points: Sequence[ResumePoint] | None = None) -> list[dict[str, Any]]:
+        """What a stream says before the first token: the role, in a chat. Texts that have begun have said it."""
         if not self._form.is_chat:
             return []
         return [
             self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, None)
             for index in range(len(self._choices))
+            if points is None or not points[index].has_begun
         ]
 
     def event(self, item: ChoiceNews) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -41,6 +42,9 @@ def openapi_document() -> dict[str, Any]:
             "/v1/completions": _post("completions", "Completes a prompt.", CompletionBody, _GENERATED["Completion"]),
             "/v1/chat/completions": _post(
                 "chat_completions", "Answers a conversation.", ChatBody, _GENERATED["ChatCompletion"]
+            ),
+            "/v1/streams/{request_id}": _get(
+                "resume", "Goes on with a stream that broke, at any replica.", _RESUMED, [_ID_IN_PATH, _LAST_EVENT]
             ),
             "/v1/models": _get("models", "The models served now.", {"200": _json("Models")}),
             "/v1/models/{name}": _get(
@@ -122,8 +126,30 @@ _REQUEST_ID: Final[Schema] = {
 }
 
 
-def _get(name: str, summary: str, responses: Schema) -> Schema:
-    return {"get": {"operationId": name, "summary": summary, "responses": responses}}
+_LAST_EVENT: Final[Schema] = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "required": False,
+    "schema": TEXT,
+    "description": "the id of the last event that came: what follows it is sent. The request goes by its X-Request-Id",
+}
+_ID_IN_PATH: Final[Schema] = {"name": "request_id", "in": "path", "required": True, "schema": TEXT}
+_RESUMED: Final[Schema] = _GENERATED["ChatCompletion"] | {
+    "200": _content("text/event-stream", _EVENT, "The rest of its events."),
+    "400": _error("It cannot be resumed, or not behind this event."),
+    "404": _error("There is no such stream, or no longer."),
+}
+
+
+def _get(name: str, summary: str, responses: Schema, parameters: Sequence[Schema] = ()) -> Schema:
+    return {
+        "get": {
+            "operationId": name,
+            "summary": summary,
+            "parameters": list(parameters),
+            "responses": responses,
+        }
+    }
 
 
 def _post(name: str, summary: str, body: type[BaseModel], responses: Schema) -> Schema:
@@ -132,7 +158,7 @@ def _post(name: str, summary: str, body: type[BaseModel], responses: Schema) -> 
         "post": {
             "operationId": name,
             "summary": summary,
-            "parameters": [_REQUEST_ID],
+            "parameters": [_REQUEST_ID, _LAST_EVENT],
             "requestBody": {
                 "required": True,
                 "content": {"application/json": {"schema": _ref(body.__name__)}},

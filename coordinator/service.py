@@ -58,7 +58,7 @@ class GenerationService:
         snapshot: Callable[[], Snapshot] | None = None,
         outside: Outside | None = None,
     ) -> None:
-        """`snapshot` replaces the registry: tests inject the workers that there are."""
+        """`snapshot` replaces what the registry says of workers: tests inject those that there are."""
         outside = outside or Outside.real(settings)
         tokenizer = outside.tokenizer
         if not tokenizer.has_chat_template:
@@ -86,19 +86,17 @@ class GenerationService:
         )
 
     async def __aenter__(self) -> Self:
-        settings = self.environment.settings
-        if self._injected_snapshot is None:
-            registry = self._registry
-            if registry is None:
-                registry = redis = Registry(settings.redis_url)
-                self._stack.push_async_callback(redis.close)
-                if settings.uses_priors:
-                    store = PriorStore(redis, self.environment.priors, self.environment.now_s)
-                    self._prior_store = store
-            self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
+        settings, registry = self.environment.settings, self._registry
+        if registry is None and self._injected_snapshot is None:
+            registry = redis = Registry(settings.redis_url)
+            self._stack.push_async_callback(redis.close)
+            if settings.uses_priors:
+                store = PriorStore(redis, self.environment.priors, self.environment.now_s)
+                self._prior_store = await self._stack.enter_async_context(store)
+        if registry is not None:
             self._journal = await self._stack.enter_async_context(Journal(registry))
-            if self._prior_store is not None:
-                await self._stack.enter_async_context(self._prior_store)
+            if self._injected_snapshot is None:
+                self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
         self._stack.push_async_callback(self.environment.channels.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
         self._stack.push_async_callback(_end, housekeeping)

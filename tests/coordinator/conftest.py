@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from coordinator.environment import Outside
 from coordinator.http_api import create_app
 from coordinator.service import GenerationService
 from coordinator.settings import CoordinatorSettings
+from outrider.registry import RegistryCalls
 from outrider.tokenizer import Tokenizer
 from outrider.worker_record import Pool, Snapshot, WorkerRecord
 from tests.coordinator.fakes import FakeDraft, FakeTarget, record_of, serving
@@ -62,9 +64,11 @@ class ClusterFactory:
         drafts: list[FakeDraft] | None = None,
         *,
         settings: dict[str, Any] | None = None,
+        registry: RegistryCalls | None = None,
         **record: Any,
     ) -> AsyncIterator[Cluster]:
-        """A coordinator in front of the workers; `record` changes every worker's registry record."""
+        """A coordinator in front of the workers; `record` changes every worker's registry record. Its streams are
+        journaled where there is a `registry`."""
         drafts = drafts or []
         async with AsyncExitStack() as stack:
 
@@ -77,9 +81,9 @@ class ClusterFactory:
 
             snapshot = Snapshot(await started("target", targets), await started("draft", drafts))
             options = {"tokenizer_dir": str(self.model_dir), "redis_url": "unused", **(settings or {})}
-            service = await stack.enter_async_context(
-                GenerationService(CoordinatorSettings(**options), lambda: snapshot)
-            )
+            made = CoordinatorSettings(**options)
+            outside = replace(Outside.real(made), registry=registry)
+            service = await stack.enter_async_context(GenerationService(made, lambda: snapshot, outside))
             transport = httpx.ASGITransport(create_app(service))
             client = await stack.enter_async_context(
                 httpx.AsyncClient(transport=transport, base_url="http://coordinator", timeout=30)

@@ -1,0 +1,187 @@
+"""A stream that broke behind any of its events goes on at another replica as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from coordinator.resumption import ResumePoint, StreamPosition, parse_position
+from outrider.errors import InvalidRequest
+from protos.outrider.v1 import target_pb2
+from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import FakeTarget
+
+Event = tuple[str, str]  # id, data
+
+
+class Memory:
+    """The journal's part of a registry."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, dict[str, str]] = {}
+
+    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
+        self.stored.setdefault(request_id, {}).update(fields)
+
+    async def read_journal(self, request_id: str) -> Mapping[str, str]:
+        return self.stored.get(request_id, {})
+
+
+def events_of(text: str) -> list[Event]:
+    events = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if line)
+        if fields:
+            events.append((fields.get("id", ""), fields["data"]))
+    return events
+
+
+def said(events: list[Event]) -> dict[int, dict[str, Any]]:
+    """What a client has put together of each text."""
+    texts: dict[int, dict[str, Any]] = {}
+    for _, data in events:
+        if data == "[DONE]":
+            continue
+        for choice in json.loads(data)["choices"]:
+            text = texts.setdefault(
+                choice["index"], {"text": "", "roles": 0, "ids": [], "logprobs": [], "ends": []}
+            )
+            delta = choice.get("delta", choice)
+            text["text"] += delta.get("text") or delta.get("content") or ""
+            text["roles"] += "role" in delta
+            text["ids"] += choice.get("token_ids", [])
+            if choice.get("logprobs"):
+                logprobs = choice["logprobs"]
+                text["logprobs"] += logprobs.get("tokens") or [each["token"] for each in logprobs["content"]]
+            if choice["finish_reason"]:
+                text["ends"].append(choice["finish_reason"])
+    return texts
+
+
+@asynccontextmanager
+async def replicas(clusters: ClusterFactory, **target: Any) -> AsyncIterator[tuple[Cluster, Cluster, Memory]]:
+    """Two, each with a target of its own, and their journal."""
+    memory = Memory()
+
+    def made() -> FakeTarget:
+        return FakeTarget(clusters.script, **target)
+
+    async with (
+        clusters.open([made()], registry=memory) as one,  # type: ignore[arg-type]
+        clusters.open([made()], registry=memory) as other,  # type: ignore[arg-type]
+    ):
+        yield one, other, memory
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "several texts": {"n": 2, "temperature": 1, "seed": 3},
+    "token ids and usage": {"return_token_ids": True, "stream_options": {"include_usage": True}},
+    "log probabilities": {"logprobs": 2, "return_token_ids": True},
+    "echo": {"echo": True, "logprobs": 1},
+    "a stop string across tokens": {"stop": ["turn x"], "max_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_the_rest_follows_behind_every_event(
+    clusters: ClusterFactory, body: dict[str, Any], step: int
+) -> None:
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | body
+    async with replicas(clusters, tokens_per_step=step) as (one, other, _):
+        whole = events_of((await one.client.post("/v1/completions", json=request)).text)
+        right = said(whole)
+        for num_seen in range(len(whole)):
+            request_id = f"r{num_seen}"
+            await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": request_id})
+            last = next((id for id, _ in reversed(whole[:num_seen]) if id), "")
+            answer = await other.client.post(
+                "/v1/completions", json=request, headers={"X-Request-Id": request_id, "Last-Event-ID": last}
+            )
+            rest = events_of(answer.text)
+            seen = [event for event in whole[:num_seen] if event[0]]
+            assert said(seen + rest) == right, (num_seen, last)
+            assert rest[-1][1] == "[DONE]"
+
+
+async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
+    request = {
+        "messages": [{"role": "user", "content": "import"}],
+        "temperature": 0,
+        "max_tokens": 8,
+        "stream": True,
+    }
+    async with replicas(clusters) as (one, other, _):
+        headers = {"X-Request-Id": "r1"}
+        whole = events_of((await one.client.post("/v1/chat/completions", json=request, headers=headers)).text)
+        await one.service._journal._flush()  # type: ignore[union-attr]
+        for num_seen in range(2, len(whole)):  # behind the role, which comes with the first token
+            last = whole[num_seen - 1][0]
+            answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": last} if last else {})
+            rest = events_of(answer.text)
+            assert said(whole[:num_seen] + rest) == said(whole)
+        assert said(events_of((await other.client.get("/v1/streams/r1")).text)) == said(whole)
+
+
+async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) -> None:
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True}
+    async with replicas(clusters) as (one, other, _):
+        await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
+        await one.service._journal._flush()  # type: ignore[union-attr]
+        answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": "6"})
+        assert [id for id, _ in events_of(answer.text)][-2:] == ["9e", ""]
+        (sent,) = other.targets[0].requests
+        assert len(sent.token_ids) - sent.num_prompt_tokens == 6
+
+
+async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) -> None:
+    request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True}
+    async with replicas(clusters) as (_, other, _):
+        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": "3"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
+        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": "3.4"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+        answer = await other.client.get("/v1/streams/nobody")
+        assert answer.status_code == 404
+
+
+async def test_a_seed_that_the_coordinator_drew_is_kept(clusters: ClusterFactory) -> None:
+    request = {"prompt": "import", "temperature": 1, "max_tokens": 4, "stream": True}
+    memory = Memory()
+
+    def script_of(asked: target_pb2.GenerateRequest) -> list[int]:
+        return [asked.sampling.seed % 7 + 5]
+
+    settings = {"seed_requests": True}
+    target = FakeTarget([], script_of=script_of)
+    async with clusters.open([target], settings=settings, registry=memory) as cluster:  # type: ignore[arg-type]
+        headers = {"X-Request-Id": "r1"}
+        whole = events_of((await cluster.client.post("/v1/completions", json=request, headers=headers)).text)
+        await cluster.service._journal._flush()  # type: ignore[union-attr]
+        rest = events_of((await cluster.client.get("/v1/streams/r1", headers={"Last-Event-ID": "2"})).text)
+    assert said(whole[:2] + rest) == said(whole)
+    assert target.requests[0].sampling.seed == target.requests[1].sampling.seed
+
+
+class TestPosition:
+    def test_it_reads_back(self) -> None:
+        position = StreamPosition(3)
+        assert str(position) == "-.-.-"
+        position.advance(0, 12)
+        position.advance(1, 7, has_ended=True)
+        assert str(position) == "12.7e.-"
+        assert parse_position("12.7e.-", 3, "id") == (
+            ResumePoint(12, True),
+            ResumePoint(7, True, True),
+            ResumePoint(),
+        )
+
+    @pytest.mark.parametrize("text", ["", "x", "1.", "-1", "1e3", "99999999999", "1.2", "é"])
+    def test_what_is_no_position_is_refused_by_name(self, text: str) -> None:
+        with pytest.raises(InvalidRequest, match="Last-Event-ID"):
+            parse_position(text, 1, "Last-Event-ID")

@@ -65,6 +65,9 @@ class EmbeddedRedis:
     def __init__(self, directory: Path) -> None:
         """`directory` exists and is ours; the server works there and logs to `redis.log` in it."""
         self._directory = directory
+        self._password = secrets.token_hex(
+            16
+        )  # of every start, so that clients of an earlier one get in again
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -80,12 +83,11 @@ class EmbeddedRedis:
         """
         assert self._process is None, "already started"
         binary = find_redis_server()
-        password = secrets.token_hex(16)
         for _ in range(_START_ATTEMPTS):
             port = _free_port()
-            self._process = self._launch(binary, port, password)
-            if self._wait_until_it_answers(port, password):
-                self.url = f"redis://:{password}@127.0.0.1:{port}/0"
+            self._process = self._launch(binary, port, self._password)
+            if self._wait_until_it_answers(port, self._password):
+                self.url = f"redis://:{self._password}@127.0.0.1:{port}/0"
                 return self.url
             self.stop()
         raise ConfigurationError(f"{binary} did not start; the end of its log:\n{self._log_tail()}")

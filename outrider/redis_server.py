@@ -65,9 +65,7 @@ class EmbeddedRedis:
     def __init__(self, directory: Path) -> None:
         """`directory` exists and is ours; the server works there and logs to `redis.log` in it."""
         self._directory = directory
-        self._password = secrets.token_hex(
-            16
-        )  # of every start, so that clients of an earlier one get in again
+        self._password = secrets.token_hex(16)  # of every start: clients of an earlier one get in again
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 MAX_SESSION_ID = 64  # characters
 MAX_CHANNEL = 65535
 MAX_COMMITS_PER_FRAME = 256
+WAITING_EVERY_S = 1.0  # how often a caller who waits for its first token hears that somebody is there
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -168,11 +169,20 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             return
         actions: asyncio.Queue[Action] = asyncio.Queue()
         self._callers[event.session_id] = actions
-        has_ended = False
+        has_begun = has_ended = False
         try:
             self._submit(event)
             while not has_ended:
-                action = await actions.get()
+                if has_begun:
+                    action = await actions.get()
+                else:
+                    try:
+                        async with asyncio.timeout(WAITING_EVERY_S):
+                            action = await actions.get()
+                    except TimeoutError:
+                        yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
+                        continue
+                    has_begun = isinstance(action, TokensCommitted)
                 if isinstance(action, SessionRefused):
                     has_ended = True
                     raise action.error

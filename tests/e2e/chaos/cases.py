@@ -72,7 +72,7 @@ def make_cases(num_cases: int, rng: random.Random) -> list[Case]:
             sampling |= {"top_p": 0.8}
             words.append("top-p")
         has_stop = index % 4 == 2
-        max_tokens = rng.choice((8, 60, 200, 400, 700))
+        max_tokens = rng.choice((8, 60, 150, 300, 500))
         if max_tokens > 100 and not has_stop:
             sampling |= {"ignore_eos": True}
         words.append(str(max_tokens))

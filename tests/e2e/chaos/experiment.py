@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from tests.e2e.chaos.verdict import Answer, Kind, Verdict
 
 RECOVERY_S_MAX = 60.0
 IDLE_S_MAX = 30.0
+NOTICE_S_MAX = 15.0  # of a lease that runs out
 WARM_UP_S = 8.0
+LAG_S_MAX = 1.0
 PAUSE_S = (0.1, 1.0)  # between two faults: the moment is chosen by chance
 
 
@@ -91,14 +94,15 @@ class Experiment:
             await asyncio.sleep(WARM_UP_S)
             await warm_up.stop()
             problem = await footprint.until_idle(fleet, IDLE_S_MAX)
-            before = footprint.measure(fleet)
+            before = await footprint.measure(fleet)
             self._say(
                 f"{self._ledger.num_answers} answers without any fault. Now with faults, seed {plan.seed}:"
             )
             seconds = await self._break_things(fleet, cases, known)
             leaks = [f"before any fault: {problem}"] if problem else []
             leaks += await self._left_behind(fleet, before)
-            footprints = footprint.table(before, footprint.measure(fleet))
+            leaks += await self._unwatched(fleet)
+            footprints = footprint.table(before, await footprint.measure(fleet))
         return Outcome(self._ledger, fleet.surprises, leaks, footprints, seconds)
 
     async def _break_things(self, fleet: Fleet, cases: Sequence[Case], known: dict[str, Any]) -> float:
@@ -109,11 +113,13 @@ class Experiment:
         load.start(plan.fleet.num_clients)
         began_s = time.monotonic()
         self._deadline_s = began_s + plan.seconds_max
+        watch = asyncio.create_task(self._watch_ourselves())
         async with asyncio.TaskGroup() as lanes:
             for lane in range(plan.num_at_once):
                 rng = Random(f"{plan.seed} faults {lane}")
                 lanes.create_task(self._inject_all(fleet, load, rng, began_s))
         await load.stop()
+        watch.cancel()
         return time.monotonic() - began_s
 
     async def _inject_all(self, fleet: Fleet, load: Load, rng: Random, began_s: float) -> None:
@@ -135,6 +141,14 @@ class Experiment:
                 problem = await fleet.until_whole(RECOVERY_S_MAX, None if worker is None else worker.name)
                 self._ledger.end(injection, time.monotonic(), problem)
             self._tell(injection, began_s)
+
+    async def _watch_ourselves(self) -> None:
+        """The relays and the clients run here: when this process does not, everybody else seems to hang."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(LAG_S_MAX / 2)
+            if (lag_s := time.monotonic() - before_s - LAG_S_MAX / 2) > LAG_S_MAX:
+                self._say(f"   (this process did not run for {lag_s:.1f} s)")
 
     def _tell(self, injection: Injection, began_s: float) -> None:
         now_s = injection.recovered_s
@@ -168,7 +182,21 @@ class Experiment:
         deadline_s = time.monotonic() + IDLE_S_MAX
         while True:
             busy = await footprint.until_idle(fleet, max(0.0, deadline_s - time.monotonic()))
-            found = [*([busy] if busy else []), *footprint.leaks(before, footprint.measure(fleet))]
+            found = [*([busy] if busy else []), *footprint.leaks(before, await footprint.measure(fleet))]
             if not found or time.monotonic() > deadline_s:
                 return found
             await asyncio.sleep(0.5)
+
+    async def _unwatched(self, fleet: Fleet) -> list[str]:
+        """Whether the coordinator still sees who comes and goes: a picture that stands still would serve for long."""
+        fleet.send(worker := fleet.of_role("draft")[0], signal.SIGSTOP)
+        try:
+            deadline_s = time.monotonic() + NOTICE_S_MAX
+            while (await fleet.health()).get("num_draft_workers") != len(fleet.of_role("draft")) - 1:
+                if time.monotonic() > deadline_s:
+                    return [f"nobody noticed within {NOTICE_S_MAX:g} s that {worker.name} was gone"]
+                await asyncio.sleep(0.1)
+        finally:
+            fleet.send(worker, signal.SIGCONT)
+        problem = await fleet.until_whole(RECOVERY_S_MAX)
+        return [] if problem is None else [f"not whole after everything: {problem}"]

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from typing import Any
 import httpx
 import psutil
 import redis
+import redis.asyncio
 
 from outrider.child import Child
 from outrider.child_log import ChildLog
@@ -42,7 +44,7 @@ RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
 READY_TIMEOUT_S = 120.0
 # Below the ports that the system hands out for outgoing connections, so that a worker finds its own again.
 PORTS = range(21_000, 30_000)
-NICENESS = 10
+NICENESS = 5
 SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's snapshot
 
 
@@ -52,7 +54,7 @@ class FleetOptions:
     num_drafts: int = 2
     num_replicas: int = 1
     num_clients: int = 12  # one target alone must have room for all of them
-    target_silence_max_s: float = 3.0
+    target_silence_max_s: float = 4.0
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
 
@@ -91,6 +93,7 @@ class Fleet:
         self.redis_link = Link("redis")
         self._say = say
         self._stack = AsyncExitStack()
+        self._worker_keys: set[str] = set()
         self._borrowed: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._expected_ends: set[str] = set()
@@ -154,6 +157,9 @@ class Fleet:
         ready = self.coordinator.ready_line
         self.client = await self._stack.enter_async_context(Client(str(ready["http"]), str(ready["grpc"])))
         await self.until_whole(60.0)
+        # What workers say of themselves, whatever else is stored for a while.
+        self._worker_keys = {key for key in await self.redis_keys() if key.rpartition(":")[2] in self.workers}
+        assert len(self._worker_keys) == len(self.workers), self._worker_keys
 
     async def _add_worker(self, role: str, name: str, port: int) -> None:
         link = Link(name, ("127.0.0.1", port))
@@ -213,13 +219,20 @@ class Fleet:
             worker.num_lives += 1
             step_aside(worker.pid)
         elif event.phase is Phase.DIED:
+            was_starting = worker is not None and not worker.is_ready
             if worker is not None:
                 worker.is_ready = False
             if event.name in self._expected_ends:
                 self._expected_ends.discard(event.name)
+            elif was_starting and self._is_redis_away():
+                self._say(f"   {event.name} cannot start while Redis is away")
             elif not self._is_stopping:
                 self.surprises.append(f"{event.name} {event.detail}")
                 self._say(f"!! {event.name} {event.detail}")
+
+    def _is_redis_away(self) -> bool:
+        """A worker that cannot announce itself does not start; it tries again."""
+        return "redis" in self._locks and self._locks["redis"].locked()
 
     # What faults do.
 
@@ -288,10 +301,14 @@ class Fleet:
         """After it was killed."""
         self._redis.stop()
 
-    def redis_keys(self) -> list[str]:
-        """What is stored, past the link."""
-        with redis.Redis.from_url(self._redis.url, decode_responses=True, socket_timeout=5) as client:
-            return sorted(client.keys("*"))
+    async def redis_keys(self) -> set[str]:
+        """What is stored, past the link. A run's incarnation is left out of it. Nothing when Redis does not answer."""
+        async with redis.asyncio.Redis.from_url(
+            self._redis.url, decode_responses=True, socket_timeout=1.0, socket_connect_timeout=1.0
+        ) as client:
+            with contextlib.suppress(redis.RedisError, OSError):
+                return {re.sub(r"[0-9a-f]{32}", "*", str(key)) for key in await client.keys("*")}
+        return set()
 
     # What it looks like from outside.
 
@@ -318,6 +335,9 @@ class Fleet:
         for worker in self.workers.values():
             if worker.name not in aside and not (worker.is_ready and now_s - worker.ready_at_s >= SETTLED_S):
                 return f"{worker.name} is not ready"
+        unannounced = {key.rpartition(":")[2] for key in self._worker_keys - await self.redis_keys()} - aside
+        if unannounced:
+            return f"Redis knows nothing of {', '.join(sorted(unannounced))}"
         health = await self.health()
         wanted = {
             role: sum(worker.name not in aside for worker in self.of_role(role))

@@ -36,7 +36,7 @@ class Footprint:
     pids: dict[str, int] = field(default_factory=dict)  # by what the process is
     num_descriptors: dict[str, int] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
-    redis_keys: list[str] = field(default_factory=list)
+    redis_keys: set[str] = field(default_factory=set)
 
 
 async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
@@ -71,9 +71,9 @@ async def _busy(fleet: Fleet) -> list[str]:
     return busy
 
 
-def measure(fleet: Fleet) -> Footprint:
+async def measure(fleet: Fleet) -> Footprint:
     """Now."""
-    found = Footprint(redis_keys=fleet.redis_keys())
+    found = Footprint(redis_keys=await fleet.redis_keys())
     assert fleet.coordinator is not None
     processes = {worker.name: psutil.Process(worker.pid) for worker in fleet.workers.values()}
     coordinator = psutil.Process(int(fleet.coordinator.ready_line["pid"]))
@@ -102,11 +102,8 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
             found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")
-    if set(after.redis_keys) != set(before.redis_keys):
-        more, less = (
-            set(after.redis_keys) - set(before.redis_keys),
-            set(before.redis_keys) - set(after.redis_keys),
-        )
+    more, less = after.redis_keys - before.redis_keys, before.redis_keys - after.redis_keys
+    if more or less:
         found.append(f"Redis has {sorted(more)} more and {sorted(less)} less")
     return found
 

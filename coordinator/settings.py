@@ -19,7 +19,7 @@ class CoordinatorSettings:
     requests_max: int = 256  # at once in one replica, streaming ones included
     deadline_default_s: float = 600.0  # for requests that carry none
     deadline_max_s: float = 3600.0
-    # Between two events of a session; then the worker counts as lost. One that makes a session wait says so every second.
+    # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.
     target_silence_max_s: float = 60.0
     draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
     target_attempts_max: int = 3  # targets tried for one request, replays included

@@ -90,9 +90,8 @@ class Experiment:
             num_tokens = sum(len(right.token_ids) for right in known.values())
             self._say(f"Learned {len(known)} right answers of {num_tokens} tokens, each from two workers.")
             warm_up = Load(fleet.client, cases, known, Random(f"{plan.seed} warm-up"), self._take_quiet)
-            warm_up.start(plan.fleet.num_clients)
-            await asyncio.sleep(WARM_UP_S)
-            await warm_up.stop()
+            async with warm_up.asking(plan.fleet.num_clients):
+                await asyncio.sleep(WARM_UP_S)
             problem = await footprint.until_idle(fleet, IDLE_S_MAX)
             before = await footprint.measure(fleet)
             self._say(
@@ -110,16 +109,16 @@ class Experiment:
         load = Load(
             fleet.client, cases, known, Random(f"{plan.seed} load"), lambda *told: self._take(load, *told)
         )
-        load.start(plan.fleet.num_clients)
         began_s = time.monotonic()
         self._deadline_s = began_s + plan.seconds_max
         watch = asyncio.create_task(self._watch_ourselves())
-        async with asyncio.TaskGroup() as lanes:
-            for lane in range(plan.num_at_once):
-                rng = Random(f"{plan.seed} faults {lane}")
-                lanes.create_task(self._inject_all(fleet, load, rng, began_s))
-        await load.stop()
-        watch.cancel()
+        try:
+            async with load.asking(plan.fleet.num_clients), asyncio.TaskGroup() as lanes:
+                for lane in range(plan.num_at_once):
+                    rng = Random(f"{plan.seed} faults {lane}")
+                    lanes.create_task(self._inject_all(fleet, load, rng, began_s))
+        finally:
+            watch.cancel()
         return time.monotonic() - began_s
 
     async def _inject_all(self, fleet: Fleet, load: Load, rng: Random, began_s: float) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -84,18 +85,18 @@ class Load:
         self._known = known
         self._rng = rng
         self._on_answer = on_answer
-        self._tasks: list[asyncio.Task[None]] = []
         self._asked_s: dict[int, float] = {}  # requests under way, by client
         self._leaving: dict[int, asyncio.Event] = {}
         self._is_ending = False
 
-    def start(self, num_clients: int) -> None:
-        self._tasks = [asyncio.create_task(self._keep_asking(index)) for index in range(num_clients)]
-
-    async def stop(self) -> None:
-        """Returns when the last answer is complete."""
-        self._is_ending = True
-        await asyncio.gather(*self._tasks)
+    @asynccontextmanager
+    async def asking(self, num_clients: int) -> AsyncIterator[None]:
+        """Leaving waits until the last answer is complete, unless it is an error that leaves."""
+        async with asyncio.TaskGroup() as clients:
+            for index in range(num_clients):
+                clients.create_task(self._keep_asking(index))
+            yield
+            self._is_ending = True
 
     @property
     def oldest_open_s(self) -> float:

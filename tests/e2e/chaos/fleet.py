@@ -44,7 +44,7 @@ RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
 READY_TIMEOUT_S = 120.0
 # Below the ports that the system hands out for outgoing connections, so that a worker finds its own again.
 PORTS = range(21_000, 30_000)
-NICENESS = 5
+NICENESS = 7
 SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's snapshot
 
 

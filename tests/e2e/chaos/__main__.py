@@ -82,10 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.list:
         for kind in given.kinds:
-            print(f"{kind.name:<32}{(kind.__doc__ or '').splitlines()[0] if kind.__doc__ else ''}")
+            missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
+            print(f"{kind.name:<32}{(kind.__doc__ or '').splitlines()[0]}{missing}")
         return 0
+    kinds = [kind for kind in given.kinds if kind.why_not() is None]
+    for kind in given.kinds:
+        if kind not in kinds:
+            say(f"Left out: {kind.name}, for {kind.why_not()}.")
+    if not kinds:
+        return 2
     plan = Plan(
-        faults=given.kinds,
+        faults=kinds,
         seed=secrets.randbelow(10**6) if given.seed is None else given.seed,
         num_faults_max=given.faults,
         seconds_max=given.seconds,

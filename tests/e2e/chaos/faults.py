@@ -18,6 +18,7 @@ from typing import ClassVar, Final
 
 import psutil
 
+from tests.e2e.chaos.clocks import TAKES_S, find_library
 from tests.e2e.chaos.fleet import Fleet, Worker
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.links import Link
@@ -36,6 +37,11 @@ class Fault(ABC):
         self.load = load
         self.rng = rng
         self._injection = injection
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        """What is missing on this machine, if something is."""
+        return None
 
     @asynccontextmanager
     async def victim(self) -> AsyncIterator[Worker | None]:
@@ -304,10 +310,41 @@ class ClientsLeave(Fault):
         self.describe(f"{num_left} in {num_times} waves")
 
 
+class _ClockStepped(Fault):
+    """The time of day jumps, and some seconds later it jumps back."""
+
+    clock: ClassVar[str]
+
+    async def run(self, worker: Worker | None) -> None:
+        seconds = self.rng.choice((-86_400, -3600, -10, 10, 3600, 86_400))
+        self.describe(f"by {seconds:+d} s")
+        self.fleet.clocks[self.clock].set(seconds)
+        await asyncio.sleep(TAKES_S + self.rng.uniform(0.0, 6.0))
+        self.fleet.clocks[self.clock].set(0)
+        await asyncio.sleep(TAKES_S)
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if find_library() is not None else "libfaketime is not installed"
+
+
+class WorkerClocksStepped(_ClockStepped):
+    """The time of day jumps for all workers, and back some seconds later."""
+
+    name, part, clock = "workers' clocks stepped", "clocks", "workers"
+
+
+class RedisClockStepped(_ClockStepped):
+    """The time of day jumps for Redis, whose clock leases go by, and back some seconds later."""
+
+    name, part, clock = "Redis clock stepped", "redis", "redis"
+
+
 FAULTS: Final[tuple[type[Fault], ...]] = (
     TargetKilled, TargetStopped, TargetStoppedAndKilled, TargetTerminated, TargetCut, TargetStalled, TargetDelayed,
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled,
-    RedisKilled, RedisStopped, RedisCut, RedisStalled, LogsFull, ClientsLeave,
+    RedisKilled, RedisStopped, RedisCut, RedisStalled, LogsFull, ClientsLeave, WorkerClocksStepped,
+    RedisClockStepped,
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, ROOT, flatten, modu
 from outrider.redis_server import EmbeddedRedis
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
 from tests.e2e.chaos.client import Client
+from tests.e2e.chaos.clocks import Clock, find_library
 from tests.e2e.chaos.links import Callers, Link
 
 RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
@@ -100,7 +101,9 @@ class Fleet:
         self._is_stopping = False
         # Sockets of Ray lie below it, and their names are bounded.
         self._scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-        self._redis = EmbeddedRedis(self._scratch)
+        library = find_library()
+        self.clocks = {part: Clock(self._scratch / f"clock-{part}", library) for part in ("workers", "redis")}
+        self._redis = EmbeddedRedis(self._scratch, self.clocks["redis"].environment)
         self.coordinator: Child | None = None
         self.client: Client
 
@@ -187,7 +190,8 @@ class Fleet:
             *module(f"{role}_worker"),
             *flatten(flags),
         )
-        environment = self._environment() | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
+        environment = self._environment() | self.clocks["workers"].environment
+        environment |= {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
         spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)

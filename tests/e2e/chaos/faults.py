@@ -32,6 +32,9 @@ class Fault(ABC):
     part: ClassVar[str]
     """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
 
+    on_demand: ClassVar[bool] = False
+    """Left out unless it is asked for by name."""
+
     def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
         self.fleet = fleet
         self.load = load
@@ -311,8 +314,9 @@ class ClientsLeave(Fault):
 
 
 class _ClockStepped(Fault):
-    """The time of day jumps, and some seconds later it jumps back."""
+    """The time of day jumps, and some seconds later it jumps back. What makes it do so slows every worker down."""
 
+    on_demand = True
     clock: ClassVar[str]
 
     async def run(self, worker: Worker | None) -> None:

@@ -58,6 +58,7 @@ class FleetOptions:
     target_silence_max_s: float = 4.0
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
+    has_own_clocks: bool = False  # that can be set, where the library for it is installed
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Fleet:
         self._is_stopping = False
         # Sockets of Ray lie below it, and their names are bounded.
         self._scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-        library = find_library()
+        library = find_library() if options.has_own_clocks else None
         self.clocks = {part: Clock(self._scratch / f"clock-{part}", library) for part in ("workers", "redis")}
         self._redis = EmbeddedRedis(self._scratch, self.clocks["redis"].environment)
         self.coordinator: Child | None = None

@@ -74,18 +74,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(only: Sequence[str]) -> list[type[Fault]]:
-    """The faults that were asked for; if none was, all but those that have to be."""
-    if not only:
-        return [kind for kind in FAULTS if not kind.on_demand]
-    return [kind for kind in FAULTS if any(words.lower() in kind.name.lower() for words in only)]
+    """The faults that were asked for, all of them if none was."""
+    return [kind for kind in FAULTS if not only or any(words.lower() in kind.name.lower() for words in only)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.list:
-        for kind in FAULTS:
-            reasons = ["only on demand"] * kind.on_demand + [why for why in (kind.why_not(),) if why]
-            missing = f" ({', '.join(reasons)})" if reasons else ""
+        for kind in given.kinds:
+            missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
             print(f"{kind.name:<32}{(kind.__doc__ or '').splitlines()[0]}{missing}")
         return 0
     kinds = [kind for kind in given.kinds if kind.why_not() is None]
@@ -106,7 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_replicas=given.replicas,
             num_clients=given.clients,
             dtype=given.dtype,
-            has_own_clocks=any(kind.on_demand for kind in kinds),
         ),
     )
     say(f"Seed {plan.seed}.")

@@ -2,6 +2,9 @@
 
 Only where somebody has installed it (`pip install libfaketime`, or the system's package); nothing here touches the
 machine's own clock. Monotonic clocks stay as they are, as they do when an administrator or NTP sets a clock.
+
+For Redis alone: gRPC waits for absolute times by the kernel's clock, which the library does not shift, and would hang
+where it does not under a real step.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from pathlib import Path
 
 _NAME = "libfaketime.so.1"
 _SYSTEM_FOLDERS = ("/usr/lib", "/usr/local/lib", "/usr/lib64")
-TAKES_S = 1.5  # until every process has looked at its file again
+TAKES_S = 1.5  # until the process has looked at its file again
 
 
 def find_library() -> Path | None:
@@ -27,17 +30,17 @@ def find_library() -> Path | None:
 
 
 class Clock:
-    """What some processes take for the time of day. Without the library it cannot be set."""
+    """What a process takes for the time of day. Without the library it cannot be set."""
 
     def __init__(self, file: Path, library: Path | None) -> None:
-        """`file` is ours; processes look into it about once a second."""
+        """`file` is ours; the process looks into it about once a second."""
         self._file = file
         self._library = library
         self.set(0)
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the processes that go by this clock."""
+        """For the process that goes by this clock."""
         if self._library is None:
             return {}
         return {

@@ -32,9 +32,6 @@ class Fault(ABC):
     part: ClassVar[str]
     """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
 
-    on_demand: ClassVar[bool] = False
-    """Left out unless it is asked for by name."""
-
     def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
         self.fleet = fleet
         self.load = load
@@ -313,18 +310,17 @@ class ClientsLeave(Fault):
         self.describe(f"{num_left} in {num_times} waves")
 
 
-class _ClockStepped(Fault):
-    """The time of day jumps, and some seconds later it jumps back. What makes it do so slows every worker down."""
+class RedisClockStepped(Fault):
+    """The time of day jumps for Redis, whose clock leases go by, and back some seconds later."""
 
-    on_demand = True
-    clock: ClassVar[str]
+    name, part = "Redis clock stepped", "redis"
 
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.choice((-86_400, -3600, -10, 10, 3600, 86_400))
         self.describe(f"by {seconds:+d} s")
-        self.fleet.clocks[self.clock].set(seconds)
+        self.fleet.redis_clock.set(seconds)
         await asyncio.sleep(TAKES_S + self.rng.uniform(0.0, 6.0))
-        self.fleet.clocks[self.clock].set(0)
+        self.fleet.redis_clock.set(0)
         await asyncio.sleep(TAKES_S)
 
     @classmethod
@@ -332,23 +328,10 @@ class _ClockStepped(Fault):
         return None if find_library() is not None else "libfaketime is not installed"
 
 
-class WorkerClocksStepped(_ClockStepped):
-    """The time of day jumps for all workers, and back some seconds later."""
-
-    name, part, clock = "workers' clocks stepped", "clocks", "workers"
-
-
-class RedisClockStepped(_ClockStepped):
-    """The time of day jumps for Redis, whose clock leases go by, and back some seconds later."""
-
-    name, part, clock = "Redis clock stepped", "redis", "redis"
-
-
 FAULTS: Final[tuple[type[Fault], ...]] = (
     TargetKilled, TargetStopped, TargetStoppedAndKilled, TargetTerminated, TargetCut, TargetStalled, TargetDelayed,
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled,
-    RedisKilled, RedisStopped, RedisCut, RedisStalled, LogsFull, ClientsLeave, WorkerClocksStepped,
-    RedisClockStepped,
+    RedisKilled, RedisStopped, RedisCut, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
 )  # fmt: skip
 
 

@@ -58,7 +58,6 @@ class FleetOptions:
     target_silence_max_s: float = 4.0
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
-    has_own_clocks: bool = False  # that can be set, where the library for it is installed
 
 
 @dataclass
@@ -102,9 +101,8 @@ class Fleet:
         self._is_stopping = False
         # Sockets of Ray lie below it, and their names are bounded.
         self._scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-        library = find_library() if options.has_own_clocks else None
-        self.clocks = {part: Clock(self._scratch / f"clock-{part}", library) for part in ("workers", "redis")}
-        self._redis = EmbeddedRedis(self._scratch, self.clocks["redis"].environment)
+        self.redis_clock = Clock(self._scratch / "clock", find_library())
+        self._redis = EmbeddedRedis(self._scratch, self.redis_clock.environment)
         self.coordinator: Child | None = None
         self.client: Client
 
@@ -191,8 +189,7 @@ class Fleet:
             *module(f"{role}_worker"),
             *flatten(flags),
         )
-        environment = self._environment() | self.clocks["workers"].environment
-        environment |= {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
+        environment = self._environment() | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
         spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)

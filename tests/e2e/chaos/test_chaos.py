@@ -64,7 +64,9 @@ def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:
 def test_no_fault_does_so_in_half_an_hour_with_two_at_once(tmp_path: Path) -> None:
     report = break_things(tmp_path, SECONDS_LONG, "--at-once", "2")
     assert report["is_clean"]
-    assert {row["name"] for row in report["faults"]} >= {kind.name for kind in chosen([])}
+    assert {row["name"] for row in report["faults"]} >= {
+        kind.name for kind in FAULTS if kind.why_not() is None
+    }
 
 
 def test_faults_have_names_of_their_own_and_are_found_by_them() -> None:
@@ -72,7 +74,7 @@ def test_faults_have_names_of_their_own_and_are_found_by_them() -> None:
     assert all(kind.__doc__ for kind in FAULTS), "--list says what each of them is"
     assert [kind.name for kind in chosen(["target sigkill"])] == ["target SIGKILL"]
     assert {kind.part for kind in chosen(["redis"])} == {"redis"}
-    assert set(FAULTS) - set(chosen([])) == set(chosen(["clock"])), "these slow everything down"
+    assert chosen([]) == list(FAULTS)
 
 
 @pytest.mark.parametrize(

@@ -221,20 +221,18 @@ class Fleet:
             worker.num_lives += 1
             step_aside(worker.pid)
         elif event.phase is Phase.DIED:
-            was_starting = worker is not None and not worker.is_ready
+            has_missed_redis = (
+                worker is not None and not worker.is_ready and _has_missed_redis(worker.log_path)
+            )
             if worker is not None:
                 worker.is_ready = False
             if event.name in self._expected_ends:
                 self._expected_ends.discard(event.name)
-            elif was_starting and self._is_redis_away():
-                self._say(f"   {event.name} cannot start while Redis is away")
+            elif has_missed_redis:
+                self._say(f"   {event.name} cannot start while Redis is away, and tries again")
             elif not self._is_stopping:
                 self.surprises.append(f"{event.name} {event.detail}")
                 self._say(f"!! {event.name} {event.detail}")
-
-    def _is_redis_away(self) -> bool:
-        """A worker that cannot announce itself does not start; it tries again."""
-        return "redis" in self._locks and self._locks["redis"].locked()
 
     # What faults do.
 
@@ -352,6 +350,12 @@ class Fleet:
             and not {each["worker_id"] for each in health["excluded_workers"]} - aside
         )
         return None if is_whole else f"/health says {health}"
+
+
+def _has_missed_redis(log_path: Path) -> bool:
+    """Whether the last that a worker said is that it cannot announce itself: it refuses to start then, by design."""
+    lines = log_path.read_text(errors="replace").splitlines()
+    return bool(lines) and lines[-1].startswith("error: Redis at ")
 
 
 def step_aside(pid: int) -> None:

@@ -245,7 +245,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     )
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
                         help="for requests without a deadline (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--target-silence-max", type=float, default=60.0, metavar="SECONDS",
+    parser.add_argument("--target-silence-max", type=float, default=20.0, metavar="SECONDS",
                         help="without a word from the target worker of a text; then the worker counts as lost and "
                         "another goes on (default: %(default)s)")  # fmt: skip
     parser.add_argument(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
@@ -11,8 +16,28 @@ from coordinator.priors import PriorTable
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
+from outrider.registry import RegistryCalls
 from outrider.tokenizer import Tokenizer
 from outrider.worker_record import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What a replica reaches beyond its clients, and what is not the same in two runs. The simulation has its own."""
+
+    tokenizer: Tokenizer
+    channels: WorkerChannels
+    metrics: CoordinatorMetrics
+    registry: RegistryCalls | None = None  # None: the Redis of the settings, for workers and for priors
+    now_s: Callable[[], float] = time.monotonic
+    chance: random.Random = field(default_factory=random.Random)
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+    policy: FallbackPolicy = field(default_factory=FallbackPolicy)
+
+    @classmethod
+    def real(cls, settings: CoordinatorSettings) -> Self:
+        tokenizer = Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
+        return cls(tokenizer=tokenizer, channels=WorkerChannels(), metrics=CoordinatorMetrics())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,5 +51,6 @@ class Environment:
     metrics: CoordinatorMetrics
     snapshot: Callable[[], Snapshot]
     now_s: Callable[[], float]  # a monotonic clock
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex  # of a session at a target; never the same twice
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)
     priors: PriorTable = field(default_factory=PriorTable)

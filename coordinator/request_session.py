@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from coordinator.draft_link import DraftLink, LinkedSession
 from coordinator.environment import Environment
 from coordinator.fallback import ALWAYS, FallbackAction, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
+from coordinator.patience import Patience
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.routing import WorkerKey, key_of
@@ -38,13 +38,21 @@ from coordinator.target_call import TargetCall
 from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
 from coordinator.workers import describe
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable, WorkerLost
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
 
 _SET_SPECULATION_TIMEOUT_S: Final = 2.0
+_WAIT_S: Final = 0.1  # between two looks for a target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,26 +148,43 @@ class RequestSession:
                 self._environment.priors.record(self._prior_key, evidence, now_s)
 
     async def _run_attempts(self) -> AsyncGenerator[News]:
+        environment, settings = self._environment, self._environment.settings
+        patience = Patience(settings.target_attempts_max, settings.target_wait_max_s)
         refusal: OutriderError | None = None
-        for _ in range(self._environment.settings.target_attempts_max):
+        while True:
             attempt = self._begin_attempt()
-            if attempt is None:
-                break
-            try:
-                async with aclosing(self._run_attempt(attempt)) as items:
-                    async for item in items:
-                        yield item
-                return
-            except (Overloaded, WorkerLost) as error:
-                refusal = error
-                _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
-                             attempt.target.worker_id, error.message)  # fmt: skip
-                # A target that died right after the last token owes us nothing but the word that it is done.
-                if 0 < self._spec.max_tokens <= len(self._output.token_ids):
-                    yield self._finish("length", None)
+            if attempt is not None:
+                try:
+                    async with aclosing(self._run_attempt(attempt)) as items:
+                        async for item in items:
+                            yield item
                     return
-                self._environment.metrics.target_replays.inc()
-        raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
+                except (Overloaded, WorkerLost) as error:
+                    refusal = error
+                    _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
+                                 attempt.target.worker_id, error.message)  # fmt: skip
+                    # A target that died right after the last token owes us nothing but the word that it is done.
+                    if 0 < self._spec.max_tokens <= len(self._output.token_ids):
+                        yield self._finish("length", None)
+                        return
+                    environment.metrics.target_replays.inc()
+            num_tokens = len(self._output.token_ids)
+            if not patience.lasts(environment.now_s(), num_tokens, found_target=attempt is not None):
+                raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
+            if patience.has_begun and not self._can_try_another():
+                self._tried.clear()
+                await self._wait_for_target()
+
+    async def _wait_for_target(self) -> None:
+        """Raises DeadlineExceeded."""
+        if self._environment.now_s() >= self._deadline_s:
+            raise DeadlineExceeded(
+                "not finished within the request's deadline: there is no target to go on at"
+            )
+        await asyncio.sleep(_WAIT_S)
+
+    def _can_try_another(self) -> bool:
+        return self._pick_target() is not None
 
     def _starting_mode(self, index: int) -> StartingMode:
         environment = self._environment
@@ -174,18 +199,12 @@ class RequestSession:
         if preferred is not None and environment.router.has_room(preferred):
             target: WorkerRecord | None = preferred
         else:
-            target = environment.router.pick_target(
-                environment.snapshot(),
-                environment.now_s(),
-                model=self._spec.model,
-                num_tokens=self._spec.num_tokens_max,
-                excluded=self._tried,
-            )
+            target = self._pick_target()
         if target is None:
             return None
         self._tried.add(key_of(target))
         # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
-        session_id = uuid.uuid4().hex
+        session_id = environment.new_id()
         request = target_pb2.GenerateRequest(
             session_id=session_id,
             token_ids=self._committed(),
@@ -194,6 +213,15 @@ class RequestSession:
             speculation=self._speculation(),
         )
         return _Attempt(target, session_id, request)
+
+    def _pick_target(self) -> WorkerRecord | None:
+        return self._environment.router.pick_target(
+            self._environment.snapshot(),
+            self._environment.now_s(),
+            model=self._spec.model,
+            num_tokens=self._spec.num_tokens_max,
+            excluded=self._tried,
+        )
 
     async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[News]:
         environment = self._environment

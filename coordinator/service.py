@@ -12,26 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Self
 
 from coordinator.choices import ChoiceNews, RequestFinished, run_choices
-from coordinator.environment import Environment
+from coordinator.environment import Environment, Outside
 from coordinator.generation_request import GenerationInput, GenerationSpec, check_input
-from coordinator.metrics import CoordinatorMetrics
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers import WorkerChannels
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.registry import Registry
-from outrider.tokenizer import Tokenizer
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_record import Snapshot, WorkerRecord
 
@@ -54,38 +48,51 @@ class ModelStatus:
 class GenerationService:
     """One per replica; open it on the event loop that serves requests."""
 
-    def __init__(self, settings: CoordinatorSettings, snapshot: Callable[[], Snapshot] | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        snapshot: Callable[[], Snapshot] | None = None,
+        outside: Outside | None = None,
+    ) -> None:
         """`snapshot` replaces the registry: tests inject the workers that there are."""
-        template = settings.chat_template
-        tokenizer = Tokenizer(Path(settings.tokenizer_dir), template)
+        outside = outside or Outside.real(settings)
+        tokenizer = outside.tokenizer
         if not tokenizer.has_chat_template:
             _log.warning("%s has no chat template; messages are joined by newlines", settings.tokenizer_dir)
         self._injected_snapshot = snapshot
+        self._registry = outside.registry
         self._directory: WorkerDirectory | None = None
         self._prior_store: PriorStore | None = None
         self._stack = AsyncExitStack()
         self._num_active = 0
-        self.preparation = RequestPreparation(tokenizer, settings, random.Random())
+        self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
         self.environment = Environment(
             settings=settings,
             tokenizer=tokenizer,
             router=Router(
-                tokenizer.fingerprint, settings.served_model_names, random.Random(), settings.quarantine_s
+                tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
             ),
-            channels=WorkerChannels(),
-            metrics=CoordinatorMetrics(),
+            channels=outside.channels,
+            metrics=outside.metrics,
             snapshot=self.snapshot,
-            now_s=time.monotonic,
+            now_s=outside.now_s,
+            new_id=outside.new_id,
+            policy=outside.policy,
         )
 
     async def __aenter__(self) -> Self:
+        settings = self.environment.settings
         if self._injected_snapshot is None:
-            registry = Registry(self.environment.settings.redis_url)
-            self._stack.push_async_callback(registry.close)
+            registry = self._registry
+            if registry is None:
+                registry = redis = Registry(settings.redis_url)
+                self._stack.push_async_callback(redis.close)
+                if settings.uses_priors:
+                    store = PriorStore(redis, self.environment.priors, self.environment.now_s)
+                    self._prior_store = store
             self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
-            if self.environment.settings.uses_priors:
-                store = PriorStore(registry, self.environment.priors, self.environment.now_s)
-                self._prior_store = await self._stack.enter_async_context(store)
+            if self._prior_store is not None:
+                await self._stack.enter_async_context(self._prior_store)
         self._stack.push_async_callback(self.environment.channels.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
         self._stack.push_async_callback(_end, housekeeping)

@@ -20,16 +20,17 @@ class CoordinatorSettings:
     deadline_default_s: float = 600.0  # for requests that carry none
     deadline_max_s: float = 3600.0
     # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.
-    target_silence_max_s: float = 60.0
+    target_silence_max_s: float = 20.0  # above a worker's own bound for a step
     draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
-    target_attempts_max: int = 3  # targets tried for one request, replays included
+    target_attempts_max: int = 3  # targets tried for one request before its first token
+    target_wait_max_s: float = 60.0  # how long a text that has begun looks for a target to go on at
     draft_attempts_max: int = 3  # draft workers tried for one attachment
     quarantine_s: float = 3.0  # how long a worker that failed to answer is passed over
 
     def __post_init__(self) -> None:
         for name in (
             "requests_max", "deadline_default_s", "deadline_max_s", "target_silence_max_s", "draft_silence_max_s",
-            "target_attempts_max", "draft_attempts_max", "quarantine_s",
+            "target_attempts_max", "target_wait_max_s", "draft_attempts_max", "quarantine_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -114,9 +114,9 @@ class _SilenceWatch:
 
     def _look(self) -> None:
         now_s = self._loop.time()
-        rest_s = self._silence_max_s - (now_s - (self._reading_since_s or now_s))
-        if rest_s > 0:
-            self._timer = self._loop.call_later(rest_s, self._look)
+        due_s = (now_s if self._reading_since_s is None else self._reading_since_s) + self._silence_max_s
+        if due_s > now_s:
+            self._timer = self._loop.call_at(due_s, self._look)
         else:
             self.has_cancelled = True
             self._cancel()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
@@ -30,6 +31,16 @@ MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew
 GATHERING_SHARE = 0.25  # of the time between two commits
 MAX_INTERVAL_S = 0.1  # between commits; longer ones are pauses
 NUM_CHANNELS = 16383  # as many as two bytes tell apart; far more than sessions on one stream
+
+
+Dial = Callable[[str], AbstractAsyncContextManager[Any]]
+"""Opens `Hints.Exchange` at an address; what it yields is the call, as grpc.aio has it."""
+
+
+@contextlib.asynccontextmanager
+async def dial(address: str) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        yield hints_pb2_grpc.HintsStub(channel).Exchange()
 
 
 class _Pace:
@@ -53,8 +64,9 @@ class _Pace:
 class TargetLink:
     """The stream to one target worker, kept open."""
 
-    def __init__(self, address: str, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, address: str, on_event: Callable[[Event], None], dial: Dial) -> None:
         self.address = address
+        self._dial = dial
         self.session_ids: set[str] = set()
         self._on_event = on_event
         self._channels: dict[str, int] = {}  # session id -> its number on this stream
@@ -113,8 +125,8 @@ class TargetLink:
     async def _keep_open(self) -> None:
         while True:
             try:
-                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-                    await self._ride(channel)
+                async with self._dial(self.address) as call:
+                    await self._ride(call)
                 reason = "closed by the target"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
@@ -125,12 +137,11 @@ class TargetLink:
             logger.info("hint stream to %s broke (%s); trying again in %.2f s", self.address, reason, pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _ride(self, channel: grpc.aio.Channel) -> None:
+    async def _ride(self, call: Any) -> None:
         """One stream, from its opening to its end."""
         self._take_frame()  # what an earlier stream did not take is said anew
         self._encoders.clear()
         self._on_event(LinkOpened(self.address))
-        call = hints_pb2_grpc.HintsStub(channel).Exchange()
         # Not a request iterator: grpc leaves one waiting when its call breaks, and it would take the next frame.
         writer = asyncio.create_task(self._write(call))
         try:
@@ -188,15 +199,16 @@ class TargetLink:
 class TargetLinks:
     """All links of one draft worker, opened and closed as sessions come and go."""
 
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, on_event: Callable[[Event], None], dial: Dial = dial) -> None:
         self._on_event = on_event
+        self._dial = dial
         self._links: dict[str, TargetLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def join(self, address: str, session_id: str) -> None:
         """Opens the link, if need be; to be followed by `leave`."""
         if address not in self._links:
-            self._links[address] = TargetLink(address, self._on_event)
+            self._links[address] = TargetLink(address, self._on_event, self._dial)
         self._links[address].session_ids.add(session_id)
 
     def leave(self, address: str, session_id: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from draft_worker.links import TargetLinks
+from draft_worker.links import Dial, TargetLinks, dial
 from draft_worker.messages import (
     Action,
     AttachmentAccepted,
@@ -46,6 +46,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         scheduler: DraftScheduler,
         metrics: DraftMetrics,
         grammars: GrammarCompiler,
+        dial: Dial = dial,
     ) -> None:
         self._info = info
         self._grammars = grammars
@@ -53,7 +54,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._metrics = metrics
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._thread: ModelThread[Event, Action] | None = None
-        self._links = TargetLinks(self._submit)
+        self._links = TargetLinks(self._submit, dial)
         self._is_draining = False
 
     def bind(self, thread: ModelThread[Event, Action]) -> None:

@@ -21,6 +21,13 @@ from outrider import turns
 
 logger = logging.getLogger(__name__)
 
+
+class _Pulse:
+    """An event for the thread itself, which answers by taking it."""
+
+
+_PULSE = _Pulse()
+
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
 ActionT = TypeVar("ActionT")
@@ -56,11 +63,10 @@ class ModelThread(Generic[EventT, ActionT]):
         self._on_failure = on_failure
         self._max_events = max_events
         # SimpleQueue wakes its reader without a Python-level lock; the bound is checked in `submit`.
-        self._inbox: queue.SimpleQueue[EventT | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EventT | _Pulse | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_stopping = False
-        self.last_turn_at = time.monotonic()
-        self.is_in_step = False
+        self._pulse_owed_since: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -79,6 +85,17 @@ class ModelThread(Generic[EventT, ActionT]):
         """Whether the core is to hear of something."""
         return not self._inbox.empty()
 
+    def stalled_s(self) -> float:
+        """How long the thread has owed a sign of life, seconds; asks for the next one.
+
+        It gives one between two steps, and at once while it has nothing to do.
+        """
+        now = time.monotonic()
+        if self._pulse_owed_since is None:
+            self._pulse_owed_since = now
+            self._inbox.put(_PULSE)
+        return now - self._pulse_owed_since
+
     def stop(self, timeout_s: float = 10.0) -> None:
         self._is_stopping = True
         self._inbox.put(None)
@@ -93,10 +110,7 @@ class ModelThread(Generic[EventT, ActionT]):
             wake_at: float | None = None
             while not self._is_stopping:
                 self._take_events(wake_at)
-                self.is_in_step = True
                 actions, wake_at = self._core.run_next(time.monotonic())
-                self.is_in_step = False
-                self.last_turn_at = time.monotonic()
                 if actions:
                     self._deliver(actions)
         except BaseException as error:
@@ -115,7 +129,10 @@ class ModelThread(Generic[EventT, ActionT]):
                 event = self._inbox.get_nowait()
             num_left = self._inbox.qsize()
             while event is not None:
-                actions += self._core.handle(event, time.monotonic())
+                if isinstance(event, _Pulse):
+                    self._pulse_owed_since = None
+                else:
+                    actions += self._core.handle(event, time.monotonic())
                 if num_left == 0:
                     break
                 num_left -= 1

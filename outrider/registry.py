@@ -6,8 +6,9 @@
     {or:POOL}:r:INC    sorted set of one run of a worker: reservations by the moment they end
     POOL is target or draft; every moment is Redis' own clock's, in ms; the hash tag keeps a pool on one cluster slot
 
-Invariants: a record is written and removed only by the process whose incarnation it carries; a newer claim of the
-same id wins. A reservation ends with its caller or by itself, so that a caller that dies leaks nothing.
+Invariants: a record is written and removed only by the process whose incarnation it carries; of two that live under
+one id, the one that started last has it. A reservation ends with its caller or by itself, so that a caller that dies
+leaks nothing.
 
 Redis is not on the critical path: no call waits longer than twice the given timeout or is tried again, and whoever
 calls has something to go by when it raises RegistryUnavailable.
@@ -45,19 +46,17 @@ local function tell(stream, kind, id, incarnation)
 end
 """
 
-# KEYS: hash, leases, events. ARGV: mode, worker id, incarnation, lease in ms, state, then field, value, ... Returns 1
-# when written, 0 when another incarnation holds the id. A "claim" comes from a process that just started and takes it
-# over.
+# KEYS: hash, leases, events. ARGV: worker id, incarnation, start in ms, lease in ms, state, then field, value, ...
+# Returns 1 when written, 0 when a process that started later, or at the same time, holds the id.
 _WRITE: Final = f"""{_NOW}
-local holder = redis.call('HGET', KEYS[1], 'incarnation')
-if ARGV[1] ~= 'claim' and holder and holder ~= ARGV[3] then return 0 end
-local state = redis.call('HGET', KEYS[1], 'state')
+local holder, started, state = unpack(redis.call('HMGET', KEYS[1], 'incarnation', 'started_at_ms', 'state'))
+if holder and holder ~= ARGV[2] and tonumber(started) >= tonumber(ARGV[3]) then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], unpack(ARGV, 6))
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
-redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[2])
-if holder ~= ARGV[3] then tell(KEYS[3], 'joined', ARGV[2], ARGV[3])
-elseif state ~= ARGV[5] then tell(KEYS[3], ARGV[5], ARGV[2], ARGV[3]) end
+redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
+if holder ~= ARGV[2] then tell(KEYS[3], 'joined', ARGV[1], ARGV[2])
+elseif state ~= ARGV[5] then tell(KEYS[3], ARGV[5], ARGV[1], ARGV[2]) end
 return 1
 """
 
@@ -129,7 +128,7 @@ class RegistryCalls(Protocol):
     """What the registry is asked. `Registry` asks Redis; the simulation has a model of it. All raise
     RegistryUnavailable, and nothing else."""
 
-    async def write(self, record: WorkerRecord, *, is_claim: bool) -> bool: ...
+    async def write(self, record: WorkerRecord) -> bool: ...
     async def remove(self, record: WorkerRecord) -> bool: ...
     async def read(self, pool: Pool) -> PoolView: ...
     async def next_event(self, pool: Pool, after: str, timeout_s: float) -> bool: ...
@@ -171,14 +170,14 @@ class Registry:
         """Gives the connections back."""
         await close_redis(self._client)
 
-    async def write(self, record: WorkerRecord, *, is_claim: bool) -> bool:
-        """Stores a record for LEASE_S. False when another incarnation holds the id and this is no claim."""
+    async def write(self, record: WorkerRecord) -> bool:
+        """Stores a record for the time of a lease. False when a process that started later holds the id."""
         prefix = _prefix(record.pool)
         stored = [part for pair in record.to_fields().items() for part in pair]
         arguments: list[str | int] = [
-            "claim" if is_claim else "heartbeat",
             record.worker_id,
             record.incarnation,
+            record.started_at_ms,
             self._lease_ms,
             record.state,
             *stored,

@@ -42,16 +42,16 @@ class WorkerLease:
         self._record = record
         self._load = load
         self._heartbeat_s = heartbeat_s
-        self._has_claimed = False
+        self._is_published = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # A newer process claimed the id; this one stays out of the registry for good.
+        # A process that started later has the id; this one waits for it to leave.
         self.is_superseded = False
 
     @property
     def is_published(self) -> bool:
         """Whether the record has been in the registry at least once."""
-        return self._has_claimed
+        return self._is_published
 
     def set_state(self, state: WorkerState) -> None:
         """Publishes a new state with the next heartbeat, which is at once. Draining is announced so."""
@@ -74,8 +74,8 @@ class WorkerLease:
 
     async def _keep(self) -> None:
         backoff_s = _BACKOFF_MIN_S
-        is_written = self._has_claimed
-        while not self.is_superseded:
+        is_written = self._is_published
+        while True:
             if is_written:
                 wait_s, backoff_s = self._heartbeat_s, _BACKOFF_MIN_S
             else:
@@ -88,16 +88,22 @@ class WorkerLease:
             is_written = await self._try_beat()
 
     async def _try_beat(self) -> bool:
-        """One heartbeat. False when it did not arrive; the caller tries again."""
+        """One heartbeat. False when it did not arrive; the caller tries again soon."""
         num_running, num_waiting = self._load()
         record = replace(self._record, num_running=num_running, num_waiting=num_waiting)
         try:
-            is_ours = await self._registry.write(record, is_claim=not self._has_claimed)
+            is_ours = await self._registry.write(record)
         except RegistryUnavailable as error:
             _log.warning("worker %s is not announced: %s", record.worker_id, error.message)
             return False
-        self._has_claimed = True
-        if not is_ours:
-            self.is_superseded = True
-            _log.error("worker id %s was taken over; this process is no longer announced", record.worker_id)
-        return is_ours
+        self._is_published |= is_ours
+        if self.is_superseded == is_ours:
+            self.is_superseded = not is_ours
+            if is_ours:
+                _log.info("worker id %s is ours again", record.worker_id)
+            else:
+                _log.error(
+                    "worker id %s belongs to a process that started later; this one is not announced",
+                    record.worker_id,
+                )
+        return True

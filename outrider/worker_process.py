@@ -4,8 +4,8 @@
         add_TargetServicer_to_server(servicer, process.server)
         await process.run(record, load, on_drain, ready_facts)
 
-Order of a graceful end: the lease says "draining", health says NOT_SERVING, running sessions finish within the
-grace, the server stops.
+Ready means that the model lives: its thread answers between two steps. Order of a graceful end: the lease says
+"draining", health says NOT_SERVING, running sessions finish within the grace, the server stops.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -66,6 +67,11 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
+LIVENESS = "liveness"
+"""The service to ask grpc.health.v1 about whether the process should be restarted. All others tell readiness."""
+EXIT_STALLED = 70  # EX_SOFTWARE
+_PULSE_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
@@ -77,7 +83,17 @@ class WorkerOptions:
     metrics_port: int  # 0 picks a free one
     worker_id: str
     drain_grace_s: float
+    stall_s: float = 10.0  # without a sign of life from the model until the worker counts as not ready
+    stall_exit_s: float = 30.0  # until it ends itself
     announce: str | None = None  # host:port under which others reach it; None: where it listens
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError, naming the flag."""
+        if not 0 < self.stall_s < self.stall_exit_s:
+            raise ConfigurationError(
+                f"--stall-s is {self.stall_s:g} and --stall-exit-s {self.stall_exit_s:g}; permitted: above 0, and the "
+                "second above the first"
+            )
 
 
 def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
@@ -102,6 +118,18 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     network.add_argument("--worker-id", default=f"{role}-{uuid.uuid4().hex[:8]}", help="unique in its pool")
     network.add_argument(
         "--drain-grace-s", type=float, default=30.0, help="time to finish sessions after SIGTERM, seconds"
+    )
+    network.add_argument(
+        "--stall-s",
+        type=float,
+        default=10.0,
+        help="after a step of so many seconds the worker is not ready and gets no new sessions (default %(default)s)",
+    )
+    network.add_argument(
+        "--stall-exit-s",
+        type=float,
+        default=30.0,
+        help="after one of so many the process ends itself, so that it is restarted (default %(default)s)",
     )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", required=True, help="folder in Hugging Face format")
@@ -183,6 +211,8 @@ def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         arguments.metrics_port,
         arguments.worker_id,
         arguments.drain_grace_s,
+        arguments.stall_s,
+        arguments.stall_exit_s,
         arguments.announce,
     )
 
@@ -213,6 +243,7 @@ class WorkerProcess:
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._registry: Registry | None = None
+        self._stalled_s: Callable[[], float] = lambda: 0.0
 
     async def __aenter__(self) -> Self:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -266,7 +297,9 @@ class WorkerProcess:
         def fail(error: BaseException) -> None:
             loop.call_soon_threadsafe(self.request_stop, error)
 
-        return ModelThread(core, deliver, fail, name=f"{self.role}-model")
+        thread = ModelThread(core, deliver, fail, name=f"{self.role}-model")
+        self._stalled_s = thread.stalled_s
+        return thread
 
     async def run(
         self,
@@ -288,7 +321,8 @@ class WorkerProcess:
             lease: WorkerLease | None = None
             if self._registry is not None:
                 lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
-            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+            await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+            await self._set_health(is_ready=True)
             facts = {
                 "event": "ready",
                 "role": self.role,
@@ -297,35 +331,64 @@ class WorkerProcess:
                 **ready_facts,
             }
             print(json.dumps(facts), flush=True)
-            await self._stop.wait()
+            await self._watch_until_stop(lease)
             if self._failure is None:
                 on_drain()
                 await self._drain(lease, load)
         if self._failure is not None:
             raise self._failure
 
+    async def _watch_until_stop(self, lease: WorkerLease | None) -> None:
+        """A model that shows no sign of life makes the worker not ready, and ends it in the end: nothing else can,
+        for its thread is inside of a call that does not return."""
+        options = self.options
+        is_ready = True
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_PULSE_S, options.stall_s / 4)):
+                    await self._stop.wait()
+            stalled_s = self._stalled_s()
+            if stalled_s > options.stall_exit_s:
+                logger.critical(
+                    "the model has shown no sign of life for %.0f s; this process ends", stalled_s
+                )
+                leave(EXIT_STALLED)
+            if is_ready != (stalled_s <= options.stall_s):
+                is_ready = not is_ready
+                logger.warning(
+                    "the model %s", "moves again" if is_ready else f"has stalled for {stalled_s:.0f} s"
+                )
+                if lease is not None:
+                    lease.set_state("ready" if is_ready else "stalled")
+                await self._set_health(is_ready=is_ready)
+
     async def _drain(self, lease: WorkerLease | None, load: Callable[[], tuple[int, int]]) -> None:
         logger.info("draining: admitting nothing, at most %.0f s to finish", self.options.drain_grace_s)
         if lease is not None:
             lease.set_state("draining")
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(is_ready=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_grace_s):
                 while any(load()):  # noqa: ASYNC110 - the count lives on the model's thread
                     await asyncio.sleep(0.05)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_health(self, *, is_ready: bool) -> None:
+        kind = health_pb2.HealthCheckResponse
+        status = kind.SERVING if is_ready else kind.NOT_SERVING
         for service in ("", *self._service_names):
             await self._health.set(service, status)
 
 
-def record_from_info(pool: Pool, info: common_pb2.WorkerInfo) -> WorkerRecord:
-    """What the registry says about a worker; the address is filled in when it listens."""
+def record_from_info(
+    pool: Pool, info: common_pb2.WorkerInfo, address: str = "unknown:0", started_at_s: float | None = None
+) -> WorkerRecord:
+    """What the registry says about a worker; the address is filled in when it listens. It starts now unless said."""
     return WorkerRecord(
         worker_id=info.worker_id,
         pool=pool,
-        address="unknown:0",
+        address=address,
         incarnation=info.incarnation,
+        started_at_ms=int(1000 * (time.time() if started_at_s is None else started_at_s)),
         model_name=info.model_name,
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         vocab_size=info.vocab_size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, Self, get_args
 
 Pool = Literal["target", "draft"]
-WorkerState = Literal["ready", "draining"]
+WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
 
 
@@ -20,6 +20,7 @@ class WorkerRecord:
     pool: Pool
     address: str  # host:port of its gRPC server, as others dial it
     incarnation: str  # changes with every start of the process
+    started_at_ms: int  # by the worker's clock, since the epoch; of two under one id the later one counts
     model_name: str  # of a target: the name that clients ask for
     tokenizer_fingerprint: str  # outrider.tokenizer.fingerprint
     vocab_size: int  # rows of the output layer
@@ -27,7 +28,8 @@ class WorkerRecord:
     max_num_seqs: int  # most sessions at once, at least 1
     dtype: str  # of the weights
     num_model_parameters: int
-    state: WorkerState = "ready"  # draining: finishes what runs, admits nothing
+    # stalled: its model has shown no sign of life for a while; draining: finishes what runs, admits nothing.
+    state: WorkerState = "ready"
     num_running: int = 0  # sessions in the batch, as of the last heartbeat
     num_waiting: int = 0  # sessions admitted and not yet in it
 

@@ -95,12 +95,15 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         metrics: TargetMetrics,
         grammars: GrammarCompiler,
         has_room: Callable[[], bool] = lambda: True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_room` says, from the event loop, whether another session could wait; the scheduler has the last word."""
+        """`has_room` says, from the event loop, whether another session could wait; the scheduler has the last word.
+        `now` is the clock that the scheduler is told, seconds."""
         self._info = info
         self._metrics = metrics
         self._grammars = grammars
         self._has_room = has_room
+        self._now = now
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
@@ -268,7 +271,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 channel = channels.get(nodes.channel)
                 event = None
                 if channel is not None:
-                    event = parse_hints(nodes, channel, self._info.vocab_size, time.monotonic())
+                    event = parse_hints(nodes, channel, self._info.vocab_size, self._now())
                 self._metrics.num_hint_bytes.inc(nodes.ByteSize())
                 if event is None:
                     self._metrics.num_bad_hints.inc()

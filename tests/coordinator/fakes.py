@@ -215,6 +215,7 @@ def record_of(pool: Pool, address: str, fingerprint: str, **changes: Any) -> Wor
         "pool": pool,
         "address": address,
         "incarnation": "1",
+        "started_at_ms": 1,
         "model_name": "demo",
         "tokenizer_fingerprint": fingerprint,
         "vocab_size": 4096,

@@ -325,10 +325,22 @@ class TestTargetFaults:
             assert text_of(await cluster.complete()) == expected(clusters, 12)
         assert len(busy.requests) == 1
 
+    async def test_a_stream_waits_for_its_only_target_to_come_back(self, clusters: ClusterFactory) -> None:
+        target = clusters.target(dies_at=5)
+        async with clusters.open([target], settings={"quarantine_s": 0.2}) as cluster:
+            answer = asyncio.create_task(cluster.complete())
+            await eventually(lambda: len(target.requests) == 1, "it has begun")
+            target.dies_at = None
+            interrupted, whole = await answer, await cluster.complete()
+        assert len(target.requests) >= 3
+        assert interrupted.json()["choices"] == whole.json()["choices"]
+
     async def test_without_a_successor_the_stream_ends_with_an_error_event(
         self, clusters: ClusterFactory
     ) -> None:
-        async with clusters.open([clusters.target(dies_at=5)]) as cluster:
+        async with clusters.open(
+            [clusters.target(dies_at=5)], settings={"target_wait_max_s": 0.2}
+        ) as cluster:
             response = await cluster.complete(stream=True)
         events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
         assert events[-1] == "[DONE]"

@@ -24,11 +24,11 @@ class FakeDraftModel:
         self.num_children = num_children
         self.num_steps = 0
 
-    def expand(self, path: Sequence[int]) -> Expansion:
+    def expand(self, path: Sequence[int], seed: int = 0) -> Expansion:
         value = 7
         for token_id in path:
             value = mix(value ^ token_id)
-        right = target_fakes.next_token(path)
+        right = target_fakes.next_token(path, seed)
         wrong = (right + 1 + value % (VOCAB_SIZE - 1)) % VOCAB_SIZE
         first, second = (right, wrong) if value % 256 < self.alignment else (wrong, right)
         rest = [t for t in range(VOCAB_SIZE) if t not in (first, second)]
@@ -69,7 +69,8 @@ class FakeDraftModel:
                 paths.append(path)
             logits_of = paths[len(paths) - len(item.node_ids) :] if item.node_ids else []
             assert [(*item.text.token_ids, *said) for said in item.text.continuations] == logits_of
-            expanded = [self.expand(path) for path in logits_of]
+            seed = target_fakes.seed_of(item.sampling, item.seed)
+            expanded = [self.expand(path, seed) for path in logits_of]
             if item.chain is not None:
                 expanded += self.follow(item, logits_of[0], expanded[0])
             expansions.append(expanded)
@@ -93,6 +94,6 @@ class FakeDraftModel:
             entries.append(item.kv.length - 1)
             path = (*path, token_id)
             self.cache[slots[-1]] = path
-            expansion = self.expand(path)
+            expansion = self.expand(path, target_fakes.seed_of(item.sampling, item.seed))
             found.append(expansion)
         return found

@@ -25,6 +25,7 @@ RECORD = WorkerRecord(
     pool="target",
     address="127.0.0.1:7000",
     incarnation="a",
+    started_at_ms=1000,
     model_name="demo",
     tokenizer_fingerprint="0123456789abcdef",
     vocab_size=4096,
@@ -122,7 +123,7 @@ class TestRegistry:
     async def test_a_record_that_cannot_be_read_is_left_out(
         self, registry: Registry, redis_url: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        await registry.write(RECORD, is_claim=True)
+        await registry.write(RECORD)
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await client.hset("{or:target}:w:odd", mapping={"worker_id": "odd"})
             await client.zadd("{or:target}:leases", {"odd": 1e15})
@@ -132,8 +133,8 @@ class TestRegistry:
 
     async def test_pools_do_not_mix(self, registry: Registry) -> None:
         draft = replace(RECORD, pool="draft", worker_id="d0")
-        await registry.write(RECORD, is_claim=True)
-        await registry.write(draft, is_claim=True)
+        await registry.write(RECORD)
+        await registry.write(draft)
         assert await workers(registry) == (RECORD,)
         assert await workers(registry, "draft") == (draft,)
 
@@ -156,7 +157,7 @@ class TestWorkerLease:
     async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(
         self, quick_registry: Registry
     ) -> None:
-        await quick_registry.write(RECORD, is_claim=True)
+        await quick_registry.write(RECORD)
         before = await quick_registry.read("target")
         assert before.workers == (RECORD,)
         await asyncio.sleep(0.4)
@@ -174,18 +175,20 @@ class TestWorkerLease:
             )
             assert lease.is_published
 
-    async def test_a_restarted_worker_takes_its_id_over_for_good(self, registry: Registry) -> None:
+    async def test_a_restarted_worker_has_its_id_for_as_long_as_it_lives(self, registry: Registry) -> None:
         async with WorkerLease(registry, RECORD, no_load, heartbeat_s=0.05) as old:
-            newer = replace(RECORD, incarnation="b", address="127.0.0.1:7001")
+            newer = replace(RECORD, started_at_ms=1001, incarnation="b", address="127.0.0.1:7001")
             async with WorkerLease(registry, newer, no_load):
                 await eventually(lambda: old.is_superseded, "the old one noticed")
                 assert await workers(registry) == (newer,)
+            await eventually(lambda: not old.is_superseded, "it is back")
+            assert await workers(registry) == (RECORD,)
         assert await workers(registry) == ()
 
     async def test_leaving_does_not_remove_another_incarnation(self, registry: Registry) -> None:
-        newer = replace(RECORD, incarnation="b")
+        newer = replace(RECORD, started_at_ms=1001, incarnation="b")
         async with WorkerLease(registry, RECORD, no_load):
-            await registry.write(newer, is_claim=True)
+            await registry.write(newer)
         assert await workers(registry) == (newer,)
 
 
@@ -218,7 +221,7 @@ class TestReservations:
         assert await registry.reserve("target", ["a"], [1], "s1") is None
 
     async def test_everybody_sees_how_many_there_are(self, registry: Registry) -> None:
-        await registry.write(RECORD, is_claim=True)
+        await registry.write(RECORD)
         await registry.reserve("target", [RECORD.incarnation], [8], "s0")
         await registry.reserve("target", [RECORD.incarnation], [8], "s1")
         async with WorkerDirectory(registry) as directory:
@@ -235,10 +238,10 @@ class TestReservations:
 
 async def test_a_change_of_members_is_seen_at_once(registry: Registry) -> None:
     async with WorkerDirectory(registry, refresh_s=0.9) as directory:
-        for incarnation in "abc":
+        for number, incarnation in enumerate("abc"):
             started_s = time.monotonic()
-            newer = replace(RECORD, incarnation=incarnation)
-            await registry.write(newer, is_claim=True)
+            newer = replace(RECORD, incarnation=incarnation, started_at_ms=number)
+            await registry.write(newer)
             await eventually(lambda newer=newer: directory.snapshot.targets == (newer,), "seen", 0.6)  # type: ignore[misc]
             assert time.monotonic() - started_s < 0.6, "not by the next look"
         await registry.remove(newer)
@@ -249,7 +252,7 @@ async def test_a_redis_that_forgets_everything_in_between_is_survived(
     registry: Registry, redis_url: str
 ) -> None:
     quick = Registry(redis_url, lease_s=0.6)
-    await registry.write(RECORD, is_claim=True)
+    await registry.write(RECORD)
     async with (
         redis.asyncio.Redis.from_url(redis_url) as client,
         WorkerDirectory(quick, refresh_s=0.02, lease_s=0.6) as directory,

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.telemetry import serve_metrics
-from outrider.worker_process import WorkerOptions, WorkerProcess, abort, pin_to_cores
+from outrider.worker_process import (
+    EXIT_STALLED,
+    LIVENESS,
+    WorkerOptions,
+    WorkerProcess,
+    abort,
+    pin_to_cores,
+)
 from protos.outrider.v1 import common_pb2, draft_pb2_grpc
 
 
@@ -99,6 +112,88 @@ async def test_a_metrics_port_in_use_is_named() -> None:
         taken.listen()
         with pytest.raises(OutriderError, match="--metrics-port"):
             serve_metrics(CollectorRegistry(), "127.0.0.1", taken.getsockname()[1])
+
+
+STALLING = """
+import argparse, asyncio, sys, time
+from outrider.worker_process import WorkerOptions, WorkerProcess, record_from_info, run_worker
+from protos.outrider.v1 import common_pb2
+
+class Core:
+    def handle(self, event, now):
+        return []
+    def run_next(self, now):
+        time.sleep({seconds})
+        return [], None
+
+async def serve():
+    options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, stall_s=0.3, stall_exit_s=1.5)
+    info = common_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, max_model_len=1, vocab_size=1)
+    async with WorkerProcess(options, "draft", []) as process:
+        thread = process.make_thread(Core(), lambda actions: None)
+        thread.start()
+        asyncio.get_running_loop().call_later(1.0, thread.submit, "a step")
+        await process.run(record_from_info("draft", info), lambda: (0, 0), lambda: None, {{}})
+        thread.stop()
+
+sys.exit(run_worker(serve))
+"""
+
+
+@pytest.fixture
+def stalling(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A worker whose first step, soon, takes as many seconds."""
+    program = STALLING.format(seconds=request.param)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+async def health(channel: grpc.aio.Channel, service: str) -> str:
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def address_of(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return str(json.loads(worker.stdout.readline())["address"])
+
+
+async def becomes(channel: grpc.aio.Channel, status: str) -> None:
+    async with asyncio.timeout(10):
+        while await health(channel, "") != status:  # noqa: ASYNC110 - it is asked, it does not tell
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("stalling", [60], indirect=True)
+async def test_a_model_that_hangs_makes_the_worker_not_ready_and_ends_it(
+    stalling: subprocess.Popen[str],
+) -> None:
+    async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
+        await becomes(channel, "SERVING")
+        await becomes(channel, "NOT_SERVING")
+        assert await health(channel, LIVENESS) == "SERVING", "it ends by itself"
+    assert await asyncio.to_thread(stalling.wait, 10) == EXIT_STALLED
+    assert stalling.stderr is not None
+    assert "no sign of life" in stalling.stderr.read()
+
+
+@pytest.mark.parametrize("stalling", [0.9], indirect=True)
+async def test_a_model_that_was_only_slow_is_ready_again(stalling: subprocess.Popen[str]) -> None:
+    async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
+        await becomes(channel, "NOT_SERVING")
+        await becomes(channel, "SERVING")
+    stalling.terminate()
+    assert await asyncio.to_thread(stalling.wait, 10) == 0
+
+
+def test_bounds_of_a_stall_that_make_no_sense_are_refused_by_the_flag() -> None:
+    with pytest.raises(OutriderError, match="--stall-exit-s"):
+        WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, stall_s=5.0, stall_exit_s=5.0)
 
 
 @pytest.mark.parametrize("cores", ["x", "0,,1", "100000"])

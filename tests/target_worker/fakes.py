@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.engine.verification import Verdict
 from outrider.randomness import mix
-from outrider.sampling_params import SamplingParams, SpeculationSettings
+from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 from target_worker.messages import StartSession, Step, StepResult
 
 VOCAB_SIZE = 5
@@ -14,21 +14,34 @@ END = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
-def next_token(prefix: Sequence[int]) -> int:
-    """Depends on the whole prefix; says END once in thirty times or so."""
-    value = 1
+def next_token(prefix: Sequence[int], seed: int = 0) -> int:
+    """Depends on the whole prefix, and on the seed in coupled mode; says END once in thirty times or so."""
+    return _token(_digest(prefix, seed))
+
+
+def _digest(prefix: Sequence[int], seed: int) -> int:
+    value = mix(seed) if seed else 1
     for token_id in prefix:
         value = mix(value ^ (token_id + 1))
-    return END if value % 31 == 0 else value % END
+    return value
+
+
+def _token(digest: int) -> int:
+    return END if digest % 31 == 0 else digest % END
+
+
+def seed_of(sampling: SamplingParams, seed: int) -> int:
+    """What the text depends on beside the prompt."""
+    return seed if sampling.decoding_mode is DecodingMode.COUPLED else 0
 
 
 def greedy_text(
-    prompt: Sequence[int], max_len: int, stop_token_ids: frozenset[int]
+    prompt: Sequence[int], max_len: int, stop_token_ids: frozenset[int], seed: int = 0
 ) -> tuple[list[int], int | None]:
     """The whole text of plain decoding, and the stop token that ended it, if one did."""
     text = list(prompt)
     while len(text) < max_len:
-        token_id = next_token(text)
+        token_id = next_token(text, seed)
         if token_id in stop_token_ids:
             return text, token_id
         text.append(token_id)
@@ -56,7 +69,11 @@ class FakeModel:
             position = len(item.text.token_ids)
             assert position == len(text) - num_rows + 1
             assert [len(said) for said in item.text.continuations] == list(range(num_rows))
-            choices = [next_token(text[: position + i]) for i in range(num_rows)]
+            digest = _digest(text[:position], seed_of(item.sampling, item.seed))
+            choices = [_token(digest)]
+            for token_id in text[position:]:
+                digest = mix(digest ^ (token_id + 1))
+                choices.append(_token(digest))
             assert num_rows - 1 <= len(item.hints) <= num_rows
             num_accepted = 0
             while num_accepted < num_rows - 1 and (

@@ -1,0 +1,144 @@
+"""`python -m tests.simulation`: runs seeds, as many as asked for, and makes the first failing one small."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from tests.simulation.minimize import minimize
+from tests.simulation.scenario import Scenario, draw
+from tests.simulation.world import Outcome, run
+
+_SEEDS_PER_TASK = 50
+
+
+@dataclass
+class Summary:
+    """Of many runs."""
+
+    num_runs: int = 0
+    num_answered: int = 0
+    num_tokens: int = 0
+    num_refusals: int = 0
+    num_reconnects: int = 0
+    num_messages: int = 0
+    virtual_s: float = 0.0
+    failed: dict[int, str] = field(default_factory=dict)  # seed: its first problem
+
+    def add(self, seed: int, outcome: Outcome) -> None:
+        self.num_runs += 1
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(outcome, name))
+        if outcome.problems:
+            self.failed[seed] = outcome.problems[0]
+
+    def merge(self, other: Summary) -> None:
+        self.num_runs += other.num_runs
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.failed |= other.failed
+
+
+_COUNTS = ("num_answered", "num_tokens", "num_refusals", "num_reconnects", "num_messages", "virtual_s")
+
+
+def run_seeds(seeds: range) -> Summary:
+    """In this process."""
+    logging.disable(logging.ERROR)  # what the system says of its troubles is its own business
+    gc.freeze()
+    gc.disable()  # runs are full of cycles; one collection for many of them is cheaper
+    summary = Summary()
+    for seed in seeds:
+        summary.add(seed, run(draw(seed)))
+    gc.collect()
+    gc.enable()
+    return summary
+
+
+def run_in_parallel(first: int, count: int, num_processes: int) -> Iterator[Summary]:
+    """Yields what is known so far, again and again."""
+    summary = Summary()
+    tasks = [
+        range(at, min(at + _SEEDS_PER_TASK, first + count))
+        for at in range(first, first + count, _SEEDS_PER_TASK)
+    ]
+    with ProcessPoolExecutor(num_processes) as pool:
+        for part in pool.map(run_seeds, tasks):
+            summary.merge(part)
+            yield summary
+
+
+def explain(scenario: Scenario) -> str:
+    """A small scenario that fails in the same way, and all that happens in it."""
+    kind = _kind(run(scenario).problems[0])
+
+    def fails(smaller: Scenario) -> bool:
+        return any(_kind(problem) == kind for problem in run(smaller).problems)
+
+    small = minimize(scenario, fails)
+    outcome = run(small)
+    lines = [
+        f"seed {scenario.seed}: {len(small.faults)} of {len(scenario.faults)} faults and {len(small.requests)} of "
+        f"{len(scenario.requests)} requests are enough, with {small.num_targets} targets, {small.num_drafts} drafts "
+        f"and {small.num_coordinators} coordinators:",
+        *(f"  {line}" for line in outcome.trace),
+    ]
+    return "\n".join(lines)
+
+
+def _kind(problem: str) -> str:
+    """What kind of problem it is, whoever has it."""
+    return "".join(letter for letter in problem if not letter.isdigit())[:24]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many to run (default %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first one (default %(default)s)")
+    parser.add_argument("--seed", type=int, help="replay this one, and tell everything that happens")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one for each core)"
+    )
+    given = parser.parse_args(arguments)
+    if given.seed is not None:
+        logging.disable(logging.ERROR)
+        outcome = run(draw(given.seed))
+        print(*outcome.trace, sep="\n")
+        if outcome.problems:
+            print(explain(draw(given.seed)))
+        return 1 if outcome.problems else 0
+    started_s = time.monotonic()
+    summary = Summary()
+    for summary in run_in_parallel(given.first, given.seeds, given.processes):
+        elapsed_s = time.monotonic() - started_s
+        print(
+            f"\r{summary.num_runs} runs, {len(summary.failed)} failed; {summary.num_runs / elapsed_s:.0f} a second",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+    elapsed_s = time.monotonic() - started_s
+    print(file=sys.stderr)
+    print(
+        f"{summary.num_runs} runs in {elapsed_s:.0f} s: {summary.num_answered} requests answered with "
+        f"{summary.num_tokens} tokens, {summary.num_refusals} refusals, {summary.num_reconnects} reconnects, "
+        f"{summary.num_messages} messages in {summary.virtual_s / 3600:.1f} h of virtual time; "
+        f"{len(summary.failed)} failed"
+    )
+    for seed, problem in sorted(summary.failed.items())[:20]:
+        print(f"  seed {seed}: {problem}")
+    if summary.failed:
+        logging.disable(logging.ERROR)
+        print(explain(draw(min(summary.failed))))
+    return 1 if summary.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

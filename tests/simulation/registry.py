@@ -1,0 +1,91 @@
+"""What the registry's scripts do, as plain Python: a model that a simulated Redis runs.
+
+`test_registry_model` holds it against the scripts on a real Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.registry import LEASE_S, RESERVATION_S, PoolView
+from outrider.worker_record import WorkerRecord
+
+
+@dataclass
+class PoolModel:
+    """One pool. Times are Redis' own clock's, seconds."""
+
+    lease_s: float = LEASE_S
+    reservation_s: float = RESERVATION_S
+    records: dict[str, WorkerRecord] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)  # by worker: when it ends
+    events: list[tuple[str, str, str]] = field(default_factory=list)  # kind, worker id, incarnation
+    reservations: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # by incarnation, by token: when it ends
+
+    def write(self, record: WorkerRecord, now_s: float) -> bool:
+        holder = self._live(record.worker_id, now_s)
+        if self.is_later(holder, record):
+            return False
+        self.records[record.worker_id] = record
+        self.leases[record.worker_id] = now_s + self.lease_s
+        if holder is None or holder.incarnation != record.incarnation:
+            self.events.append(("joined", record.worker_id, record.incarnation))
+        elif holder.state != record.state:
+            self.events.append((record.state, record.worker_id, record.incarnation))
+        return True
+
+    def remove(self, record: WorkerRecord, now_s: float) -> bool:
+        self.reservations.pop(record.incarnation, None)
+        holder = self._live(record.worker_id, now_s)
+        if holder is None or holder.incarnation != record.incarnation:
+            return False
+        del self.records[record.worker_id], self.leases[record.worker_id]
+        self.events.append(("left", record.worker_id, record.incarnation))
+        return True
+
+    def read(self, now_s: float) -> PoolView:
+        for worker_id in sorted(self.leases, key=lambda each: (self.leases[each], each)):
+            if self.leases[worker_id] <= now_s:
+                del self.leases[worker_id], self.records[worker_id]
+                self.events.append(("expired", worker_id, ""))
+        workers = tuple(self.records[worker_id] for worker_id in sorted(self.records))
+        num_reserved = tuple(self.num_reserved(worker.incarnation, now_s) for worker in workers)
+        return PoolView(workers, num_reserved, str(len(self.events)))
+
+    def num_reserved(self, incarnation: str, now_s: float) -> int:
+        return sum(until_s > now_s for until_s in self.reservations.get(incarnation, {}).values())
+
+    def reserve(
+        self, incarnations: Sequence[str], limits: Sequence[int], token: str, now_s: float
+    ) -> int | None:
+        for index, (incarnation, limit) in enumerate(zip(incarnations, limits, strict=True)):
+            held = self.reservations.get(incarnation, {})
+            held = {each: until_s for each, until_s in held.items() if until_s > now_s}
+            self.reservations[incarnation] = held
+            if token in held or len(held) < limit:
+                held[token] = now_s + self.reservation_s
+                return index
+        return None
+
+    def renew(self, incarnation: str, tokens: Sequence[str], now_s: float) -> None:
+        held = self.reservations.setdefault(incarnation, {})
+        held.update(dict.fromkeys(tokens, now_s + self.reservation_s))
+
+    def release(self, incarnation: str, token: str) -> None:
+        self.reservations.get(incarnation, {}).pop(token, None)
+
+    @staticmethod
+    def is_later(holder: WorkerRecord | None, record: WorkerRecord) -> bool:
+        """Whether the holder stands against writing the record."""
+        return (
+            holder is not None
+            and holder.incarnation != record.incarnation
+            and holder.started_at_ms >= record.started_at_ms
+        )
+
+    def _live(self, worker_id: str, now_s: float) -> WorkerRecord | None:
+        """The hash expires by itself, the lease goes with the next reading."""
+        return self.records[worker_id] if self.leases.get(worker_id, 0.0) > now_s else None

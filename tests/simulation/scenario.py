@@ -1,0 +1,165 @@
+"""What happens in one run, drawn from its seed. Plain data, so that parts can be left out to see what matters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from draft_worker.limits import DraftLimits
+from outrider.sampling_params import SpeculationSettings
+from target_worker.limits import SchedulerLimits
+from tests.simulation.actors import REDIS, WorkerShape
+from tests.target_worker.fakes import END
+
+_SPAN_S: Final = 12.0  # requests and faults begin within it
+_MAX_MODEL_LEN: Final = 96
+_COMMON_PROMPT: Final = (1, 2, 3, 0, 1, 1, 2, 0, 3, 2, 1, 0, 2, 2, 3, 1, 0)
+_SPECULATION: Final = (
+    *(SpeculationSettings(), SpeculationSettings()),
+    *(SpeculationSettings(is_always=True), SpeculationSettings(enabled=False)),
+)
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"  # SIGKILL, then another life after `duration_s`
+    LOSE_MACHINE = "lose machine"  # likewise, but nothing refuses connections meanwhile
+    DRAIN = "drain"  # SIGTERM, then another life
+    FREEZE = "freeze"  # SIGSTOP, then SIGCONT
+    HANG = "hang"  # of a worker's model thread alone
+    REPLACE = "replace"  # a worker is frozen, and another process started under its id elsewhere
+    CUT = "cut"  # nothing gets through to `other`, and nobody is told
+    RESET = "reset"  # every stream to `other` breaks once
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: FaultKind
+    process: str
+    duration_s: float
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    number: int
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int  # 0: greedy
+    ignore_eos: bool
+    stop: str  # a stop string, or none
+    speculation: SpeculationSettings
+    deadline_s: float
+    leaves_after_s: float | None  # the client goes away, whatever has come
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    num_targets: int
+    num_drafts: int
+    num_coordinators: int
+    shape: WorkerShape
+    slow_share: float  # of the network's messages
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+
+
+def draw(seed: int) -> Scenario:
+    chance = random.Random(f"{seed}/scenario")
+    num_targets, num_drafts = chance.choice((1, 2, 2, 3)), chance.choice((0, 1, 2, 2, 2))
+    num_coordinators = chance.choice((1, 1, 2))
+    return Scenario(
+        seed,
+        num_targets,
+        num_drafts,
+        num_coordinators,
+        _draw_shape(chance),
+        chance.choice((0.0, 0.02, 0.2)),
+        tuple(_draw_request(chance, number) for number in range(chance.randint(1, 5))),
+        _draw_faults(chance, num_targets, num_drafts, num_coordinators),
+    )
+
+
+def _draw_shape(chance: random.Random) -> WorkerShape:
+    max_num_seqs = chance.choice((1, 2, 4))
+    num_speculative_tokens = chance.choice((2, 4))
+    return WorkerShape(
+        limits=SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_waiting=chance.choice((1, 4)),
+            max_num_batched_tokens=chance.choice((8, 24)),
+            max_model_len=_MAX_MODEL_LEN,
+            num_speculative_tokens=num_speculative_tokens,
+            hint_wait_ms_max=chance.choice((0.0, 10.0)),
+            has_lookup=chance.random() < 0.3,
+            may_rest=chance.random() < 0.5,
+            max_early_sessions=4,
+            end_of_sequence_ids=frozenset({END}),
+            enable_prefix_caching=chance.random() < 0.7,
+        ),
+        # From one session's to plenty.
+        num_blocks=1
+        + chance.choice((1, 2, max_num_seqs)) * (-(-(_MAX_MODEL_LEN + num_speculative_tokens + 1) // 4)),
+        step_s=chance.choice((0.005, 0.03, 0.2)),
+        draft_limits=DraftLimits(
+            max_num_seqs=chance.choice((1, 4)),
+            max_num_batched_tokens=24,
+            max_model_len=_MAX_MODEL_LEN,
+            max_nodes=chance.choice((8, 24)),
+            max_lookahead=8,
+            max_nodes_per_step=4,
+            end_of_sequence_ids=frozenset({END}),
+        ),
+        draft_step_s=chance.choice((0.002, 0.01)),
+        alignment=chance.choice((60, 200, 250)),
+        drain_grace_s=chance.choice((0.5, 5.0)),
+    )
+
+
+def _draw_request(chance: random.Random, number: int) -> Request:
+    length = chance.choice((1, 4, 9, 17))
+    # Some begin alike, so that they share blocks.
+    prompt = (*_COMMON_PROMPT[: length - 1], chance.randrange(END))
+    return Request(
+        number,
+        chance.uniform(0.0, _SPAN_S * 0.7),
+        prompt,
+        max_tokens=chance.choice((1, 10, 40, 78)),
+        seed=chance.choice((0, 0, chance.randrange(1, 1 << 32))),
+        ignore_eos=chance.random() < 0.6,
+        stop=chance.choice(("", "", "".join(chance.choices("abcd", k=3)))),
+        speculation=chance.choice(_SPECULATION),
+        deadline_s=chance.choice((0.5, 300.0, 300.0, 300.0)),
+        leaves_after_s=chance.uniform(0.0, 2.0) if chance.random() < 0.15 else None,
+    )
+
+
+def _draw_faults(
+    chance: random.Random, num_targets: int, num_drafts: int, num_coordinators: int
+) -> tuple[Fault, ...]:
+    targets = [f"t{i}" for i in range(num_targets)]
+    drafts = [f"d{i}" for i in range(num_drafts)]
+    coordinators = [f"c{i}" for i in range(num_coordinators)]
+    everybody = [*targets, *targets, *drafts, *coordinators, REDIS]
+    faults = []
+    for _ in range(chance.choice((0, 2, 4, 8))):
+        process = chance.choice(everybody)
+        kinds = [FaultKind.KILL, FaultKind.LOSE_MACHINE, FaultKind.FREEZE, FaultKind.CUT, FaultKind.RESET]
+        if process[0] in "td":
+            kinds += [FaultKind.DRAIN, FaultKind.HANG, FaultKind.REPLACE]
+        kind = chance.choice(kinds)
+        other = chance.choice([name for name in everybody if name != process])
+        if chance.random() < 0.3 and drafts:  # a draft worker that only some can hear
+            kind, process, other = (
+                FaultKind.CUT,
+                chance.choice(drafts),
+                chance.choice((*targets, *coordinators)),
+            )
+        faults.append(
+            Fault(chance.uniform(0.0, _SPAN_S), kind, process, chance.choice((0.3, 2.0, 7.0)), other)
+        )
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -1,0 +1,124 @@
+"""Ten thousand hostile runs, each as reproducible as the first."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from coordinator.request_session import RequestSession
+from outrider.hint_tree import Hint, HintTree
+from outrider.worker_record import WorkerRecord
+from target_worker.scheduler import Scheduler
+from tests.simulation.__main__ import explain, run_in_parallel
+from tests.simulation.minimize import minimize
+from tests.simulation.registry import PoolModel
+from tests.simulation.scenario import draw
+from tests.simulation.world import run
+
+NUM_SEEDS = 10_000
+NUM_SEEDS_TO_FIND = 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_run_loses_repeats_or_changes_a_token_or_keeps_what_it_took() -> None:
+    *_, summary = run_in_parallel(0, NUM_SEEDS, os.cpu_count() or 1)
+    assert summary.num_runs == NUM_SEEDS
+    assert not summary.failed, explain(draw(min(summary.failed)))
+    assert summary.num_answered > 2 * NUM_SEEDS, "few requests are refused for good"
+    assert summary.num_reconnects > NUM_SEEDS / 50, "coordinators do die"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What the system says of its troubles is its own business."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def digest(seeds: range) -> str:
+    whole = hashlib.sha256()
+    for seed in seeds:
+        outcome = run(draw(seed))
+        whole.update(repr((outcome.trace, outcome.num_messages, outcome.virtual_s)).encode())
+    return whole.hexdigest()
+
+
+@pytest.mark.slow
+def test_a_seed_does_the_same_in_every_process() -> None:
+    program = "from tests.simulation.test_simulation import digest; print(digest(range(40)))"
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(seen) == 1
+
+
+def let_anybody_write(holder: WorkerRecord | None, record: WorkerRecord) -> bool:
+    return False
+
+
+def believe_stale_hints(self: HintTree, committed: list[int], hint: Hint) -> bool:
+    """As `_add_one`, for a tree that takes a hint's word for what was committed."""
+    is_on_path = hint.parent_id in self._path
+    depth = self._path[hint.parent_id] + 1 if is_on_path else 0
+    if 0 < depth <= len(committed) - self._base_len and hint.node_id not in self._path:
+        committed = [
+            *committed[: self._base_len + depth - 1],
+            hint.token_id,
+            *committed[self._base_len + depth :],
+        ]
+    return ADD_ONE(self, committed, hint)
+
+
+def keep_the_session(self: Scheduler, session_id: str) -> list[object]:
+    return []
+
+
+def forget_the_last_token(self: RequestSession) -> list[int]:
+    return COMMITTED(self)[:-1] if self._output.token_ids else COMMITTED(self)
+
+
+ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "problem"),
+    [
+        (PoolModel, "is_later", staticmethod(let_anybody_write), "an earlier life"),
+        (HintTree, "_add_one", believe_stale_hints, "I3"),
+        (Scheduler, "_cancel", keep_the_session, "I8"),
+        (RequestSession, "_committed", forget_the_last_token, "tokens"),
+    ],
+    ids=[
+        "no incarnation check",
+        "no check for stale hints",
+        "a lease is not released",
+        "a wrong replay offset",
+    ],
+)
+def test_a_planted_bug_is_found(owner: type, name: str, planted: object, problem: str) -> None:
+    with patch.object(owner, name, planted):
+        found = next((seed for seed in range(NUM_SEEDS_TO_FIND) if run(draw(seed)).problems), None)
+        assert found is not None
+        scenario = draw(found)
+        small = minimize(scenario, lambda smaller: bool(run(smaller).problems))
+        told = explain(scenario)
+    assert problem in told
+    assert len(small.faults) <= 2
+    assert not run(scenario).problems, "it was the planted bug"

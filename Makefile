@@ -1,10 +1,11 @@
 # Everything happens inside this folder; the first use makes .venv, later uses find it ready.
 #   make demo            start the whole system, show it, measure it     (make demo ARGS=--json for machines)
 #   make test            ruff, mypy and every test but the long ones
+#   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long bench lint stubs install clean distclean
+.PHONY: help demo test test-long chaos bench lint stubs install clean distclean
 
 ARGS ?=
 PYTEST_ARGS ?=
@@ -65,10 +66,14 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not slow" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not long" $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.e2e.chaos $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)

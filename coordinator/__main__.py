@@ -245,6 +245,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     )
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
                         help="for requests without a deadline (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--target-silence-max", type=float, default=20.0, metavar="SECONDS",
+                        help="without a word from the target worker of a text; then the worker counts as lost and "
+                        "another goes on (default: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--ray-temp-dir", type=Path, help="Ray's files; short (default: a new folder in /tmp)"
     )
@@ -263,6 +266,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             uses_priors=not given.no_priors,
             requests_max=given.max_requests,
             deadline_default_s=given.request_timeout,
+            target_silence_max_s=given.target_silence_max,
         )
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -19,6 +19,7 @@ from outrider.sampling_params import AcceptanceRule, GrammarSpec, SamplingParams
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_event_ids: bool = False  # by which the stream can be resumed; some clients cannot read them
 
 
 class Speculation(Body):
@@ -84,6 +85,11 @@ class GenerationBody(Body):
     @property
     def is_streaming(self) -> bool:
         return bool(self.stream)
+
+    @property
+    def includes_event_ids(self) -> bool:
+        """Whether a client that loses its connection means to come back."""
+        return self.stream_options is not None and self.stream_options.include_event_ids
 
     @property
     def includes_usage(self) -> bool:

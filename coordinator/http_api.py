@@ -119,14 +119,16 @@ class HttpApi:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
             return JSONResponse(result)
         # The first item decides between a stream and a plain error status, so wait for it before answering.
-        entry = JournalEntry("chat" if kind is ChatBody else "completions", raw)
+        shows_ids = body.includes_event_ids or resumption is not None
+        entry = JournalEntry("chat" if kind is ChatBody else "completions", raw) if shows_ids else None
         items = self._service.generate(spec, arrival_s, entry, resumption)
         first = await unless_disconnected(request, first_of(items))
         if first is None:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         opening = writer.opening() if resumption is None else writer.opening(resumption.points)
-        return EventStream(self._events(first, items, writer, opening, spec.num_choices), items)
+        position = StreamPosition(spec.num_choices) if shows_ids else None
+        return EventStream(self._events(first, items, writer, opening, position), items)
 
     async def _collect(
         self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
@@ -145,25 +147,25 @@ class HttpApi:
         items: AsyncGenerator[ChoiceNews | RequestFinished],
         writer: ResponseWriter,
         opening: Sequence[dict[str, Any]],
-        num_texts: int,
+        position: StreamPosition | None,
     ) -> AsyncGenerator[str]:
+        """With a `position` each event has it as its id."""
         # What is sent with the next event instead of by itself: the role, and a text's end.
         held = "".join(map(sse, opening))
-        position = StreamPosition(num_texts)
         async with aclosing(items):
             try:
                 item = first
                 while not isinstance(item, RequestFinished):
                     event, news = writer.event(item), item.news
-                    num_tokens = len(news.token_ids) if isinstance(news, VisibleOutput) else 0
-                    position.advance(item.index, num_tokens, has_ended=isinstance(news, Finished))
+                    if position is not None:
+                        _advance(position, item)
                     if event is not None and not news.is_repeat:
-                        held += f"id: {position}\n{event}"
+                        held += _with_id(position, event)
                     if held and not isinstance(news, Finished):
                         yield held
                         held = ""
                     item = await anext(items)
-                held += "".join(f"id: {position}\n{sse(chunk)}" for chunk in writer.closing(item))
+                held += "".join(_with_id(position, sse(chunk)) for chunk in writer.closing(item))
             except OutriderError as error:
                 # The status line is long gone: the error is the stream's last event.
                 self._service.count_failure(error)
@@ -242,6 +244,15 @@ class HttpApi:
         if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
             raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
         return {"prompt": self._service.environment.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _advance(position: StreamPosition, item: ChoiceNews) -> None:
+    num_tokens = len(item.news.token_ids) if isinstance(item.news, VisibleOutput) else 0
+    position.advance(item.index, num_tokens, has_ended=isinstance(item.news, Finished))
+
+
+def _with_id(position: StreamPosition | None, event: str) -> str:
+    return event if position is None else f"id: {position}\n{event}"
 
 
 def create_app(service: GenerationService, *, is_echoing_request_id: bool = True) -> FastAPI:

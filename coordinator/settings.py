@@ -19,8 +19,8 @@ class CoordinatorSettings:
     requests_max: int = 256  # at once in one replica, streaming ones included
     deadline_default_s: float = 600.0  # for requests that carry none
     deadline_max_s: float = 3600.0
-    # Between two events of a running session; then the worker counts as lost. Above its own bound for a step.
-    target_silence_max_s: float = 20.0
+    # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.
+    target_silence_max_s: float = 20.0  # above a worker's own bound for a step
     draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
     target_attempts_max: int = 3  # targets tried for one request before its first token
     target_wait_max_s: float = 60.0  # how long a text that has begun looks for a target to go on at

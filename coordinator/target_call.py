@@ -45,23 +45,21 @@ class TargetCall:
         """What the target says, the last word included.
 
         Raises Overloaded when the target is full, WorkerLost when it fails, ends without a last word, makes no sense
-        or falls silent between two steps, DeadlineExceeded, and InvalidRequest when it refuses a value.
+        or falls silent, DeadlineExceeded, and InvalidRequest when it refuses a value.
         """
-        # Until the first token a request may wait for its turn.
+        # From the beginning: a target whose caller waits for its turn says so once a second.
         watch = _SilenceWatch(self._call.cancel, self._environment.settings.target_silence_max_s)
         try:
+            watch.start()
             while True:
                 watch.begin()
                 event = await self._call.read()
                 watch.end()
                 if not isinstance(event, target_pb2.GenerateEvent):
                     raise WorkerLost(f"target worker {self._target.worker_id} ended without a last word")
-                kind = event.WhichOneof("event")
-                if not _makes_sense(event, kind):
+                if not _makes_sense(event):
                     self._pass_over()
                     raise WorkerLost(f"target worker {self._target.worker_id} said what makes no sense")
-                if kind == "step":
-                    watch.start()
                 yield event
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -90,8 +88,9 @@ class TargetCall:
         self._environment.router.pass_over(self._target, self._environment.now_s())
 
 
-def _makes_sense(event: target_pb2.GenerateEvent, kind: str | None) -> bool:
+def _makes_sense(event: target_pb2.GenerateEvent) -> bool:
     """As far as an answer would fail or grow without end by it."""
+    kind = event.WhichOneof("event")
     if kind == "step":
         step = event.step
         return (
@@ -122,8 +121,7 @@ class _SilenceWatch:
 
     def start(self) -> None:
         """From here on silence counts."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._silence_max_s, self._look)
+        self._timer = self._loop.call_later(self._silence_max_s, self._look)
 
     def begin(self) -> None:
         """A read begins."""

@@ -42,7 +42,7 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     }
     parts = urlsplit(url)
     if not parts.scheme.endswith(_SENTINEL_SUFFIX):
-        return redis.asyncio.Redis.from_url(url, **common)
+        return _with_resets_told(redis.asyncio.Redis.from_url(url, **common))
     scheme = parts.scheme.removesuffix(_SENTINEL_SUFFIX)
     if scheme not in ("redis", "rediss"):
         raise ValueError(
@@ -64,7 +64,26 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     if sentinel_password is not None:
         for_sentinels |= {"password": sentinel_password, "username": None}
     sentinels = Sentinel([_address(host) for host in hosts.split(",")], sentinel_kwargs=for_sentinels)
-    return sentinels.master_for(service, **parsed)
+    return _with_resets_told(sentinels.master_for(service, **parsed))
+
+
+def _with_resets_told(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    """The client, whose connections tell a reset as the lost connection that it is.
+
+    Writing to a connection that the other side has reset is a RuntimeError on uvloop, which redis-py (8.1) knows
+    nothing of: it would neither connect anew nor raise one of its own errors.
+    """
+    kind: Any = client.connection_pool.connection_class
+
+    class ConnectionWithResetsTold(kind):
+        async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+            try:
+                await super().send_packed_command(*arguments, **options)
+            except RuntimeError as error:
+                raise redis.exceptions.ConnectionError(f"connection lost: {error}") from error
+
+    client.connection_pool.connection_class = ConnectionWithResetsTold
+    return client
 
 
 async def close_redis(client: redis.asyncio.Redis) -> None:

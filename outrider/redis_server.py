@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -62,9 +63,12 @@ class EmbeddedRedis:
     """One server process. `start` and `stop` block for milliseconds; call them from a thread that lives as
     long as the server should: Linux takes the death of the starting *thread* for the death of the parent."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` exists and is ours; the server works there and logs to `redis.log` in it."""
+    def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`directory` exists and is ours; the server works there and logs to `redis.log` in it. `environment` is what
+        its process gets on top of ours."""
         self._directory = directory
+        self._environment = {**os.environ, **(environment or {})}
+        self._password = secrets.token_hex(16)  # of every start: clients of an earlier one get in again
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -80,12 +84,11 @@ class EmbeddedRedis:
         """
         assert self._process is None, "already started"
         binary = find_redis_server()
-        password = secrets.token_hex(16)
         for _ in range(_START_ATTEMPTS):
             port = _free_port()
-            self._process = self._launch(binary, port, password)
-            if self._wait_until_it_answers(port, password):
-                self.url = f"redis://:{password}@127.0.0.1:{port}/0"
+            self._process = self._launch(binary, port, self._password)
+            if self._wait_until_it_answers(port, self._password):
+                self.url = f"redis://:{self._password}@127.0.0.1:{port}/0"
                 return self.url
             self.stop()
         raise ConfigurationError(f"{binary} did not start; the end of its log:\n{self._log_tail()}")
@@ -116,6 +119,7 @@ class EmbeddedRedis:
                 stdout=log,
                 stderr=log,
                 cwd=self._directory,
+                env=self._environment,
                 start_new_session=True,
             )
         assert process.stdin is not None

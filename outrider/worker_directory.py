@@ -15,6 +15,7 @@ from outrider.worker_record import POOLS, Pool, Snapshot, WorkerRecord
 _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 0.5
+NO_EVENT: Final = PoolView().last_event
 _SETTLE_S: Final = 0.02  # many members that change together are read once
 
 
@@ -23,7 +24,8 @@ class WorkerDirectory:
     for the loads, and for events that were missed.
 
     A Redis that comes back may have lost everything. Workers known from before stay in the snapshot until
-    each has had a lease's time to announce itself again.
+    each has had a lease's time to announce itself again. A restart may be over before anybody has missed it: then there
+    are no events either, where there were some.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class WorkerDirectory:
             self.snapshot = replace(self.snapshot, degraded=True)
             return
         now_s = asyncio.get_running_loop().time()
-        if pool in self._away:
-            self._away.remove(pool)
+        has_forgotten = pool in self._views and self._views[pool].last_event != view.last_event == NO_EVENT
+        if pool in self._away or has_forgotten:
+            self._away.discard(pool)
             self._trusted_until_s[pool] = now_s + self._lease_s if pool in self._views else now_s
         if now_s < self._trusted_until_s[pool]:
             view = replace(view, workers=_with_missing(view.workers, self._views[pool].workers))

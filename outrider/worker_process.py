@@ -85,6 +85,7 @@ class WorkerOptions:
     drain_grace_s: float
     stall_s: float = 10.0  # without a sign of life from the model until the worker counts as not ready
     stall_exit_s: float = 30.0  # until it ends itself
+    announce: str | None = None  # host:port under which others reach it; None: where it listens
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError, naming the flag."""
@@ -98,10 +99,14 @@ class WorkerOptions:
 def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     """Adds the flags of `WorkerOptions` and of the engine."""
     network = parser.add_argument_group("network")
-    network.add_argument(
-        "--host", default="127.0.0.1", help="address to serve and announce (default %(default)s)"
-    )
+    network.add_argument("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
     network.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one (default)")
+    network.add_argument(
+        "--announce",
+        default=None,
+        metavar="HOST:PORT",
+        help="where others reach this worker, when it is behind a proxy or serves on 0.0.0.0; default: host and port",
+    )
     network.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0 picks a free one"
     )
@@ -208,6 +213,7 @@ def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         arguments.drain_grace_s,
         arguments.stall_s,
         arguments.stall_exit_s,
+        arguments.announce,
     )
 
 
@@ -244,9 +250,12 @@ class WorkerProcess:
         reflection.enable_server_reflection(self._service_names, self.server)
         # What can be found out in milliseconds comes before the model is loaded, which may take minutes.
         if self.options.redis_url is not None:
-            if self.options.host in ("0.0.0.0", "::"):
+            if self.options.announce is not None:
+                _check_announced(self.options.announce)
+            elif self.options.host in ("0.0.0.0", "::"):
                 raise ConfigurationError(
-                    f"--host {self.options.host} cannot be announced: name the address where others reach this worker"
+                    f"--host {self.options.host} cannot be announced: name the address where others reach this worker "
+                    "with --announce HOST:PORT"
                 )
             try:
                 self._registry = Registry(self.options.redis_url)
@@ -268,7 +277,8 @@ class WorkerProcess:
 
     @property
     def address(self) -> str:
-        return f"{self.options.host}:{self.port}"
+        """Where others reach it, host:port."""
+        return self.options.announce or f"{self.options.host}:{self.port}"
 
     def request_stop(self, failure: BaseException | None = None) -> None:
         """Ends `run`; with a failure the process exits non-zero. Call it on the event loop."""
@@ -387,6 +397,12 @@ def record_from_info(
         dtype=info.dtype,
         num_model_parameters=info.num_model_parameters,
     )
+
+
+def _check_announced(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"--announce {address} is not HOST:PORT, such as 10.0.0.2:50051")
 
 
 def _check_port(host: str, port: int) -> None:

@@ -53,6 +53,8 @@ MAX_CHANNEL = 65535
 MAX_FRAME_MESSAGES = 16384
 MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
+WAITING_STALL_MAX_S = 5.0
+WAITING_EVERY_S = 1.0  # how often a caller who waits for its first token hears that somebody is there
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -174,11 +176,22 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             return
         actions: asyncio.Queue[Action] = asyncio.Queue()
         self._callers[event.session_id] = actions
-        has_ended = False
+        has_begun = has_ended = False
         try:
             self._submit(event)
             while not has_ended:
-                action = await actions.get()
+                if has_begun:
+                    action = await actions.get()
+                else:
+                    try:
+                        async with asyncio.timeout(WAITING_EVERY_S):
+                            action = await actions.get()
+                    except TimeoutError:
+                        # Not while the model is stuck, though this loop is not: the caller should look elsewhere.
+                        if self._stalled_s() < WAITING_STALL_MAX_S:
+                            yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
+                        continue
+                    has_begun = isinstance(action, TokensCommitted)
                 if isinstance(action, SessionRefused):
                     has_ended = True
                     raise action.error
@@ -193,6 +206,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._num_commit_bytes.pop(event.session_id, None)
             if not has_ended:
                 self._submit(CancelSession(event.session_id), is_release=True)
+
+    def _stalled_s(self) -> float:
+        assert self._thread is not None
+        return self._thread.stalled_s()
 
     async def _compile(self, grammar: GrammarSpec) -> GrammarState:
         # Large ones take a tenth of a second: not on the event loop.

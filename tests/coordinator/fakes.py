@@ -18,6 +18,8 @@ ACCEPTED, BONUS, PLAIN = (
     common_pb2.TOKEN_ORIGIN_ACCEPTED, common_pb2.TOKEN_ORIGIN_BONUS, common_pb2.TOKEN_ORIGIN_PLAIN,
 )  # fmt: skip
 
+WAITING_EVERY_S = 0.02
+
 
 @dataclass
 class FakeTarget(target_pb2_grpc.TargetServicer):
@@ -43,6 +45,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     refuses_with: grpc.StatusCode | None = None
     dies_at: int | None = None  # output length at which the call fails
     falls_silent_at: int | None = None
+    waits_s: float = 0.0  # until the first step, saying so
+    is_hung: bool = False  # takes calls and says nothing at all
     requests: list[target_pb2.GenerateRequest] = field(default_factory=list)
     speculation_calls: list[target_pb2.SetSpeculationRequest] = field(default_factory=list)
     num_open: int = 0
@@ -72,7 +76,12 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         mode = common_pb2.DECODING_MODE_COUPLED if request.sampling.HasField("seed") else (
             common_pb2.DECODING_MODE_REJECTION if request.sampling.temperature else common_pb2.DECODING_MODE_GREEDY
         )  # fmt: skip
+        if self.is_hung:
+            await asyncio.sleep(60)
         yield target_pb2.GenerateEvent(started=target_pb2.SessionStarted(decoding_mode=mode))
+        for _ in range(int(self.waits_s / WAITING_EVERY_S)):
+            await asyncio.sleep(WAITING_EVERY_S)
+            yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
         position = len(request.token_ids) - request.num_prompt_tokens
         if request.sampling.HasField("num_prompt_logprobs"):
             for chunk in self._prompt_chunks(request):

@@ -63,6 +63,7 @@ class TestRefusalsAtStart:
         given = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
         assert not _parse(given)[0].seed_requests
         assert _parse([*given, "--seed-requests"])[0].seed_requests
+        assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
 
     def test_what_came_of_other_requests_counts_unless_it_is_told_not_to(self) -> None:
         given = ["--tokenizer", ".", "--redis-url", "redis://x"]

@@ -307,6 +307,24 @@ class TestTargetFaults:
             await released(cluster)
         assert silent.requests
 
+    async def test_a_target_that_hangs_before_the_first_token_is_left(self, clusters: ClusterFactory) -> None:
+        hung, heir = clusters.target(is_hung=True), clusters.target()
+        async with clusters.open([hung, heir], settings={"target_silence_max_s": 0.2}) as cluster:
+            for _ in range(50):
+                assert text_of(await cluster.complete()) == expected(clusters, 12)
+                if hung.requests:
+                    break
+            await released(cluster)
+        assert hung.requests
+
+    async def test_a_request_may_wait_for_its_turn_for_longer_than_a_target_may_be_silent(
+        self, clusters: ClusterFactory
+    ) -> None:
+        busy = clusters.target(waits_s=0.6)
+        async with clusters.open([busy], settings={"target_silence_max_s": 0.2}) as cluster:
+            assert text_of(await cluster.complete()) == expected(clusters, 12)
+        assert len(busy.requests) == 1
+
     async def test_a_stream_waits_for_its_only_target_to_come_back(self, clusters: ClusterFactory) -> None:
         target = clusters.target(dies_at=5)
         async with clusters.open([target], settings={"quarantine_s": 0.2}) as cluster:

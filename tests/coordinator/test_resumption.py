@@ -77,10 +77,14 @@ async def replicas(clusters: ClusterFactory, **target: Any) -> AsyncIterator[tup
         yield one, other, memory
 
 
+WITH_IDS: dict[str, Any] = {"stream_options": {"include_event_ids": True}}
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "several texts": {"n": 2, "temperature": 1, "seed": 3},
-    "token ids and usage": {"return_token_ids": True, "stream_options": {"include_usage": True}},
+    "token ids and usage": {
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "include_event_ids": True},
+    },
     "log probabilities": {"logprobs": 2, "return_token_ids": True},
     "echo": {"echo": True, "logprobs": 1},
     "a stop string across tokens": {"stop": ["turn x"], "max_tokens": 40},
@@ -92,7 +96,7 @@ BODIES: dict[str, dict[str, Any]] = {
 async def test_the_rest_follows_behind_every_event(
     clusters: ClusterFactory, body: dict[str, Any], step: int
 ) -> None:
-    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | body
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS | body
     async with replicas(clusters, tokens_per_step=step) as (one, other, _):
         whole = events_of((await one.client.post("/v1/completions", json=request)).text)
         right = said(whole)
@@ -110,12 +114,8 @@ async def test_the_rest_follows_behind_every_event(
 
 
 async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
-    request = {
-        "messages": [{"role": "user", "content": "import"}],
-        "temperature": 0,
-        "max_tokens": 8,
-        "stream": True,
-    }
+    messages = [{"role": "user", "content": "import"}]
+    request = {"messages": messages, "temperature": 0, "max_tokens": 8, "stream": True} | WITH_IDS
     async with replicas(clusters) as (one, other, _):
         headers = {"X-Request-Id": "r1"}
         whole = events_of((await one.client.post("/v1/chat/completions", json=request, headers=headers)).text)
@@ -123,13 +123,14 @@ async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
         for num_seen in range(2, len(whole)):  # behind the role, which comes with the first token
             last = whole[num_seen - 1][0]
             answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": last} if last else {})
+            assert answer.status_code == 200, (last, answer.text)
             rest = events_of(answer.text)
             assert said(whole[:num_seen] + rest) == said(whole)
         assert said(events_of((await other.client.get("/v1/streams/r1")).text)) == said(whole)
 
 
 async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) -> None:
-    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True}
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (one, other, _):
         await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
         await one.service._journal._flush()  # type: ignore[union-attr]
@@ -140,7 +141,7 @@ async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) ->
 
 
 async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) -> None:
-    request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True}
+    request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (_, other, _):
         answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": "3"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
@@ -150,8 +151,18 @@ async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) ->
         assert answer.status_code == 404
 
 
+async def test_events_have_ids_only_where_somebody_wants_them(clusters: ClusterFactory) -> None:
+    """Many clients take an event for one line of data."""
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 4, "stream": True}
+    async with replicas(clusters) as (one, _, memory):
+        answer = await one.client.post("/v1/completions", json=request)
+        assert all(block.startswith("data: ") for block in answer.text.split("\n\n") if block)
+        await one.service._journal._flush()  # type: ignore[union-attr]
+        assert not memory.stored
+
+
 async def test_a_seed_that_the_coordinator_drew_is_kept(clusters: ClusterFactory) -> None:
-    request = {"prompt": "import", "temperature": 1, "max_tokens": 4, "stream": True}
+    request = {"prompt": "import", "temperature": 1, "max_tokens": 4, "stream": True} | WITH_IDS
     memory = Memory()
 
     def script_of(asked: target_pb2.GenerateRequest) -> list[int]:
@@ -163,8 +174,9 @@ async def test_a_seed_that_the_coordinator_drew_is_kept(clusters: ClusterFactory
         headers = {"X-Request-Id": "r1"}
         whole = events_of((await cluster.client.post("/v1/completions", json=request, headers=headers)).text)
         await cluster.service._journal._flush()  # type: ignore[union-attr]
-        rest = events_of((await cluster.client.get("/v1/streams/r1", headers={"Last-Event-ID": "2"})).text)
-    assert said(whole[:2] + rest) == said(whole)
+        headers = {"Last-Event-ID": whole[0][0]}
+        rest = events_of((await cluster.client.get("/v1/streams/r1", headers=headers)).text)
+    assert said(whole[:1] + rest) == said(whole)
     assert target.requests[0].sampling.seed == target.requests[1].sampling.seed
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import struct
 import subprocess
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
 from outrider.errors import RegistryUnavailable
 from outrider.redis_connection import open_redis, without_password
@@ -73,6 +77,50 @@ async def test_a_password_is_given_and_a_wrong_one_is_told(tmp_path: Path) -> No
         with pytest.raises(RegistryUnavailable, match="password"):
             await wrong.ping()
         await wrong.close()
+
+
+@contextmanager
+def resetting_server() -> Iterator[int]:
+    """Answers whatever it is told and resets the connection after each PING, by its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    is_over = False
+                    while not is_over and (words := connection.recv(65536).split(b"\r\n")) != [b""]:
+                        is_over = b"PING" in words
+                        num_commands = sum(word.startswith(b"*") for word in words)
+                        connection.sendall((b"+PONG\r\n" if is_over else b"+OK\r\n") * num_commands)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_connection_that_was_reset_is_made_anew(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """Workers live on uvloop, where writing to it is an error that redis-py does not know."""
+
+    async def ping_again(port: int) -> None:
+        registry = Registry(f"redis://127.0.0.1:{port}/0")
+        try:
+            for _ in range(3):
+                await registry.ping()
+                await asyncio.sleep(0.05)  # in which the reset arrives
+        finally:
+            await registry.close()
+
+    with resetting_server() as port:
+        run(ping_again(port))
 
 
 @pytest.fixture

@@ -49,6 +49,16 @@ def test_it_serves_where_its_url_says_and_stops(tmp_path: Path) -> None:
     server.stop()
 
 
+def test_who_knew_an_earlier_start_gets_in_again(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    password = server.start().partition("@")[0]
+    server.stop()
+    try:
+        assert server.start().partition("@")[0] == password
+    finally:
+        server.stop()
+
+
 def test_nobody_gets_in_without_the_password(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     url = server.start()

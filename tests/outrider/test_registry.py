@@ -248,6 +248,24 @@ async def test_a_change_of_members_is_seen_at_once(registry: Registry) -> None:
         await eventually(lambda: directory.snapshot.targets == (), "gone", 0.6)
 
 
+async def test_a_redis_that_forgets_everything_in_between_is_survived(
+    registry: Registry, redis_url: str
+) -> None:
+    quick = Registry(redis_url, lease_s=0.6)
+    await registry.write(RECORD)
+    async with (
+        redis.asyncio.Redis.from_url(redis_url) as client,
+        WorkerDirectory(quick, refresh_s=0.02, lease_s=0.6) as directory,
+    ):
+        await client.flushall()  # as a restart between two looks
+        until_s = time.monotonic() + 0.3
+        while time.monotonic() < until_s:
+            assert directory.snapshot.targets == (RECORD,)
+            await asyncio.sleep(0.02)
+        await eventually(lambda: directory.snapshot.targets == (), "it did not come back within a lease")
+    await quick.close()
+
+
 async def test_redis_going_away_and_coming_back_is_survived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

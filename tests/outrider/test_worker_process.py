@@ -91,6 +91,21 @@ async def test_an_address_that_nobody_can_dial_is_not_announced() -> None:
             pass
 
 
+async def test_an_address_given_is_announced_instead_of_the_one_it_listens_on() -> None:
+    options = WorkerOptions("0.0.0.0", 0, None, 0, "w", 1.0, announce="worker.internal:7000")
+    async with WorkerProcess(options, "draft", []) as process:
+        assert process.address == "worker.internal:7000"
+        assert process.port not in (0, 7000)
+
+
+@pytest.mark.parametrize("address", ["worker", "worker:", ":7000", "worker:port", "worker:0", "worker:65536"])
+async def test_what_nobody_can_dial_is_not_announced_by_name_either(address: str) -> None:
+    options = WorkerOptions("127.0.0.1", 0, "redis://127.0.0.1:1/0", 0, "w", 1.0, announce=address)
+    with pytest.raises(OutriderError, match=r"--announce .*HOST:PORT"):
+        async with WorkerProcess(options, "draft", []):
+            pass
+
+
 async def test_a_metrics_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

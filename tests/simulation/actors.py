@@ -6,6 +6,7 @@ A model is a function of the text that remembers what its KV cache holds, so tha
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -194,6 +195,9 @@ class SimulatedThread:
 
     def has_events(self) -> bool:
         return bool(self._inbox)
+
+    def stalled_s(self) -> float:
+        return math.inf if self._is_hung else 0.0
 
     def hang(self) -> None:
         """The next step never ends, until `resume`."""

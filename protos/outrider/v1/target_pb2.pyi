@@ -34,16 +34,22 @@ class GenerateRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("started", "step", "finished", "prompt")
+    __slots__ = ("started", "step", "finished", "prompt", "waiting")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     started: SessionStarted
     step: StepOutput
     finished: SessionFinished
     prompt: PromptLogprobs
-    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., finished: _Optional[_Union[SessionFinished, _Mapping]] = ..., prompt: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    waiting: SessionWaiting
+    def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., finished: _Optional[_Union[SessionFinished, _Mapping]] = ..., prompt: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., waiting: _Optional[_Union[SessionWaiting, _Mapping]] = ...) -> None: ...
+
+class SessionWaiting(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SessionStarted(_message.Message):
     __slots__ = ("decoding_mode",)

@@ -1,0 +1,147 @@
+"""`python -m tests.e2e.chaos`: breaks a running system at random and compares every answer with the right one.
+
+A fleet of real processes (Redis, target and draft workers of the demo pair, a coordinator on Ray Serve) is started,
+with a relay of ours on every connection between them. Clients ask all the time, over HTTP and gRPC; what is right was
+learned from the same fleet before anything was broken, without speculation. Meanwhile one fault after the other is
+injected at a random moment and mended. At the end nothing may be left: no session, no KV block, no descriptor, no key.
+
+Exit status: 0 when every answer was right and nothing was left behind, 1 when not, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.cli.system import run_until_signalled
+from outrider.errors import OutriderError
+from tests.e2e.chaos.experiment import Experiment, Outcome, Plan
+from tests.e2e.chaos.faults import FAULTS, Fault
+from tests.e2e.chaos.fleet import FleetOptions
+from tests.e2e.chaos.load import NotReproducible
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.e2e.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bounds = parser.add_argument_group("how long (whichever comes first)")
+    bounds.add_argument(
+        "--faults", type=int, default=10**9, metavar="N", help="injections (default: as many as fit)"
+    )
+    bounds.add_argument(
+        "--seconds", type=float, default=300.0, help="beside start and end (default: %(default)s)"
+    )
+    what = parser.add_argument_group("what")
+    what.add_argument("--seed", type=int, default=None,
+                      help="of requests, faults, moments and times (default: a new one, which is printed)")  # fmt: skip
+    what.add_argument("--only", action="append", default=[], metavar="WORDS",
+                      help="faults whose name has these words in it, such as redis; may be repeated")  # fmt: skip
+    what.add_argument("--at-once", type=int, default=1, metavar="N",
+                      help="faults that may overlap; there is always a target that none of them touches "
+                      "(default: %(default)s)")  # fmt: skip
+    fleet = parser.add_argument_group("the fleet")
+    fleet.add_argument("--clients", type=int, default=12, help="that ask all the time (default: %(default)s)")
+    fleet.add_argument("--targets", type=int, default=3, help="target workers (default: %(default)s)")
+    fleet.add_argument("--drafts", type=int, default=2, help="draft workers (default: %(default)s)")
+    fleet.add_argument("--replicas", type=int, default=1, help="of the coordinator (default: %(default)s)")
+    fleet.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s"
+    )
+    output = parser.add_argument_group("what is said at the end")
+    output.add_argument("--json", type=Path, metavar="FILE", help="everything that was counted")
+    output.add_argument("--markdown", action="store_true", help="the table on standard output")
+    output.add_argument("--logs", type=Path, metavar="DIR", help="of all processes (default: a new folder)")
+    output.add_argument("--list", action="store_true", help="the faults, and nothing else happens")
+    given = parser.parse_args(arguments)
+    if given.at_once >= given.targets:
+        parser.error(f"--at-once {given.at_once} needs more than {given.at_once} targets")
+    given.kinds = chosen(given.only)
+    if not given.kinds:
+        parser.error(f"--only {' '.join(given.only)}: no such fault; --list tells them")
+    return given
+
+
+def chosen(only: Sequence[str]) -> list[type[Fault]]:
+    """The faults that were asked for, all of them if none was."""
+    return [kind for kind in FAULTS if not only or any(words.lower() in kind.name.lower() for words in only)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parse(arguments)
+    if given.list:
+        for kind in given.kinds:
+            missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
+            print(f"{kind.name:<32}{(kind.__doc__ or '').splitlines()[0]}{missing}")
+        return 0
+    kinds = [kind for kind in given.kinds if kind.why_not() is None]
+    for kind in given.kinds:
+        if kind not in kinds:
+            say(f"Left out: {kind.name}, for {kind.why_not()}.")
+    if not kinds:
+        return 2
+    plan = Plan(
+        faults=kinds,
+        seed=secrets.randbelow(10**6) if given.seed is None else given.seed,
+        num_faults_max=given.faults,
+        seconds_max=given.seconds,
+        num_at_once=given.at_once,
+        fleet=FleetOptions(
+            num_targets=given.targets,
+            num_drafts=given.drafts,
+            num_replicas=given.replicas,
+            num_clients=given.clients,
+            dtype=given.dtype,
+        ),
+    )
+    say(f"Seed {plan.seed}.")
+    log_dir = given.logs or Path(tempfile.mkdtemp(prefix="outrider-chaos-"))
+
+    async def run() -> int:
+        return report(plan, await Experiment(plan, log_dir, say).run(), given)
+
+    try:
+        return run_until_signalled(run)
+    except (NotReproducible, OutriderError) as error:
+        say(f"!! {error}")
+        return 1
+
+
+def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
+    """Says how it went. Returns the exit status."""
+    if given.json is not None:
+        given.json.write_text(json.dumps({"seed": plan.seed, **outcome.to_json()}, indent=1) + "\n")
+    for line in outcome.footprints:
+        say(f"  {line}")
+    for title, found in (
+        ("Wrong", outcome.ledger.failures),
+        ("Ended by itself", outcome.surprises),
+        ("Left behind", outcome.leaks),
+    ):
+        for line in found:
+            say(f"{title}: {line}")
+    if given.markdown:
+        print(outcome.ledger.markdown(), flush=True)
+    else:
+        say(outcome.ledger.markdown())
+    total = outcome.ledger.total()
+    say(
+        f"{total.num_injected} faults in {outcome.seconds:.0f} s, {outcome.ledger.num_answers} answers: "
+        f"{'every one of them right' if outcome.is_clean else 'NOT CLEAN, see above'} (seed {plan.seed})."
+    )
+    return 0 if outcome.is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

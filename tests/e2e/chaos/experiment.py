@@ -1,0 +1,201 @@
+"""The experiment: learn what is right, keep asking while things break, compare, and look at what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.e2e.chaos import footprint
+from tests.e2e.chaos.cases import Case, make_cases
+from tests.e2e.chaos.faults import Fault
+from tests.e2e.chaos.fleet import Fleet, FleetOptions
+from tests.e2e.chaos.ledger import Injection, Ledger, in_words
+from tests.e2e.chaos.load import Learner, Load
+from tests.e2e.chaos.verdict import Answer, Kind, Verdict
+
+RECOVERY_S_MAX = 60.0
+IDLE_S_MAX = 30.0
+NOTICE_S_MAX = 15.0  # of a lease that runs out
+WARM_UP_S = 8.0
+LAG_S_MAX = 1.0
+PAUSE_S = (0.1, 1.0)  # between two faults: the moment is chosen by chance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do, and for how long: whichever of the two bounds is met first."""
+
+    faults: Sequence[type[Fault]]
+    seed: int
+    num_faults_max: int
+    seconds_max: float
+    num_at_once: int = 1
+    num_cases: int = 40
+    fleet: FleetOptions = field(default_factory=FleetOptions)
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    ledger: Ledger
+    surprises: list[str]
+    leaks: list[str]
+    footprints: list[str]
+    seconds: float  # of the part with faults
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.ledger.failures or self.surprises or self.leaks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "is_clean": self.is_clean,
+            "seconds": round(self.seconds, 1),
+            **self.ledger.to_json(),
+            "processes_that_ended_by_themselves": self.surprises,
+            "leaks": self.leaks,
+            "footprints": self.footprints,
+        }
+
+
+class Experiment:
+    """One run of one plan."""
+
+    def __init__(self, plan: Plan, log_dir: Path, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._log_dir = log_dir
+        self._say = say
+        self._ledger = Ledger()
+        self._num_begun = 0
+        self._deadline_s = float("inf")
+
+    async def run(self) -> Outcome:
+        """Raises NotReproducible, and StartError when a process does not come up."""
+        plan = self._plan
+        cases = make_cases(plan.num_cases, Random(f"{plan.seed} cases"))
+        began_s = time.monotonic()
+        async with Fleet(plan.fleet, self._log_dir, self._say) as fleet:
+            self._say(
+                f"Everything is up after {time.monotonic() - began_s:.0f} s; logs are in {self._log_dir}."
+            )
+            addresses = [worker.link.address for worker in fleet.of_role("target")]
+            known = await Learner(fleet.client, addresses).learn(cases)
+            num_tokens = sum(len(right.token_ids) for right in known.values())
+            self._say(f"Learned {len(known)} right answers of {num_tokens} tokens, each from two workers.")
+            warm_up = Load(fleet.client, cases, known, Random(f"{plan.seed} warm-up"), self._take_quiet)
+            async with warm_up.asking(plan.fleet.num_clients):
+                await asyncio.sleep(WARM_UP_S)
+            problem = await footprint.until_idle(fleet, IDLE_S_MAX)
+            before = await footprint.measure(fleet)
+            self._say(
+                f"{self._ledger.num_answers} answers without any fault. Now with faults, seed {plan.seed}:"
+            )
+            seconds = await self._break_things(fleet, cases, known)
+            leaks = [f"before any fault: {problem}"] if problem else []
+            leaks += await self._left_behind(fleet, before)
+            leaks += await self._unwatched(fleet)
+            footprints = footprint.table(before, await footprint.measure(fleet))
+        return Outcome(self._ledger, fleet.surprises, leaks, footprints, seconds)
+
+    async def _break_things(self, fleet: Fleet, cases: Sequence[Case], known: dict[str, Any]) -> float:
+        plan = self._plan
+        load = Load(
+            fleet.client, cases, known, Random(f"{plan.seed} load"), lambda *told: self._take(load, *told)
+        )
+        began_s = time.monotonic()
+        self._deadline_s = began_s + plan.seconds_max
+        watch = asyncio.create_task(self._watch_ourselves())
+        try:
+            async with load.asking(plan.fleet.num_clients), asyncio.TaskGroup() as lanes:
+                for lane in range(plan.num_at_once):
+                    rng = Random(f"{plan.seed} faults {lane}")
+                    lanes.create_task(self._inject_all(fleet, load, rng, began_s))
+        finally:
+            watch.cancel()
+        return time.monotonic() - began_s
+
+    async def _inject_all(self, fleet: Fleet, load: Load, rng: Random, began_s: float) -> None:
+        # Each kind once before any comes again.
+        bag: list[type[Fault]] = []
+        while self._num_begun < self._plan.num_faults_max and time.monotonic() < self._deadline_s:
+            if not bag:
+                bag = rng.sample(self._plan.faults, len(self._plan.faults))
+            kind = bag.pop()
+            await asyncio.sleep(rng.uniform(*PAUSE_S))
+            self._num_begun += 1
+            injection = Injection(self._num_begun, kind.name, 0.0)
+            fault = kind(fleet, load, rng, injection)
+            async with fault.victim() as worker:
+                injection.began_s = time.monotonic()
+                self._ledger.begin(injection)
+                await fault.run(worker)
+                self._ledger.mended(injection, time.monotonic())
+                problem = await fleet.until_whole(RECOVERY_S_MAX, None if worker is None else worker.name)
+                self._ledger.end(injection, time.monotonic(), problem)
+            self._tell(injection, began_s)
+
+    async def _watch_ourselves(self) -> None:
+        """The relays and the clients run here: when this process does not, everybody else seems to hang."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(LAG_S_MAX / 2)
+            if (lag_s := time.monotonic() - before_s - LAG_S_MAX / 2) > LAG_S_MAX:
+                self._say(f"   (this process did not run for {lag_s:.1f} s)")
+
+    def _tell(self, injection: Injection, began_s: float) -> None:
+        now_s = injection.recovered_s
+        total = self._ledger.total()
+        counts = [total.num_tokens[kind] for kind in (Kind.LOST, Kind.REPEATED, Kind.WRONG)]
+        what = f"{injection.name} ({injection.detail})" if injection.detail else injection.name
+        self._say(
+            f"{now_s - began_s:6.0f} s  {injection.number:4} {what:<62} well after "
+            f"{in_words(now_s - injection.began_s):>7} · {self._ledger.num_answers} answers · lost, repeated, wrong, "
+            f"refused {', '.join(map(str, [*counts, total.num_refused]))}"
+        )
+        if injection.problem is not None:
+            self._say(f"!! {injection.problem}")
+
+    def _take_quiet(self, case: Case, answer: Answer, verdict: Verdict) -> None:
+        self._take_one(case, answer, verdict, answer.ended_s)
+
+    def _take(self, load: Load, case: Case, answer: Answer, verdict: Verdict) -> None:
+        self._take_one(case, answer, verdict, min(load.oldest_open_s, answer.asked_s))
+
+    def _take_one(self, case: Case, answer: Answer, verdict: Verdict, oldest_open_s: float) -> None:
+        self._ledger.add(case.name, answer, verdict, oldest_open_s)
+        if verdict.kind is not Kind.RIGHT:
+            self._say(f"!! {self._ledger.failures[-1]}")
+
+    async def _left_behind(self, fleet: Fleet, before: footprint.Footprint) -> list[str]:
+        """What does not come back within its time."""
+        problem = await fleet.until_whole(RECOVERY_S_MAX)
+        if problem is not None:
+            return [f"not whole after the last fault: {problem}"]
+        deadline_s = time.monotonic() + IDLE_S_MAX
+        while True:
+            busy = await footprint.until_idle(fleet, max(0.0, deadline_s - time.monotonic()))
+            found = [*([busy] if busy else []), *footprint.leaks(before, await footprint.measure(fleet))]
+            if not found or time.monotonic() > deadline_s:
+                return found
+            await asyncio.sleep(0.5)
+
+    async def _unwatched(self, fleet: Fleet) -> list[str]:
+        """Whether the coordinator still sees who comes and goes: a picture that stands still would serve for long."""
+        fleet.send(worker := fleet.of_role("draft")[0], signal.SIGSTOP)
+        try:
+            deadline_s = time.monotonic() + NOTICE_S_MAX
+            while (await fleet.health()).get("num_draft_workers") != len(fleet.of_role("draft")) - 1:
+                if time.monotonic() > deadline_s:
+                    return [f"nobody noticed within {NOTICE_S_MAX:g} s that {worker.name} was gone"]
+                await asyncio.sleep(0.1)
+        finally:
+            fleet.send(worker, signal.SIGCONT)
+        problem = await fleet.until_whole(RECOVERY_S_MAX)
+        return [] if problem is None else [f"not whole after everything: {problem}"]

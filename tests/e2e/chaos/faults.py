@@ -1,0 +1,345 @@
+"""What can be broken, one class each: how it begins and how it ends.
+
+Each fault runs once: `run` breaks something, holds it for a while, mends it and gives back the names of the workers
+that have to serve again before it counts as over. The death of a coordinator replica belongs here as soon as another
+replica can go on with its requests (a journal): a class like `TargetKilled`, and clients that reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import ClassVar, Final
+
+import psutil
+
+from tests.e2e.chaos.clocks import TAKES_S, find_library
+from tests.e2e.chaos.fleet import Fleet, Worker
+from tests.e2e.chaos.ledger import Injection
+from tests.e2e.chaos.links import Link
+from tests.e2e.chaos.load import Load
+
+
+class Fault(ABC):
+    """One injection."""
+
+    name: ClassVar[str]
+    part: ClassVar[str]
+    """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
+
+    def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
+        self.fleet = fleet
+        self.load = load
+        self.rng = rng
+        self._injection = injection
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        """What is missing on this machine, if something is."""
+        return None
+
+    @asynccontextmanager
+    async def victim(self) -> AsyncIterator[Worker | None]:
+        """Takes what it breaks, so that no other fault has it, until everything is well again."""
+        if self.part in ("target", "draft"):
+            async with self.fleet.borrowed(self.part, self.rng) as worker:
+                yield worker
+        else:
+            async with self.fleet.only_one(self.part):
+                yield None
+
+    @abstractmethod
+    async def run(self, worker: Worker | None) -> None:
+        """Breaks and mends. Afterwards it is a matter of time until everything is as it was."""
+
+    def describe(self, what: str, seconds: float | None = None) -> None:
+        """Says what was hit, and for how long."""
+        times = [] if seconds is None else [f"{seconds:.1f} s"]
+        self._injection.detail = ", ".join([*([what] if what else []), *times])
+
+
+class _WorkerFault(Fault):
+    """Of one worker, of the kind that `part` says."""
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        await self.hit(worker)
+
+    @abstractmethod
+    async def hit(self, worker: Worker) -> None: ...
+
+
+class _Killed(_WorkerFault):
+    """SIGKILL; it is started again at once."""
+
+    async def hit(self, worker: Worker) -> None:
+        self.describe(worker.name)
+        self.fleet.send(worker, signal.SIGKILL)
+
+
+class _Stopped(_WorkerFault):
+    """SIGSTOP, and SIGCONT some time later: before anybody could notice, or long after everybody has."""
+
+    seconds: ClassVar[tuple[float, float]]
+
+    async def hit(self, worker: Worker) -> None:
+        seconds = self.rng.uniform(*self.seconds)
+        self.describe(worker.name, seconds)
+        self.fleet.send(worker, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        self.fleet.send(worker, signal.SIGCONT)
+
+
+class _Terminated(_WorkerFault):
+    """SIGTERM: it drains, leaves, and is started again."""
+
+    async def hit(self, worker: Worker) -> None:
+        self.describe(worker.name)
+        self.fleet.send(worker, signal.SIGTERM)
+
+
+class _Network(Fault):
+    """Something with a link that is mended by opening it."""
+
+    seconds: ClassVar[tuple[float, float]]
+
+    async def hold(self, link: Link, what: str) -> None:
+        seconds = self.rng.uniform(*self.seconds)
+        self.describe(what, seconds)
+        await asyncio.sleep(seconds)
+        link.open()
+
+
+class TargetKilled(_Killed):
+    """As by the kernel when memory runs out."""
+
+    name, part = "target SIGKILL", "target"
+
+
+class TargetStopped(_Stopped):
+    """A target that hangs for less or for more than the silence that the coordinator bears, then goes on."""
+
+    name, part, seconds = "target SIGSTOP", "target", (0.5, 9.0)
+
+
+class TargetStoppedAndKilled(_WorkerFault):
+    """A target that hangs and is put down, as a liveness probe would."""
+
+    name, part = "target SIGSTOP, SIGKILL", "target"
+
+    async def hit(self, worker: Worker) -> None:
+        seconds = self.rng.uniform(0.5, 6.0)
+        self.describe(worker.name, seconds)
+        self.fleet.send(worker, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        self.fleet.send(worker, signal.SIGKILL)
+
+
+class TargetTerminated(_Terminated):
+    """SIGTERM: it drains, leaves, and is started again."""
+
+    name, part = "target SIGTERM", "target"
+
+
+class TargetCut(_Network):
+    """Every connection to a target is reset, once or for a while."""
+
+    name, part, seconds = "target connections cut", "target", (0.0, 3.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        if self.rng.random() < 0.5:
+            self.describe(f"{worker.name}, {worker.link.cut()} connections once")
+        else:
+            await self.hold(worker.link, f"{worker.name}, {worker.link.refuse()} connections")
+
+
+class TargetStalled(_Network):
+    """Nothing passes to or from a target, which runs on."""
+
+    name, part, seconds = "target connections blackholed", "target", (0.5, 9.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        await self.hold(worker.link, f"{worker.name}, {worker.link.stall()} connections")
+
+
+class TargetDelayed(_Network):
+    """Everything to and from a target takes longer, each way."""
+
+    name, part, seconds = "target connections delayed", "target", (1.0, 4.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        worker.link.delay_s = self.rng.choice((0.005, 0.02, 0.1))
+        await self.hold(worker.link, f"{worker.name} by {worker.link.delay_s * 1e3:.0f} ms")
+
+
+class DraftKilled(_Killed):
+    """As by the kernel when memory runs out."""
+
+    name, part = "draft SIGKILL", "draft"
+
+
+class DraftStopped(_Stopped):
+    """A draft worker that hangs for less or for more than the silence that the coordinator bears, then goes on."""
+
+    name, part, seconds = "draft SIGSTOP", "draft", (0.5, 9.0)
+
+
+class DraftTerminated(_Terminated):
+    """SIGTERM: it lets go of its sessions, leaves, and is started again."""
+
+    name, part = "draft SIGTERM", "draft"
+
+
+class DraftCut(_Network):
+    """Every connection of the coordinator to a draft worker is reset, once or for a while."""
+
+    name, part, seconds = "draft connections cut", "draft", (0.0, 3.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        await self.hold(worker.link, f"{worker.name}, {worker.link.refuse()} connections")
+
+
+class HintsCut(_Network):
+    """The hint streams of all draft workers to one target are reset; the coordinator's calls to it are not."""
+
+    name, part, seconds = "hint links cut", "target", (0.0, 3.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        callers = self.fleet.callers_from(self.fleet.of_role("draft"), worker.link)
+        await self.hold(worker.link, f"to {worker.name}, {worker.link.refuse(callers)} streams")
+
+
+class HintsStalled(_Network):
+    """Nothing passes on the hint streams of all draft workers to one target."""
+
+    name, part, seconds = "hint links blackholed", "target", (0.5, 6.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        assert worker is not None
+        callers = self.fleet.callers_from(self.fleet.of_role("draft"), worker.link)
+        await self.hold(worker.link, f"to {worker.name}, {worker.link.stall(callers)} streams")
+
+
+class RedisKilled(Fault):
+    """SIGKILL, and an empty one in its place some time later."""
+
+    name, part = "Redis SIGKILL, empty restart", "redis"
+
+    async def run(self, worker: Worker | None) -> None:
+        seconds = self.rng.choice((0.0, 1.0, 4.0, 9.0))  # less and more than a lease
+        self.describe("", seconds)
+        self.fleet.send_redis(signal.SIGKILL)
+        self.fleet.bury_redis()
+        await asyncio.sleep(seconds)
+        self.fleet.start_redis()
+
+
+class RedisStopped(Fault):
+    """It hangs, then goes on; leases run out meanwhile."""
+
+    name, part = "Redis SIGSTOP", "redis"
+
+    async def run(self, worker: Worker | None) -> None:
+        seconds = self.rng.uniform(0.5, 9.0)
+        self.describe("", seconds)
+        self.fleet.send_redis(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        self.fleet.send_redis(signal.SIGCONT)
+
+
+class RedisCut(_Network):
+    """Every connection to Redis is reset, those that come as well."""
+
+    name, part, seconds = "Redis connections cut", "redis", (0.0, 9.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        link = self.fleet.redis_link
+        await self.hold(link, f"{link.refuse()} connections")
+
+
+class RedisStalled(_Network):
+    """Nothing passes to or from Redis."""
+
+    name, part, seconds = "Redis connections blackholed", "redis", (0.5, 9.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        link = self.fleet.redis_link
+        await self.hold(link, f"{link.stall()} connections")
+
+
+class LogsFull(Fault):
+    """No worker can write another byte to its log, and all of them are given something to say: lost streams."""
+
+    name, part = "log disk full", "logs"
+
+    async def run(self, worker: Worker | None) -> None:
+        workers = [each for each in self.fleet.workers.values() if each.is_ready]
+        pids = [each.pid for each in workers]
+        seconds = self.rng.uniform(0.5, 3.0)
+        self.describe(f"{len(pids)} workers", seconds)
+        for each in workers:
+            _limit_files(each.pid, each.log_path.stat().st_size)
+        for target in self.fleet.of_role("target"):
+            target.link.cut(self.fleet.callers_from(self.fleet.of_role("draft"), target.link))
+        await asyncio.sleep(seconds)
+        for pid in pids:
+            _limit_files(pid, resource.RLIM_INFINITY)
+
+
+class ClientsLeave(Fault):
+    """All clients hang up at once, a few times, each at whatever it was doing."""
+
+    name, part = "clients leave", "clients"
+
+    async def run(self, worker: Worker | None) -> None:
+        num_left = 0
+        num_times = self.rng.randint(1, 4)
+        for _ in range(num_times):
+            num_left += self.load.hang_up()
+            await asyncio.sleep(self.rng.uniform(0.0, 0.3))
+        self.describe(f"{num_left} in {num_times} waves")
+
+
+class RedisClockStepped(Fault):
+    """The time of day jumps for Redis, whose clock leases go by, and back some seconds later."""
+
+    name, part = "Redis clock stepped", "redis"
+
+    async def run(self, worker: Worker | None) -> None:
+        seconds = self.rng.choice((-86_400, -3600, -10, 10, 3600, 86_400))
+        self.describe(f"by {seconds:+d} s")
+        self.fleet.redis_clock.set(seconds)
+        await asyncio.sleep(TAKES_S + self.rng.uniform(0.0, 6.0))
+        self.fleet.redis_clock.set(0)
+        await asyncio.sleep(TAKES_S)
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if find_library() is not None else "libfaketime is not installed"
+
+
+FAULTS: Final[tuple[type[Fault], ...]] = (
+    TargetKilled, TargetStopped, TargetStoppedAndKilled, TargetTerminated, TargetCut, TargetStalled, TargetDelayed,
+    DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled,
+    RedisKilled, RedisStopped, RedisCut, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
+)  # fmt: skip
+
+
+def _limit_files(pid: int, num_bytes: int) -> None:
+    """The longest file that the process may write: beyond it a write fails, as on a full disk (EFBIG for ENOSPC)."""
+    try:
+        process = psutil.Process(pid)
+        _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (num_bytes, hard))
+    except psutil.NoSuchProcess:
+        pass  # another fault was faster

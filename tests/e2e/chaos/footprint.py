@@ -1,0 +1,128 @@
+"""What processes hold (sessions, KV blocks, descriptors, memory, keys in Redis) and what they did not give back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.chaos.fleet import Fleet
+
+IDLE_METRICS = {
+    "target": (
+        "outrider_num_requests_running",
+        "outrider_num_requests_waiting",
+        "outrider_kv_cache_usage_perc",
+    ),
+    "draft": ("outrider_draft_sessions",),
+    "coordinator": ("outrider_num_requests_running", "outrider_num_requests_waiting"),
+}
+DESCRIPTORS_MORE = 16  # connections come and go
+MEMORY_MORE_SHARE = 0.3
+MEMORY_MORE_BYTES = 128 << 20  # pools, and KV blocks touched for the first time
+
+
+@dataclass
+class Footprint:
+    """Of a fleet that nobody asks for anything."""
+
+    pids: dict[str, int] = field(default_factory=dict)  # by what the process is
+    num_descriptors: dict[str, int] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
+    redis_keys: set[str] = field(default_factory=set)
+
+
+async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
+    """Waits until no process knows of a session. Returns None, or what still does."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        busy = await _busy(fleet)
+        if not busy or time.monotonic() > deadline_s:
+            return ", ".join(busy) or None
+        await asyncio.sleep(0.2)
+
+
+async def _busy(fleet: Fleet) -> list[str]:
+    pages = [(worker.name, worker.role, worker.metrics_url) for worker in fleet.workers.values()]
+    assert fleet.coordinator is not None
+    pages.append(("coordinator", "coordinator", f"{fleet.coordinator.ready_line['http']}/metrics"))
+    busy = []
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        for name, role, url in pages:
+            try:
+                text = (await client.get(url)).text
+            except httpx.HTTPError as error:
+                busy.append(f"{name} does not tell its metrics: {type(error).__name__}")
+                continue
+            values = {
+                sample.name: sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if sample.name in IDLE_METRICS[role]
+            }
+            busy += [f"{name} {metric} is {value:g}" for metric, value in values.items() if value]
+    return busy
+
+
+async def measure(fleet: Fleet) -> Footprint:
+    """Now."""
+    found = Footprint(redis_keys=await fleet.redis_keys())
+    assert fleet.coordinator is not None
+    processes = {worker.name: psutil.Process(worker.pid) for worker in fleet.workers.values()}
+    coordinator = psutil.Process(int(fleet.coordinator.ready_line["pid"]))
+    processes["coordinator"] = coordinator
+    processes["this one"] = psutil.Process(os.getpid())
+    for child in coordinator.children(recursive=True):
+        with suppress(psutil.Error):
+            words = child.cmdline()
+            processes[f"{_short(words)} {child.pid}"] = child
+    for name, process in processes.items():
+        with suppress(psutil.Error):
+            found.pids[name] = process.pid
+            found.num_descriptors[name] = process.num_fds()
+            found.memory_bytes[name] = process.memory_info().rss
+    return found
+
+
+def leaks(before: Footprint, after: Footprint) -> list[str]:
+    """What is held now and was not then, beyond what comes and goes. A worker that was started anew is held to what
+    its first life held."""
+    found = []
+    for name in before.num_descriptors.keys() & after.num_descriptors.keys():
+        then, now = before.num_descriptors[name], after.num_descriptors[name]
+        if now > then + DESCRIPTORS_MORE and name != "this one":
+            found.append(f"{name} holds {now} file descriptors, {then} before")
+        bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
+        if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
+            found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")
+    more, less = after.redis_keys - before.redis_keys, before.redis_keys - after.redis_keys
+    if more or less:
+        found.append(f"Redis has {sorted(more)} more and {sorted(less)} less")
+    return found
+
+
+def table(before: Footprint, after: Footprint) -> list[str]:
+    """A line for every process that is in both."""
+    return [
+        f"{name}: {before.num_descriptors[name]} → {after.num_descriptors[name]} descriptors, "
+        f"{before.memory_bytes[name] >> 20} → {after.memory_bytes[name] >> 20} MiB"
+        + ("" if before.pids[name] == after.pids[name] else " (started anew)")
+        for name in before.pids
+        if name in after.memory_bytes and name in before.memory_bytes
+    ]
+
+
+def _short(words: list[str]) -> str:
+    """What a process of Ray's is, from its command line."""
+    line = " ".join(words)
+    known = re.search(
+        r"ray::[\w:]+|raylet|gcs_server|haproxy|dashboard/agent|runtime_env/agent|log_monitor|monitor", line
+    )
+    return known.group() if known else line[:40]

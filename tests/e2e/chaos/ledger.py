@@ -1,0 +1,181 @@
+"""What faults did to requests, counted by kind of fault, and the table made of it. Pure: times are passed in."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.e2e.chaos.verdict import Answer, Kind, Verdict
+
+QUIET = "(no fault)"
+
+
+@dataclass
+class Injection:
+    """One fault, from its beginning until everything serves again. Times are those of the clients' clock."""
+
+    number: int
+    name: str
+    began_s: float
+    detail: str = ""
+    mended_s: float = float("inf")  # from here on it is a matter of time
+    recovered_s: float = float("inf")  # everything serves again
+    problem: str | None = None  # what did not recover
+
+    def hits(self, answer: Answer) -> bool:
+        """Whether the request was under way when it began, or came before it was mended."""
+        return answer.asked_s <= max(self.began_s, self.mended_s) and answer.ended_s >= self.began_s
+
+    def overlaps(self, answer: Answer) -> bool:
+        """Whether the request was under way at any moment until everything served again."""
+        return answer.asked_s <= self.recovered_s and answer.ended_s >= self.began_s
+
+
+@dataclass
+class Row:
+    """One kind of fault."""
+
+    name: str
+    num_injected: int = 0
+    num_requests: int = 0  # that were under way when it began, or came before it was mended
+    num_tokens: Counter[Kind] = field(default_factory=Counter)
+    num_refused: int = 0
+    gaps_s: list[float] = field(default_factory=list)  # longest of each request that met it
+    recovery_s: list[float] = field(default_factory=list)
+
+
+class Ledger:
+    """Takes injections as they begin and answers as they end."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.failures: list[str] = []
+        self.num_answers = 0
+        self.num_left = 0
+        self._recent: list[Injection] = []
+
+    def begin(self, injection: Injection) -> None:
+        self._recent.append(injection)
+        self.row(injection.name).num_injected += 1
+
+    def mended(self, injection: Injection, now_s: float) -> None:
+        """What was broken is in order again."""
+        injection.mended_s = now_s
+
+    def end(self, injection: Injection, now_s: float, problem: str | None) -> None:
+        """It is over, or will never be: `problem` says what is still missing."""
+        injection.mended_s = min(injection.mended_s, now_s)
+        injection.recovered_s, injection.problem = now_s, problem
+        self.row(injection.name).recovery_s.append(now_s - injection.began_s)
+        if problem is not None:
+            self.failures.append(
+                f"{injection.number} {injection.name} ({injection.detail}): did not recover: {problem}"
+            )
+
+    def add(self, name: str, answer: Answer, verdict: Verdict, oldest_open_s: float) -> None:
+        """`name` is that of the request. Injections that ended before `oldest_open_s`, when the oldest request still
+        under way was asked, are forgotten."""
+        self.num_answers += 1
+        self.num_left += answer.has_left
+        for injection in self._recent:
+            if injection.hits(answer):
+                row = self.row(injection.name)
+                row.num_requests += 1
+                if not answer.has_left and answer.error is None:
+                    row.gaps_s.append(longest_gap_s(answer, injection.began_s, injection.recovered_s))
+        if verdict.kind is not Kind.RIGHT:
+            met = [injection for injection in self._recent if injection.overlaps(answer)]
+            # With several at once the one that began last is the likeliest.
+            row = self.row(met[-1].name if met else QUIET)
+            if verdict.kind is Kind.REFUSED:
+                row.num_refused += 1
+            else:
+                row.num_tokens[verdict.kind] += verdict.num_tokens
+            during = ", ".join(f"{each.number} {each.name} ({each.detail})" for each in met) or QUIET
+            self.failures.append(f"{name}: {verdict.kind.value}: {verdict.detail}; during {during}")
+        self._recent = [each for each in self._recent if each.recovered_s >= oldest_open_s]
+
+    def row(self, name: str) -> Row:
+        return self.rows.setdefault(name, Row(name))
+
+    def total(self) -> Row:
+        """All faults together."""
+        total = Row("**all**")
+        for row in self.rows.values():
+            total.num_injected += row.num_injected
+            total.num_requests += row.num_requests
+            total.num_refused += row.num_refused
+            total.num_tokens += row.num_tokens
+            total.gaps_s += row.gaps_s
+            total.recovery_s += row.recovery_s
+        return total
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [*(self.rows[name] for name in sorted(self.rows)), self.total()]
+        return {
+            "faults": [_row_to_json(row) for row in rows],
+            "num_answers": self.num_answers,
+            "num_clients_that_left": self.num_left,
+            "failures": self.failures,
+        }
+
+    def markdown(self) -> str:
+        """The table of the README."""
+        lines = [
+            "| Fault | injected | requests in flight | lost | repeated | wrong | refused | next token p50 / p99 |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in [*(self.rows[name] for name in sorted(self.rows)), self.total()]:
+            counts = [row.num_tokens[kind] for kind in (Kind.LOST, Kind.REPEATED, Kind.WRONG)]
+            times = f"{in_words(percentile(row.gaps_s, 50))} / {in_words(percentile(row.gaps_s, 99))}"
+            cells = [row.name, row.num_injected, row.num_requests, *counts, row.num_refused, times]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        return "\n".join(lines)
+
+
+def longest_gap_s(answer: Answer, began_s: float, recovered_s: float) -> float:
+    """The longest wait for a token, first ones included, that touched the time of the fault, seconds."""
+    moments = [answer.asked_s, *answer.chunk_times_s]
+    waits = itertools.pairwise(moments)
+    return max(
+        (after - before for before, after in waits if after >= began_s and before <= recovered_s), default=0.0
+    )
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The smallest value that so many per cent do not exceed; None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return ordered[max(0, -int(-percent * len(ordered) // 100) - 1)]
+
+
+def in_words(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
+
+
+def _row_to_json(row: Row) -> dict[str, Any]:
+    def rounded(values: Iterable[float | None]) -> list[float | None]:
+        return [None if value is None else round(value, 4) for value in values]
+
+    next_p50, next_p99, next_max = rounded(percentile(row.gaps_s, each) for each in (50, 99, 100))
+    recovery_p50, recovery_max = rounded(percentile(row.recovery_s, each) for each in (50, 100))
+    return {
+        "name": row.name.strip("*"),
+        "num_injected": row.num_injected,
+        "num_requests": row.num_requests,
+        "num_lost_tokens": row.num_tokens[Kind.LOST],
+        "num_repeated_tokens": row.num_tokens[Kind.REPEATED],
+        "num_wrong_tokens": row.num_tokens[Kind.WRONG],
+        "num_refused_requests": row.num_refused,
+        "time_to_next_token_p50_s": next_p50,
+        "time_to_next_token_p99_s": next_p99,
+        "time_to_next_token_max_s": next_max,
+        "recovery_p50_s": recovery_p50,
+        "recovery_max_s": recovery_max,
+    }

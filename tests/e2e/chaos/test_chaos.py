@@ -1,0 +1,86 @@
+"""The real thing, for as long as a test may take; `make chaos` runs it for as long as you like."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from tests.e2e.chaos.__main__ import chosen, parse
+from tests.e2e.chaos.faults import FAULTS
+from tests.e2e.system import ROOT, environment
+
+# Of the part with faults; start, learning and end take about a minute more.
+SECONDS = float(os.environ.get("OUTRIDER_CHAOS_SECONDS", "90"))
+SECONDS_LONG = float(os.environ.get("OUTRIDER_CHAOS_SECONDS_LONG", "1800"))
+AROUND_S = 240.0
+
+needs_the_pair = pytest.mark.skipif(
+    not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
+)
+
+
+def break_things(folder: Path, seconds: float, *flags: str) -> dict[str, Any]:
+    """The report of a run, which must be clean."""
+    words = [sys.executable, "-m", "tests.e2e.chaos", "--seconds", str(seconds), *flags]
+    words += ["--logs", str(folder / "logs"), "--json", str(folder / "report.json")]
+    with (folder / "said").open("w+") as said:
+        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=said, stderr=said)
+        try:
+            status = process.wait(seconds + AROUND_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            status = None
+        said.seek(0)
+        print(text := said.read())
+    assert status == 0, text[-8000:]
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+@needs_the_pair
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + AROUND_S + 90)
+@pytest.mark.xdist_group("system")
+def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:
+    report = break_things(tmp_path, SECONDS)
+    total = report["faults"][-1]
+    assert report["is_clean"]
+    assert total["num_requests"] > 0, "no fault hit anybody, so this shows nothing"
+
+
+@needs_the_pair
+@pytest.mark.long
+@pytest.mark.timeout(SECONDS_LONG + AROUND_S + 90)
+@pytest.mark.xdist_group("system")
+def test_no_fault_does_so_in_half_an_hour_with_two_at_once(tmp_path: Path) -> None:
+    report = break_things(tmp_path, SECONDS_LONG, "--at-once", "2")
+    assert report["is_clean"]
+    assert {row["name"] for row in report["faults"]} >= {
+        kind.name for kind in FAULTS if kind.why_not() is None
+    }
+
+
+def test_faults_have_names_of_their_own_and_are_found_by_them() -> None:
+    assert len({kind.name for kind in FAULTS}) == len(FAULTS)
+    assert all(kind.__doc__ for kind in FAULTS), "--list says what each of them is"
+    assert [kind.name for kind in chosen(["target sigkill"])] == ["target SIGKILL"]
+    assert {kind.part for kind in chosen(["redis"])} == {"redis"}
+    assert chosen([]) == list(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "words", [["--only", "earthquake"], ["--at-once", "3"]], ids=["no such fault", "too many"]
+)
+def test_what_cannot_be_done_is_refused_before_anything_starts(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(words)
+    assert refused.value.code == 2

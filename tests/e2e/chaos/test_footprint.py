@@ -1,0 +1,29 @@
+"""What the chaos suite calls a leak, and what comes and goes."""
+
+from __future__ import annotations
+
+from tests.e2e.chaos.footprint import Footprint, leaks
+
+MIB = 1 << 20
+
+
+def holding(num_descriptors: int, mib: int, keys: set[str], name: str = "target-0") -> Footprint:
+    return Footprint({name: 1}, {name: num_descriptors}, {name: mib * MIB}, keys)
+
+
+def test_what_comes_and_goes_is_no_leak() -> None:
+    assert not leaks(holding(25, 600, {"a"}), holding(30, 650, {"a"}))
+
+
+def test_descriptors_memory_and_keys_are_missed() -> None:
+    before = holding(25, 600, {"a", "b"})
+    (found,) = leaks(before, holding(60, 600, {"a", "b"}))
+    assert "60 file descriptors, 25 before" in found
+    (found,) = leaks(before, holding(25, 1200, {"a", "b"}))
+    assert "1200 MiB of memory, 600 before" in found
+    (found,) = leaks(before, holding(25, 600, {"a", "c"}))
+    assert "['c'] more and ['b'] less" in found
+
+
+def test_a_process_that_was_not_there_before_is_not_compared() -> None:
+    assert not leaks(holding(25, 600, set()), holding(900, 9000, set(), name="another"))

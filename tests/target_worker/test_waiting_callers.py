@@ -1,0 +1,68 @@
+"""A caller whose session waits for its turn hears that somebody is there, and no more of it once the text has begun."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from outrider.grammar import GrammarCompiler
+from outrider.telemetry import TargetMetrics
+from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+from target_worker import server as target_server
+from target_worker.messages import Event, TokensCommitted
+from target_worker.server import TargetServicer
+
+
+class Slow:
+    """Stands for a model thread that has other things to do."""
+
+    def submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
+        return True
+
+    def stalled_s(self) -> float:
+        return self.stalled_for_s
+
+    stalled_for_s = 0.0
+
+
+async def test_a_caller_that_waits_hears_so_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
+    grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
+    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), grammars)
+    slow = Slow()
+    servicer.bind(slow)  # type: ignore[arg-type]
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    request = target_pb2.GenerateRequest(
+        session_id="s",
+        token_ids=[5],
+        sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4),
+    )
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = target_pb2_grpc.TargetStub(channel).Generate(request, timeout=10)
+            for _ in range(3):
+                assert (await call.read()).WhichOneof("event") == "waiting"
+            slow.stalled_for_s = 60.0  # what hangs must not look as if it did not
+            async with asyncio.timeout(5):
+                while True:
+                    reading = asyncio.ensure_future(call.read())
+                    if not (await asyncio.wait([reading], timeout=0.3))[0]:
+                        break
+            slow.stalled_for_s = 0.0
+            servicer.dispatch([TokensCommitted("s", [7], [common_pb2.TOKEN_ORIGIN_PLAIN], 0, 0, 1.0)])
+            event = await reading
+            while event.WhichOneof("event") == "waiting":  # one may have been on its way
+                event = await call.read()
+            assert list(event.step.token_ids) == [7]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await call.read()
+            call.cancel()
+    finally:
+        await server.stop(None)

@@ -110,6 +110,8 @@ class DraftLink:
                     status = await call.read()
                 if not isinstance(status, draft_pb2.AttachStatus):  # end of the stream
                     return False
+                if status.num_sent_nodes:
+                    environment.router.has_served(worker)
                 if status.is_finished:
                     return True
         except (grpc.aio.AioRpcError, TimeoutError) as error:

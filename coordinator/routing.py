@@ -11,10 +11,15 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.worker_record import Snapshot, WorkerRecord
 
 WorkerKey = tuple[str, str, str]  # pool, worker id, incarnation: a restarted worker starts with a clean sheet
+
+
+QUARANTINE_DOUBLINGS_MAX: Final = 4
+FAILURES_KEPT_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class Router:
         self._quarantine_s = quarantine_s
         self._num_open: Counter[WorkerKey] = Counter()
         self._passed_over_until_s: dict[WorkerKey, float] = {}
+        self._num_failures: dict[WorkerKey, int] = {}  # of draft workers, in a row
 
     def usable(
         self, workers: Iterable[WorkerRecord], now_s: float
@@ -127,11 +133,31 @@ class Router:
             del self._num_open[key]
 
     def pass_over(self, worker: WorkerRecord, now_s: float) -> None:
-        """Leaves a worker that did not answer alone for a while; its lease may take seconds to run out."""
-        self._passed_over_until_s = {
-            key: until_s for key, until_s in self._passed_over_until_s.items() if until_s > now_s
-        }
-        self._passed_over_until_s[key_of(worker)] = now_s + self._quarantine_s
+        """Leaves a worker that did not answer alone for a while; its lease may take seconds to run out.
+
+        A draft worker is left alone for twice as long each time, until it has been of use (`has_served`): doing without
+        costs speed only, and trying it costs a request its hints. Failures that meet it meanwhile are the same one.
+        """
+        key = key_of(worker)
+        if self._passed_over_until_s.get(key, now_s) > now_s:
+            return
+        self._forget_old(now_s)
+        factor = 1
+        if worker.pool == "draft":
+            factor = 2 ** min(self._num_failures.get(key, 0), QUARANTINE_DOUBLINGS_MAX)
+            self._num_failures[key] = self._num_failures.get(key, 0) + 1
+        self._passed_over_until_s[key] = now_s + self._quarantine_s * factor
+
+    def has_served(self, worker: WorkerRecord) -> None:
+        """It did what it is there for."""
+        self._num_failures.pop(key_of(worker), None)
+
+    def _forget_old(self, now_s: float) -> None:
+        """Of workers that have not failed for long; the memory is bounded by failures within that time."""
+        for key, until_s in list(self._passed_over_until_s.items()):
+            if until_s + FAILURES_KEPT_S <= now_s:
+                del self._passed_over_until_s[key]
+                self._num_failures.pop(key, None)
 
     def _reason_against(self, worker: WorkerRecord, now_s: float) -> str | None:
         if worker.tokenizer_fingerprint != self._fingerprint:

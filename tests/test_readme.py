@@ -183,6 +183,21 @@ class TestLive:
         rest = commands(first)[1:]
         assert all(run(words, shell).strip() for words in rest), "serve --help"
 
+    def test_a_stream_goes_on_where_the_readme_stops_it(self, system: System, shell: dict[str, str]) -> None:
+        (_, both), *_ = blocks("When something breaks")
+        first, again = addressed(both, system).split("\ncurl")
+        whole = run(["bash", "-euc", first], shell)
+        rest = run(["bash", "-euc", f"curl{again}"], shell)
+        ids = re.findall(r"^id: (.*)$", whole, re.MULTILINE)
+        assert ids[-1] == "60e"
+        assert rest.startswith("id: ")
+        assert not {"1", "12"} & set(re.findall(r"^id: (.*)$", rest, re.MULTILINE))
+        said = text_of(list(events_of(iter(line for line in whole.splitlines() if line.startswith("data")))))
+        left = text_of(list(events_of(iter(line for line in rest.splitlines() if line.startswith("data")))))
+        assert left
+        assert said.endswith(left)
+        assert len(left) < len(said)
+
     def test_chat_answers_from_another_terminal(self, system: System, shell: dict[str, str]) -> None:
         assert "`outrider chat`" in section("How to call it")
         words = ["outrider", "chat", "--url", system.url, "--max-tokens", "20"]

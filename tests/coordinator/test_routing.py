@@ -125,6 +125,29 @@ def test_a_worker_that_failed_is_left_alone_for_a_while() -> None:
     assert pick(made, worker, now_s=13.0) == worker
 
 
+def test_a_draft_worker_that_keeps_failing_is_left_alone_for_longer_until_it_is_of_use() -> None:
+    made, worker, now_s = router(), draft(0), 0.0
+    waits = []
+    for _ in range(7):
+        made.pass_over(worker, now_s)
+        made.pass_over(worker, now_s + 0.1)  # another session that notices the same
+        began_s = now_s
+        while made.pick_draft(Snapshot(drafts=(worker,)), now_s, num_tokens=10, excluded=()) is None:
+            now_s += 0.5
+        waits.append(now_s - began_s)
+    assert waits == [3, 6, 12, 24, 48, 48, 48]
+    made.has_served(worker)
+    made.pass_over(worker, now_s)
+    assert made.pick_draft(Snapshot(drafts=(worker,)), now_s + 3.0, num_tokens=10, excluded=()) == worker
+
+
+def test_failures_of_long_ago_are_forgotten() -> None:
+    made = router()
+    for number in range(100):
+        made.pass_over(draft(number), now_s=1000.0 * number)
+    assert len(made._passed_over_until_s) == len(made._num_failures) == 1
+
+
 def test_a_restart_clears_the_sheet() -> None:
     made, worker = router(), target(0)
     made.pass_over(worker, now_s=10.0)

@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     fleet.add_argument("--clients", type=int, default=12, help="that ask all the time (default: %(default)s)")
     fleet.add_argument("--targets", type=int, default=3, help="target workers (default: %(default)s)")
     fleet.add_argument("--drafts", type=int, default=2, help="draft workers (default: %(default)s)")
-    fleet.add_argument("--replicas", type=int, default=1, help="of the coordinator (default: %(default)s)")
+    fleet.add_argument("--replicas", type=int, default=2, help="of the coordinator (default: %(default)s)")
     fleet.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,6 +19,9 @@ from tests.e2e.chaos.verdict import Answer
 
 PATIENCE_S = 90.0
 """For the whole answer. Who has none by then counts as hung."""
+RECONNECT_S = 0.3
+LOST_FOR_S = 20.0
+"""For so long after a replica's death a connection may break, or find nobody."""
 
 
 class Client:
@@ -29,6 +33,7 @@ class Client:
         self._channel = grpc.aio.insecure_channel(grpc_address)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._stack = AsyncExitStack()
+        self.replica_lost_s = float("-inf")  # when a replica of the coordinator was last killed
 
     async def __aenter__(self) -> Client:
         await self._stack.enter_async_context(self._http)
@@ -77,24 +82,39 @@ class Client:
         return answer
 
     async def _read(self, case: Case, edge: str, speculation: str, answer: Answer) -> None:
+        """Goes on where it stopped, at another replica, when its own has died; gives up at any other error."""
         ask = self._ask_http if edge == "http" else self._ask_grpc
-        try:
-            await ask(case, speculation, answer)
-        except (httpx.HTTPError, grpc.aio.AioRpcError, _Refused) as error:
-            answer.error = _in_words(error)
+        request_id = uuid.uuid4().hex
+        while True:
+            try:
+                await ask(case, speculation, answer, request_id)
+                return
+            except (httpx.HTTPError, grpc.aio.AioRpcError, _Refused) as error:
+                if time.monotonic() - self.replica_lost_s > LOST_FOR_S:
+                    answer.error = _in_words(error)
+                    return
+                answer.num_reconnects += 1
+                await asyncio.sleep(RECONNECT_S)
 
-    async def _ask_http(self, case: Case, speculation: str, answer: Answer) -> None:
-        async with self._http.stream("POST", "/v1/completions", json=case.body(speculation)) as response:
+    async def _ask_http(self, case: Case, speculation: str, answer: Answer, request_id: str) -> None:
+        body = case.body(speculation) | {"stream_options": {"include_event_ids": True}}
+        headers = {"X-Request-Id": request_id}
+        if answer.event_id:
+            headers["Last-Event-ID"] = answer.event_id
+        async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 raise _Refused(
                     f"{response.status_code} {(await response.aread()).decode(errors='replace')[:300]}"
                 )
+            event_id = ""
             async for line in response.aiter_lines():
-                if not line:
-                    continue
-                if line == "data: [DONE]":
+                if line.startswith("id: "):
+                    event_id = line.removeprefix("id: ")
+                elif line == "data: [DONE]":
                     return
-                self._take_event(json.loads(line.removeprefix("data: ")), answer)
+                elif line:
+                    self._take_event(json.loads(line.removeprefix("data: ")), answer)
+                    answer.event_id = event_id
         raise _Refused("the stream ended without [DONE]")
 
     def _take_event(self, event: dict[str, Any], answer: Answer) -> None:
@@ -108,8 +128,25 @@ class Client:
             if choice.get("finish_reason") is not None:
                 answer.finish_reason, answer.stop_string = choice["finish_reason"], choice.get("stop_reason")
 
-    async def _ask_grpc(self, case: Case, speculation: str, answer: Answer) -> None:
-        call = self._stub.Generate(case.message(speculation), timeout=PATIENCE_S)
+    async def _ask_grpc(self, case: Case, speculation: str, answer: Answer, request_id: str) -> None:
+        message = case.message(speculation)
+        message.request_id = request_id
+        if not answer.token_ids:
+            await self._read_chunks(message, case, answer)
+            return
+        message.resume_from.add(num_tokens=len(answer.token_ids), has_begun=True)
+        by_id = generation_pb2.GenerationRequest(request_id=request_id, resume_from=message.resume_from)
+        try:
+            await self._read_chunks(by_id, case, answer)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            await self._read_chunks(message, case, answer)  # its replica died before the journal had it
+
+    async def _read_chunks(
+        self, message: generation_pb2.GenerationRequest, case: Case, answer: Answer
+    ) -> None:
+        call = self._stub.Generate(message, timeout=PATIENCE_S)
         try:
             async for chunk in call:
                 self._take_chunk(chunk, case, answer)

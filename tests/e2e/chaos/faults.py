@@ -1,8 +1,7 @@
 """What can be broken, one class each: how it begins and how it ends.
 
 Each fault runs once: `run` breaks something, holds it for a while, mends it and gives back the names of the workers
-that have to serve again before it counts as over. The death of a coordinator replica belongs here as soon as another
-replica can go on with its requests (a journal): a class like `TargetKilled`, and clients that reconnect.
+that have to serve again before it counts as over.
 """
 
 from __future__ import annotations
@@ -230,6 +229,17 @@ class HintsStalled(_Network):
         await self.hold(worker.link, f"to {worker.name}, {worker.link.stall(callers)} streams")
 
 
+class ReplicaKilled(Fault):
+    """A coordinator replica dies with all its connections; clients come back and go on at another."""
+
+    name, part = "coordinator replica SIGKILL", "coordinator"
+
+    async def run(self, worker: Worker | None) -> None:
+        self.describe(f"one of {len(self.fleet.replicas())}")
+        self.fleet.kill_replica(self.rng)
+        await asyncio.sleep(1.0)  # until it is missed
+
+
 class RedisKilled(Fault):
     """SIGKILL, and an empty one in its place some time later."""
 
@@ -330,7 +340,7 @@ class RedisClockStepped(Fault):
 
 FAULTS: Final[tuple[type[Fault], ...]] = (
     TargetKilled, TargetStopped, TargetStoppedAndKilled, TargetTerminated, TargetCut, TargetStalled, TargetDelayed,
-    DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled,
+    DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled, ReplicaKilled,
     RedisKilled, RedisStopped, RedisCut, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
 )  # fmt: skip
 

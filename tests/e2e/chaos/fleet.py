@@ -53,7 +53,7 @@ SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's sn
 class FleetOptions:
     num_targets: int = 3
     num_drafts: int = 2
-    num_replicas: int = 1
+    num_replicas: int = 2
     num_clients: int = 12  # one target alone must have room for all of them
     target_silence_max_s: float = 4.0
     drain_grace_s: float = 3.0
@@ -271,6 +271,22 @@ class Fleet:
         with contextlib.suppress(ProcessLookupError):  # it has just died by itself, which is told elsewhere
             os.kill(worker.pid, number)
 
+    def replicas(self) -> list[psutil.Process]:
+        """The coordinator's, that live."""
+        assert self.coordinator is not None
+        found = []
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(int(self.coordinator.ready_line["pid"])).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if any("ServeReplica" in word for word in process.cmdline()):
+                        found.append(process)
+        return found
+
+    def kill_replica(self, rng: random.Random) -> None:
+        """One of them; Serve starts another. Clients may come back to any, from now on for as long as it takes."""
+        self.client.replica_lost_s = time.monotonic()
+        rng.choice(self.replicas()).kill()
+
     def callers_from(self, workers: Iterable[Worker], link: Link) -> Callers:
         """The connections that these workers have made to the link."""
         pids = [worker.pid for worker in workers if worker.is_ready]
@@ -307,7 +323,13 @@ class Fleet:
             self._redis.url, decode_responses=True, socket_timeout=1.0, socket_connect_timeout=1.0
         ) as client:
             with contextlib.suppress(redis.RedisError, OSError):
-                return {re.sub(r"[0-9a-f]{32}", "*", str(key)) for key in await client.keys("*")}
+                # A stream's journal goes by itself some time after its end.
+                keys = [
+                    key
+                    for key in map(str, await client.keys("*"))
+                    if not (key.startswith("or:journal:") and await client.pttl(key) > 0)
+                ]
+                return {re.sub(r"[0-9a-f]{32}", "*", key) for key in keys}
         return set()
 
     # What it looks like from outside.
@@ -338,6 +360,8 @@ class Fleet:
         unannounced = {key.rpartition(":")[2] for key in self._worker_keys - await self.redis_keys()} - aside
         if unannounced:
             return f"Redis knows nothing of {', '.join(sorted(unannounced))}"
+        if len(self.replicas()) < self.options.num_replicas:
+            return "a replica of the coordinator is missing"
         health = await self.health()
         wanted = {
             role: sum(worker.name not in aside for worker in self.of_role(role))

@@ -55,6 +55,7 @@ class Ledger:
         self.failures: list[str] = []
         self.num_answers = 0
         self.num_left = 0
+        self.num_reconnects = 0
         self._recent: list[Injection] = []
 
     def begin(self, injection: Injection) -> None:
@@ -80,6 +81,7 @@ class Ledger:
         under way was asked, are forgotten."""
         self.num_answers += 1
         self.num_left += answer.has_left
+        self.num_reconnects += answer.num_reconnects
         for injection in self._recent:
             if injection.hits(answer):
                 row = self.row(injection.name)
@@ -119,6 +121,7 @@ class Ledger:
             "faults": [_row_to_json(row) for row in rows],
             "num_answers": self.num_answers,
             "num_clients_that_left": self.num_left,
+            "num_reconnects": self.num_reconnects,
             "failures": self.failures,
         }
 

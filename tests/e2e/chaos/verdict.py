@@ -31,6 +31,8 @@ class Answer:
     finish_reason: str | None = None
     stop_string: str | None = None
     has_left: bool = False  # the client, on purpose
+    num_reconnects: int = 0  # after which the rest came from another replica
+    event_id: str = ""  # of the last event, where there are such
     error: str | None = None  # why there is no end
     ended_s: float = 0.0
 

@@ -50,7 +50,7 @@ async def run_choices(
     Where a stream is resumed, news that the client has already come as repeats. With best_of
     nothing is yielded before all candidates have ended.
     """
-    target = environment.router.pick_target(
+    ranked = environment.router.rank_targets(
         environment.snapshot(),
         environment.now_s(),
         model=spec.model,
@@ -62,7 +62,7 @@ async def run_choices(
         RequestSession(
             *(environment, spec, arrival_s),
             index=index,
-            preferred=target,
+            preferred=ranked[0] if ranked else None,
             point=resumption.points[index],
             known_token_ids=resumption.known(index),
         )

@@ -71,12 +71,14 @@ class DraftLink:
     async def _follow(self) -> None:
         environment, tried = self._environment, set[WorkerKey]()
         for _ in range(environment.settings.draft_attempts_max):
-            worker = environment.router.pick_draft(
+            ranked = environment.router.rank_drafts(
                 environment.snapshot(),
                 environment.now_s(),
                 num_tokens=self._session.num_tokens_max,
                 excluded=tried,
             )
+            token = self._session.session_id
+            worker = await environment.reservations.take("draft", ranked, token)
             if worker is None:
                 break
             tried.add(key_of(worker))
@@ -86,6 +88,7 @@ class DraftLink:
                     return
             finally:
                 environment.router.close_session(worker)
+                environment.reservations.give_back(worker, token)
         self._on_no_draft()
 
     async def _follow_one(self, worker: WorkerRecord) -> bool:

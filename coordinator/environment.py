@@ -13,6 +13,7 @@ from typing import Self
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.priors import PriorTable
+from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
@@ -50,6 +51,7 @@ class Environment:
     channels: WorkerChannels
     metrics: CoordinatorMetrics
     snapshot: Callable[[], Snapshot]
+    reservations: Reservations
     now_s: Callable[[], float]  # a monotonic clock
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex  # of a session at a target; never the same twice
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)

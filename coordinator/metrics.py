@@ -97,6 +97,9 @@ class CoordinatorMetrics:
         self.prior_extra_tokens = gauge(
             "prior_extra_tokens_per_step", "Tokens gained per step with hints", *prior_labels
         )
+        self.journal_degraded = gauge(
+            "journal_degraded", "1 while streams cannot be resumed for want of Redis"
+        )
         self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.target_replays = counter("target_replays", "Sessions moved to another target")
 

@@ -53,6 +53,7 @@ from protos.outrider.v1 import common_pb2, target_pb2
 _log = logging.getLogger(__name__)
 
 _SET_SPECULATION_TIMEOUT_S: Final = 2.0
+_RETRY_AFTER_S: Final = 1.0
 _WAIT_S: Final = 0.1  # between two looks for a target
 
 
@@ -136,6 +137,7 @@ class RequestSession:
         has_logprobs = spec.sampling.num_logprobs is not None or spec.sampling.num_prompt_logprobs is not None
         self._known_token_ids = () if has_logprobs or spec.prompt_text is not None else known_token_ids
         self._is_finished = False
+        self._is_everybody_full = False
         self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -179,7 +181,7 @@ class RequestSession:
         patience = Patience(settings.target_attempts_max, settings.target_wait_max_s)
         refusal: OutriderError | None = None
         while True:
-            attempt = self._begin_attempt()
+            attempt = await self._begin_attempt()
             if attempt is not None:
                 try:
                     async with aclosing(self._run_attempt(attempt)) as items:
@@ -197,10 +199,15 @@ class RequestSession:
                     environment.metrics.target_replays.inc()
             num_tokens = len(self._output.token_ids)
             if not patience.lasts(environment.now_s(), num_tokens, found_target=attempt is not None):
-                raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
+                raise refusal or self._no_target()
             if patience.has_begun and not self._can_try_another():
                 self._tried.clear()
                 await self._wait_for_target()
+
+    def _no_target(self) -> OutriderError:
+        if self._is_everybody_full:
+            return Overloaded("every target worker is full", _RETRY_AFTER_S)
+        return Unavailable(f"no target worker is free to serve {self._spec.model!r}")
 
     async def _wait_for_target(self) -> None:
         """Raises DeadlineExceeded."""
@@ -211,7 +218,7 @@ class RequestSession:
         await asyncio.sleep(_WAIT_S)
 
     def _can_try_another(self) -> bool:
-        return self._pick_target() is not None
+        return bool(self._rank_targets())
 
     def _starting_mode(self, index: int) -> StartingMode:
         environment = self._environment
@@ -220,18 +227,19 @@ class RequestSession:
         text_id = f"{self._spec.request.request_id}/{index}"
         return environment.priors.start(self._prior_key, text_id, environment.now_s())
 
-    def _begin_attempt(self) -> _Attempt | None:
+    async def _begin_attempt(self) -> _Attempt | None:
         environment = self._environment
+        ranked = self._rank_targets()
         preferred, self._preferred = self._preferred, None
         if preferred is not None and environment.router.has_room(preferred):
-            target: WorkerRecord | None = preferred
-        else:
-            target = self._pick_target()
-        if target is None:
-            return None
-        self._tried.add(key_of(target))
+            ranked = [preferred, *(worker for worker in ranked if worker != preferred)]
         # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
         session_id = environment.new_id()
+        target = await environment.reservations.take("target", ranked, session_id)
+        if target is None:
+            self._is_everybody_full = bool(ranked)
+            return None
+        self._tried.add(key_of(target))
         request = target_pb2.GenerateRequest(
             session_id=session_id,
             token_ids=self._committed(),
@@ -241,8 +249,8 @@ class RequestSession:
         )
         return _Attempt(target, session_id, request)
 
-    def _pick_target(self) -> WorkerRecord | None:
-        return self._environment.router.pick_target(
+    def _rank_targets(self) -> list[WorkerRecord]:
+        return self._environment.router.rank_targets(
             self._environment.snapshot(),
             self._environment.now_s(),
             model=self._spec.model,
@@ -279,6 +287,7 @@ class RequestSession:
         finally:
             call.cancel()
             environment.router.close_session(attempt.target)
+            environment.reservations.give_back(attempt.target, attempt.session_id)
             for task in attempt.background:
                 task.cancel()
             await attempt.link.close()

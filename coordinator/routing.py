@@ -80,7 +80,7 @@ class Router:
             found.setdefault(worker.model_name, []).append(worker)
         return found
 
-    def pick_target(
+    def rank_targets(
         self,
         snapshot: Snapshot,
         now_s: float,
@@ -88,32 +88,34 @@ class Router:
         model: str,
         num_tokens: int,
         excluded: Collection[WorkerKey],
-    ) -> WorkerRecord | None:
-        """A target of `model` for a context of `num_tokens`, prompt and output; None when there is none."""
+    ) -> list[WorkerRecord]:
+        """Targets of `model` for a context of `num_tokens`, prompt and output, the one to take first."""
         usable, _ = self.usable(snapshot.targets, now_s)
-        return self._least_loaded_of_two(
+        return self._ranked(
             [
                 worker
                 for worker in usable
                 if worker.model_name == model
                 and worker.max_model_len >= num_tokens
                 and key_of(worker) not in excluded
-            ]
+            ],
+            snapshot,
         )
 
-    def pick_draft(
+    def rank_drafts(
         self, snapshot: Snapshot, now_s: float, *, num_tokens: int, excluded: Collection[WorkerKey]
-    ) -> WorkerRecord | None:
-        """A draft worker with a free slot that can hold `num_tokens`; None when there is none."""
+    ) -> list[WorkerRecord]:
+        """Draft workers with a free slot that can hold `num_tokens`, the one to take first."""
         usable, _ = self.usable(snapshot.drafts, now_s)
-        return self._least_loaded_of_two(
+        return self._ranked(
             [
                 worker
                 for worker in usable
                 if worker.max_model_len >= num_tokens
                 and self.has_room(worker)
                 and key_of(worker) not in excluded
-            ]
+            ],
+            snapshot,
         )
 
     def has_room(self, worker: WorkerRecord) -> bool:
@@ -170,14 +172,19 @@ class Router:
             return "did not answer a moment ago"
         return None
 
-    def _least_loaded_of_two(self, candidates: list[WorkerRecord]) -> WorkerRecord | None:
-        # Two at random, not the best of all: replicas that share a snapshot would all run to the same worker.
-        if len(candidates) > 2:
-            candidates = self._chance.sample(candidates, 2)
-        self._chance.shuffle(candidates)
-        return min(candidates, key=self._load, default=None)
+    def _ranked(self, candidates: list[WorkerRecord], snapshot: Snapshot) -> list[WorkerRecord]:
+        """The less loaded of two first, then the others by their load.
 
-    def _load(self, worker: WorkerRecord) -> float:
-        """Sessions per place. The worker's own count includes other replicas but is up to a heartbeat old."""
-        num_sessions = max(worker.num_running + worker.num_waiting, self._num_open[key_of(worker)])
-        return num_sessions / worker.max_num_seqs
+        Two at random, not the best of all: replicas that share a snapshot would all run to the same worker.
+        """
+        shuffled = self._chance.sample(candidates, len(candidates))
+
+        def load(worker: WorkerRecord) -> float:
+            return self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
+
+        return sorted(shuffled[:2], key=load) + sorted(shuffled[2:], key=load)
+
+    def _load(self, worker: WorkerRecord, num_reserved: int = 0) -> float:
+        """Sessions per place. The worker's own count is up to a heartbeat old, reservations up to a refresh."""
+        num_known = max(worker.num_running + worker.num_waiting, num_reserved)
+        return max(num_known, self._num_open[key_of(worker)]) / worker.max_num_seqs

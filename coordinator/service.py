@@ -23,6 +23,7 @@ from coordinator.generation_request import GenerationInput, GenerationSpec, chec
 from coordinator.journal import Journal, JournalEntry
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
+from coordinator.reservations import Reservations
 from coordinator.resumption import ResumePoint, Resumption
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
@@ -35,6 +36,7 @@ from outrider.worker_record import Snapshot, WorkerRecord
 
 _log = logging.getLogger(__name__)
 
+REQUEST_TIMEOUT_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 5.0
 _RETRY_AFTER_S: Final = 1.0
 
@@ -65,6 +67,10 @@ class GenerationService:
             _log.warning("%s has no chat template; messages are joined by newlines", settings.tokenizer_dir)
         self._injected_snapshot = snapshot
         self._registry = outside.registry
+        # On the way of requests: one that is slow is as good as none.
+        self._quick_registry: Registry | None = None
+        if outside.registry is None and snapshot is None:
+            self._quick_registry = Registry(settings.redis_url, REQUEST_TIMEOUT_S)
         self._directory: WorkerDirectory | None = None
         self._prior_store: PriorStore | None = None
         self._journal: Journal | None = None
@@ -80,6 +86,9 @@ class GenerationService:
             channels=outside.channels,
             metrics=outside.metrics,
             snapshot=self.snapshot,
+            reservations=Reservations(
+                outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
+            ),
             now_s=outside.now_s,
             new_id=outside.new_id,
             policy=outside.policy,
@@ -97,6 +106,9 @@ class GenerationService:
             self._journal = await self._stack.enter_async_context(Journal(registry))
             if self._injected_snapshot is None:
                 self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
+                if self._quick_registry is not None:
+                    self._stack.push_async_callback(self._quick_registry.close)
+                await self._stack.enter_async_context(self.environment.reservations)
         self._stack.push_async_callback(self.environment.channels.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
         self._stack.push_async_callback(_end, housekeeping)
@@ -244,6 +256,7 @@ class GenerationService:
             metrics.registry_degraded.set(snapshot.degraded)
             priors = self.environment.priors
             metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)
+            metrics.journal_degraded.set(self._journal is not None and self._journal.is_degraded)
             metrics.priors_degraded.set(self._prior_store is not None and self._prior_store.is_degraded)
             await asyncio.sleep(_HOUSEKEEPING_S)
 

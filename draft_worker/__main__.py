@@ -106,9 +106,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     name = model_name(arguments.model)
     async with WorkerProcess(options, "draft", ["outrider.v1.Draft"]) as process:
         engine = load_model(engine_config(arguments))
-        info = worker_info(engine, options, name, process.incarnation)
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
+        # What its memory has room for may be fewer than it was allowed.
+        info = worker_info(engine, options, name, process.incarnation, max_num_seqs=scheduler.num_slots)
         metrics = DraftMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
         grammars = GrammarCompiler(

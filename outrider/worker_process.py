@@ -185,7 +185,15 @@ def model_name(model: str) -> str:
     return Path(model).resolve().name
 
 
-def worker_info(engine: Engine, options: WorkerOptions, name: str, incarnation: str) -> common_pb2.WorkerInfo:
+def worker_info(
+    engine: Engine,
+    options: WorkerOptions,
+    name: str,
+    incarnation: str,
+    *,
+    max_num_seqs: int,
+    max_num_waiting: int = 0,
+) -> common_pb2.WorkerInfo:
     """What a worker says about itself, to callers and in the registry."""
     from outrider.tokenizer import fingerprint
 
@@ -196,7 +204,8 @@ def worker_info(engine: Engine, options: WorkerOptions, name: str, incarnation: 
         tokenizer_fingerprint=fingerprint(config.model_dir),
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
+        max_num_waiting=max_num_waiting,
         dtype=config.dtype,
         incarnation=incarnation,
         num_model_parameters=engine.num_parameters,
@@ -394,6 +403,7 @@ def record_from_info(
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,
+        max_num_waiting=info.max_num_waiting,
         dtype=info.dtype,
         num_model_parameters=info.num_model_parameters,
     )

@@ -30,6 +30,7 @@ class WorkerRecord:
     num_model_parameters: int
     # stalled: its model has shown no sign of life for a while; draining: finishes what runs, admits nothing.
     state: WorkerState = "ready"
+    max_num_waiting: int = 0  # most that wait beside those
     num_running: int = 0  # sessions in the batch, as of the last heartbeat
     num_waiting: int = 0  # sessions admitted and not yet in it
 

@@ -127,7 +127,11 @@ async def serve(arguments: argparse.Namespace) -> None:
             logger.warning(
                 "NOT batch-invariant here, text may depend on its company: %s", "; ".join(failures)
             )
-        info = worker_info(engine, options, name, process.incarnation)
+        info = worker_info(
+            *(engine, options, name, process.incarnation),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_waiting=limits.max_num_waiting,
+        )
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
         metrics = TargetMetrics(name, options.worker_id)

@@ -35,9 +35,10 @@ def pick(
     excluded: Collection[WorkerKey] = (),
     now_s: float = 0.0,
 ) -> WorkerRecord | None:
-    return made.pick_target(
+    ranked = made.rank_targets(
         Snapshot(targets=workers), now_s, model="demo", num_tokens=num_tokens, excluded=excluded
     )
+    return ranked[0] if ranked else None
 
 
 def test_no_workers_means_none() -> None:
@@ -99,12 +100,12 @@ def test_a_mismatch_of_tokenizers_shows_both_fingerprints() -> None:
 
 def test_a_draft_may_have_a_model_name_of_its_own() -> None:
     small = draft(0, model_name="draft-of-demo")
-    assert router("demo").pick_draft(Snapshot(drafts=(small,)), 0.0, num_tokens=10, excluded=()) == small
+    assert router("demo").rank_drafts(Snapshot(drafts=(small,)), 0.0, num_tokens=10, excluded=()) == [small]
 
 
 def test_a_full_draft_worker_is_not_asked() -> None:
     full = draft(0, num_running=8)
-    assert router().pick_draft(Snapshot(drafts=(full,)), 0.0, num_tokens=10, excluded=()) is None
+    assert not router().rank_drafts(Snapshot(drafts=(full,)), 0.0, num_tokens=10, excluded=())
 
 
 def test_a_context_that_does_not_fit_goes_elsewhere() -> None:
@@ -132,13 +133,13 @@ def test_a_draft_worker_that_keeps_failing_is_left_alone_for_longer_until_it_is_
         made.pass_over(worker, now_s)
         made.pass_over(worker, now_s + 0.1)  # another session that notices the same
         began_s = now_s
-        while made.pick_draft(Snapshot(drafts=(worker,)), now_s, num_tokens=10, excluded=()) is None:
+        while not made.rank_drafts(Snapshot(drafts=(worker,)), now_s, num_tokens=10, excluded=()):
             now_s += 0.5
         waits.append(now_s - began_s)
     assert waits == [3, 6, 12, 24, 48, 48, 48]
     made.has_served(worker)
     made.pass_over(worker, now_s)
-    assert made.pick_draft(Snapshot(drafts=(worker,)), now_s + 3.0, num_tokens=10, excluded=()) == worker
+    assert made.rank_drafts(Snapshot(drafts=(worker,)), now_s + 3.0, num_tokens=10, excluded=()) == [worker]
 
 
 def test_failures_of_long_ago_are_forgotten() -> None:
@@ -152,6 +153,18 @@ def test_a_restart_clears_the_sheet() -> None:
     made, worker = router(), target(0)
     made.pass_over(worker, now_s=10.0)
     assert pick(made, target(0, incarnation="2"), now_s=10.1) is not None
+
+
+def test_all_are_ranked_and_what_everybody_reserved_counts() -> None:
+    workers = tuple(target(number, incarnation=str(number)) for number in range(5))
+    reserved = {str(number): number for number in range(5)}
+    ranked = router().rank_targets(
+        Snapshot(workers, num_reserved=reserved), 0.0, model="demo", num_tokens=1, excluded=()
+    )
+    assert sorted(ranked, key=workers.index) == list(workers)
+    numbers = [int(worker.incarnation) for worker in ranked]
+    assert numbers[0] < numbers[1], "the less loaded of two"
+    assert numbers[2:] == sorted(numbers[2:])
 
 
 def test_models_are_those_of_usable_targets() -> None:

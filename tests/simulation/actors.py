@@ -300,6 +300,7 @@ class Worker(Process):
             vocab_size=VOCAB_SIZE,
             max_model_len=shape.limits.max_model_len,
             max_num_seqs=limit,
+            max_num_waiting=shape.limits.max_num_waiting if self.pool == "target" else 0,
             dtype="float32",
             incarnation=self.incarnation,
             num_model_parameters=1,

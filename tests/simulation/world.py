@@ -83,7 +83,7 @@ class _World:
         self._hints: dict[
             tuple[str, int, int], dict[int, tuple[int, ...]]
         ] = {}  # tokens from the root to each node
-        self._orphans: dict[str, float] = {}  # sessions without a caller, and since when
+        self._orphans: dict[object, None] = {}  # sessions that had no caller a moment ago
         self._everybody: list[Process] = []
 
     # What is noticed.
@@ -154,7 +154,8 @@ class _World:
         return self.network.chance.choice(there) if there else None
 
     def _start(self, name: str) -> None:
-        if name in self.network.processes:
+        if name in self.network.processes:  # it is about to end, and takes its time
+            self.loop.call_later(1.0, self._start, name)
             return
         life = self._lives[name[:2]] = self._lives.get(name[:2], 0) + 1
         shape = self.scenario.shape
@@ -206,7 +207,8 @@ class _World:
                 assert isinstance(process, Worker)
                 process.thread.hang()
                 self.network.cut(fault.process)
-                self._start(f"{fault.process}'")
+                if f"{fault.process}'" not in self.network.processes:
+                    self._start(f"{fault.process}'")
                 self.loop.call_later(fault.duration_s, self._thaw, process)
             case FaultKind.CUT:
                 self.network.cut(fault.process, fault.other)
@@ -246,12 +248,20 @@ class _World:
         self._check_callers(draft, draft.scheduler._sessions)
 
     def _check_callers(self, worker: Target | Draft, sessions: Mapping[str, object]) -> None:
-        for session_id in sessions:
-            name = f"{session_id} at {worker.name}"
-            if session_id in worker.servicer._callers:
-                self._orphans.pop(name, None)
-            elif self.loop.time() - self._orphans.setdefault(name, self.loop.time()) > _ORPHAN_S:
-                self.wrong(f"I8: session {name} belongs to nobody")
+        for session_id, session in sessions.items():
+            if session_id not in worker.servicer._callers and session not in self._orphans:
+                self._orphans[session] = None
+                self.loop.call_later(_ORPHAN_S, self._check_orphan, worker, session_id, session)
+
+    def _check_orphan(self, worker: Target | Draft, session_id: str, session: object) -> None:
+        del self._orphans[session]
+        if not worker.is_alive or worker.thread.stalled_s() > 0.0:
+            return  # it frees nothing now, nor has to
+        if (
+            worker.scheduler._sessions.get(session_id) is session
+            and session_id not in worker.servicer._callers
+        ):
+            self.wrong(f"I8: session {session_id} at {worker.name} belongs to nobody")
 
     def _check_session(self, target: Target, session: Session) -> None:
         key = (tuple(session.token_ids[: session.num_prompt_tokens]), session.sampling.seed or 0)
@@ -326,6 +336,7 @@ def _holdings(process: Process) -> Sequence[tuple[str, int]]:
             return (
                 ("requests", service._num_active),
                 ("sessions", sum(service.environment.router._num_open.values())),
+                ("reservations", service.environment.reservations.num_held),
             )
         case Redis():
             now_s = process.now_s

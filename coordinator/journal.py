@@ -4,9 +4,9 @@
         kind, payload   the request as its edge got it; `seed` where the coordinator drew one
         INDEX:OFFSET    tokens of a text from that offset on, decimal, separated by spaces
 
-Written every FLUSH_S and beside the requests: Redis is not on their path. What a crash keeps from being written costs
-time, for those tokens are made again, and no token. While Redis is away what is to be written waits, bounded by the
-requests that run, and is forgotten with them.
+Written at once, then every FLUSH_S, and beside the requests: Redis is not on their path. What a crash keeps from being
+written costs time, for those tokens are made again, and no token. While Redis is away what is to be written waits,
+bounded by the requests that run, and is forgotten with them.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class Journal:
     async def _keep(self) -> None:
         while True:
             await self._has_news.wait()
-            await asyncio.sleep(self._flush_s)
             self._has_news.clear()
-            await self._flush()
+            await self._flush()  # at once: a client may be back sooner than the next one
+            await asyncio.sleep(self._flush_s)
 
     async def _flush(self) -> None:
         """One write for each stream that has news, for as long as Redis answers."""

@@ -65,7 +65,9 @@ async def generate(
     if position:
         entry = await _look_up(service, request)
         if entry is not None:
+            request_id = request.request_id
             request = generation_pb2.GenerationRequest.FromString(entry.payload)
+            request.request_id = request_id  # where it was made up, it is not in there
     spec = await service.prepare(read_request(request))
     resumption = None
     if position:

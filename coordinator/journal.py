@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast, get_args
 
+from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
 from outrider.registry import RegistryCalls
 
@@ -90,10 +90,7 @@ class Journal:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
         await self._flush()
 
     def begin(self, request_id: str, entry: JournalEntry, deadline_s: float) -> JournaledStream | None:
@@ -129,18 +126,22 @@ class Journal:
         for request_id, stream in list(self._streams.items()):
             if not (stream.fields or stream.has_ended):
                 continue
-            if stream.has_ended:
-                del self._streams[request_id]
             fields, stream.fields = stream.fields, {}
+            has_ended = stream.has_ended
             try:
                 await self._registry.write_journal(request_id, fields, stream.life_s)
             except RegistryUnavailable as error:
                 stream.fields = fields | stream.fields
+                # What has ended meanwhile is not kept: nobody knows for how long.
+                self._streams = {id: each for id, each in self._streams.items() if not each.has_ended}
                 self._has_news.set()
                 if not self.is_degraded:
                     _log.warning("streams cannot be resumed elsewhere: %s", error.message)
                 self.is_degraded = True
                 return
+            # Unless its client is back, and its stream in its place.
+            if has_ended and self._streams.get(request_id) is stream:
+                del self._streams[request_id]
         self.is_degraded = False
 
 

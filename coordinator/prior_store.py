@@ -14,13 +14,13 @@ the table's bounds. An answer that is lost may make one batch count twice, which
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterable
 from typing import Final, Self, cast
 
 from coordinator.priors import HALF_LIFE_S, KEYS_MAX, Evidence, PriorKey, PriorTable
+from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
 from outrider.registry import Registry
 
@@ -94,10 +94,7 @@ class PriorStore:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
         if not self.is_degraded:
             await self.sync()  # a replica that leaves hands on what it has learned
 

@@ -8,11 +8,11 @@ is free again soon. Without Redis the first of the list is taken: the workers' o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
+from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
 from outrider.registry import RENEW_S, RegistryCalls
 from outrider.worker_record import Pool, WorkerRecord
@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 AWAY_S: Final = 2.0
 """How long Redis is not asked after it has not answered."""
+CANDIDATES_MAX: Final = 8
+"""Workers asked for room at once. From the third on they come by load: where eight are full, few are not."""
 _WAITING_RELEASES_MAX: Final = 4096
 
 Place = tuple[Pool, str, str]
@@ -56,22 +58,19 @@ class Reservations:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*self._tasks)
         await self._release_all()
 
     async def take(self, pool: Pool, workers: Sequence[WorkerRecord], token: str) -> WorkerRecord | None:
         """A place at the first of these workers that has room; None when all are full. To be given back with
         `give_back`, whatever happens."""
-        if not workers:
-            return None
+        if self._registry is None or not workers:
+            return workers[0] if workers else None
         index: int | None = 0
-        if self._registry is not None and self._now_s() >= self._away_until_s:
-            incarnations = [worker.incarnation for worker in workers]
-            limits = [worker.max_num_seqs + worker.max_num_waiting for worker in workers]
+        if self._now_s() >= self._away_until_s:
+            asked = workers[:CANDIDATES_MAX]
+            incarnations = [worker.incarnation for worker in asked]
+            limits = [worker.max_num_seqs + worker.max_num_waiting for worker in asked]
             try:
                 index = await self._registry.reserve(pool, incarnations, limits, token)
             except (RegistryUnavailable, asyncio.CancelledError) as error:
@@ -82,8 +81,6 @@ class Reservations:
                 self._miss(error)
         if index is None:
             return None
-        if self._registry is None:
-            return workers[index]
         place = pool, workers[index].incarnation, token
         self._held[place] = None
         self._released.pop(place, None)

@@ -10,7 +10,6 @@ HTTP and gRPC are two thin translations of these calls. The service owns the rep
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
@@ -28,6 +27,7 @@ from coordinator.resumption import ResumePoint, Resumption
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
+from outrider.background import end_tasks
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.registry import Registry
 from outrider.sampling_params import DecodingMode
@@ -111,7 +111,7 @@ class GenerationService:
                 await self._stack.enter_async_context(self.environment.reservations)
         self._stack.push_async_callback(self.environment.channels.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
-        self._stack.push_async_callback(_end, housekeeping)
+        self._stack.push_async_callback(end_tasks, housekeeping)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -263,9 +263,3 @@ class GenerationService:
     def count_failure(self, error: OutriderError) -> None:
         """Counts a request that ended in an error, by its gRPC code."""
         self.environment.metrics.request_failure.labels(error.grpc_code).inc()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

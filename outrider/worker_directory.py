@@ -8,6 +8,7 @@ import logging
 from dataclasses import replace
 from typing import Final, Self
 
+from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
 from outrider.registry import LEASE_S, PoolView, RegistryCalls
 from outrider.worker_record import POOLS, Pool, Snapshot, WorkerRecord
@@ -48,11 +49,7 @@ class WorkerDirectory:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*self._tasks)
 
     async def refresh(self) -> Snapshot:
         """Looks now. With Redis away the snapshot stays as it was, flagged degraded; never raises."""

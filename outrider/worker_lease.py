@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Self
 
+from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
 from outrider.registry import HEARTBEAT_S, RegistryCalls
 from outrider.worker_record import WorkerRecord, WorkerState
@@ -65,10 +66,7 @@ class WorkerLease:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
         with contextlib.suppress(RegistryUnavailable):  # the lease runs out by itself
             await self._registry.remove(self._record)
 

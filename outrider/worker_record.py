@@ -33,6 +33,11 @@ class WorkerRecord:
     max_num_waiting: int = 0  # most that wait beside those
     num_running: int = 0  # sessions in the batch, as of the last heartbeat
     num_waiting: int = 0  # sessions admitted and not yet in it
+    wait_ms: int = (
+        0  # of a target: how long a session that came now would wait for a place, as far as it can tell
+    )
+    zone: str = ""  # where it is, as the operator names places; empty: not told
+    round_trips: str = ""  # of a draft worker: "ADDRESS=MICROSECONDS ..." of the targets it is connected to
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.worker_id) <= 64:

@@ -42,6 +42,7 @@ def try_out(
 UINT32 = st.sampled_from([0, 1, 2, 3, 63, 64, 65, 2**16, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(
     0, 2**32 - 1
 )
+INT32 = st.sampled_from([0, 1, -1, 1000, -1001, 2**31 - 1, -(2**31)]) | st.integers(-(2**31), 2**31 - 1)
 UINT64 = st.sampled_from([0, 1, 2**53 + 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 ENUM = st.sampled_from([0, 1, 2, 77, -1, 2**31 - 1, -(2**31)])
 FLOAT = st.sampled_from(
@@ -55,6 +56,7 @@ MANY: Final = 100_000
 
 _SCALARS: Final[dict[int, SearchStrategy[Any]]] = {
     FieldDescriptor.TYPE_UINT32: UINT32,
+    FieldDescriptor.TYPE_INT32: INT32,
     FieldDescriptor.TYPE_UINT64: UINT64,
     FieldDescriptor.TYPE_FLOAT: FLOAT,
     FieldDescriptor.TYPE_BOOL: st.booleans(),

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import pytest
 import redis.asyncio
 
 from coordinator.journal import PAYLOAD_BYTES_MAX, Journal, JournalEntry
 from outrider.errors import RegistryUnavailable
-from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry
 
 ENTRY = JournalEntry("chat", b'{"prompt": "\xc3\xa9"}', seed=7)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    yield server.start()
-    server.stop()
-
-
-@pytest.fixture
-async def registry(redis_url: str) -> AsyncIterator[Registry]:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
-        await client.flushall()
-    registry = Registry(redis_url)
-    yield registry
-    await registry.close()
 
 
 async def loaded(journal: Journal, request_id: str, num_tokens: int) -> JournalEntry:
@@ -126,3 +107,28 @@ async def test_while_redis_is_away_news_wait_and_are_written_later(registry: Reg
         assert list((await loaded(journal, "r1", 3)).token_ids[0]) == [1, 2, 3]
         await asyncio.sleep(0.01)
         assert not journal.is_degraded
+
+
+async def test_streams_that_end_while_redis_is_away_do_not_pile_up(registry: Registry) -> None:
+    async with Journal(Absent(registry)) as journal:
+        for number in range(20):
+            stream = journal.begin(f"r{number}", ENTRY, deadline_s=10)
+            assert stream is not None
+            stream.end()
+        await journal._flush()
+        assert journal.num_streams == 0
+
+
+async def test_the_end_of_a_stream_leaves_alone_the_one_that_took_its_place(registry: Registry) -> None:
+    async with Journal(registry, 0.01) as journal:
+        other, before = (journal.begin(name, ENTRY, deadline_s=10) for name in ("other", "r1"))
+        assert other is not None
+        assert before is not None
+        before.end()
+        flushing = asyncio.create_task(journal._flush())
+        await asyncio.sleep(0)  # the other one is being written
+        after = journal.begin("r1", ENTRY, deadline_s=10)
+        assert after is not None
+        await flushing
+        after.add(0, [1, 2, 3])
+        assert list((await loaded(journal, "r1", 3)).token_ids[0]) == [1, 2, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,6 @@ from tests.coordinator.fakes import eventually
 KEY = PriorKey("demo", "text/free/greedy")
 BAD = Evidence(1, 1, 8, 9, 1)
 VALUES, TIMES = "{or:priors}:values", "{or:priors}:times"
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    yield server.start()
-    server.stop()
 
 
 @pytest.fixture

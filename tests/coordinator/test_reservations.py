@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.reservations import AWAY_S, Reservations
+from coordinator.reservations import AWAY_S, CANDIDATES_MAX, Reservations
 from outrider.errors import RegistryUnavailable
 from outrider.worker_record import WorkerRecord
 from tests.coordinator.fakes import record_of
@@ -82,6 +82,15 @@ async def test_workers_are_filled_in_order_and_their_queues_with_them(redis: Fak
         await eventually(lambda: redis.held(WORKERS[0]) == 1)
         assert await made.take("target", WORKERS, "s5") == WORKERS[0]
         assert await made.take("target", (), "s6") is None
+
+
+async def test_few_of_many_workers_are_asked(redis: FakeRegistry) -> None:
+    many = [replace(WORKERS[0], worker_id=f"t{number}", incarnation=str(number)) for number in range(500)]
+    async with reservations(redis) as made:
+        for number in range(2 * CANDIDATES_MAX):
+            assert await made.take("target", many, f"s{number}") is not None
+        assert await made.take("target", many, "x") is None
+        assert len(redis.pool.reservations) == CANDIDATES_MAX
 
 
 async def test_two_replicas_see_each_other(redis: FakeRegistry) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from coordinator import grpc_api
 from coordinator.resumption import ResumePoint, StreamPosition, parse_position
-from outrider.errors import InvalidRequest
-from protos.outrider.v1 import target_pb2
+from outrider.errors import InvalidRequest, NotFound
+from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget
 
@@ -178,6 +179,50 @@ async def test_a_seed_that_the_coordinator_drew_is_kept(clusters: ClusterFactory
         rest = events_of((await cluster.client.get("/v1/streams/r1", headers=headers)).text)
     assert said(whole[:1] + rest) == said(whole)
     assert target.requests[0].sampling.seed == target.requests[1].sampling.seed
+
+
+class TestOverGrpc:
+    """By the id that the chunks carry, whoever made it up."""
+
+    SAMPLING = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=9)
+
+    async def chunks(self, cluster: Cluster, **fields: Any) -> list[generation_pb2.GenerationChunk]:
+        asked = generation_pb2.GenerationRequest(**fields)
+        found = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+        await cluster.service._journal._flush()  # type: ignore[union-attr]
+        return found
+
+    async def test_a_stream_goes_on_twice_under_its_own_id(self, clusters: ClusterFactory) -> None:
+        async with replicas(clusters) as (one, other, _):
+            whole = await self.chunks(one, prompt="import", sampling=self.SAMPLING)
+            request_id = whole[0].request_id
+            text = "".join(chunk.text for chunk in whole)
+            seen, num_seen = "", 0
+            for replica, num_new in ((other, 4), (one, 3), (other, 2)):
+                point = generation_pb2.ResumePoint(num_tokens=num_seen, has_begun=num_seen > 0)
+                rest = await self.chunks(replica, request_id=request_id, resume_from=[point])
+                assert {chunk.request_id for chunk in rest} == {request_id}
+                assert seen + "".join(chunk.text for chunk in rest) == text
+                right = [token_id for chunk in whole for token_id in chunk.token_ids]
+                assert [token_id for chunk in rest for token_id in chunk.token_ids] == right[num_seen:]
+                num_seen += num_new
+                seen = clusters.tokenizer.decode(right[:num_seen])
+
+    async def test_what_has_ended_brings_nothing_more(self, clusters: ClusterFactory) -> None:
+        async with replicas(clusters) as (one, other, _):
+            (first, *_) = await self.chunks(one, prompt="import", sampling=self.SAMPLING)
+            point = generation_pb2.ResumePoint(num_tokens=9, has_begun=True, has_ended=True)
+            assert await self.chunks(other, request_id=first.request_id, resume_from=[point]) == []
+
+    async def test_what_makes_no_sense_is_refused_by_name(self, clusters: ClusterFactory) -> None:
+        point = generation_pb2.ResumePoint(num_tokens=1, has_begun=True)
+        async with replicas(clusters) as (one, _, _):
+            with pytest.raises(InvalidRequest, match="request_id"):
+                await self.chunks(one, resume_from=[point])
+            with pytest.raises(NotFound, match="nobody"):
+                await self.chunks(one, request_id="nobody", resume_from=[point])
+            with pytest.raises(InvalidRequest, match="resume_from"):
+                await self.chunks(one, request_id="x", prompt="import", resume_from=[point, point])
 
 
 class TestPosition:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,22 +45,6 @@ async def eventually(condition: Callable[[], Any], what: str, within_s: float = 
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         await asyncio.sleep(0.01)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    yield server.start()
-    server.stop()
-
-
-@pytest.fixture
-async def registry(redis_url: str) -> AsyncIterator[Registry]:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
-        await client.flushall()
-    registry = Registry(redis_url)
-    yield registry
-    await registry.close()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@
     actors      coordinators, target and draft workers: real servicers, schedulers, sessions, links and leases; the
                 models behind them are cheap functions of the text, so that the right text is known
     scenario    what happens in one run, drawn from a seed: processes, requests, faults
-    world       runs a scenario, checks I1 to I8 all along and that everything ends and is freed
+    world       runs a scenario, checks I1, I2, I3, I7 and I8 all along, and that everything ends and is freed
     `python -m tests.simulation --help` runs seeds on demand, replays one, and makes a failing one small.
 
 Everything that could differ between two runs comes from the seed, so a failing seed fails again.

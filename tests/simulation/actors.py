@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -281,7 +282,7 @@ def _coordinator_metrics() -> CoordinatorMetrics:
     return CoordinatorMetrics()
 
 
-class Worker(Process):
+class Worker(Process, ABC):
     """What both kinds have in common: a thread, a lease, a drained end."""
 
     pool: Pool
@@ -307,11 +308,13 @@ class Worker(Process):
         )
         self.lease: WorkerLease | None = None
 
+    @abstractmethod
     def load(self) -> tuple[int, int]:
-        raise NotImplementedError
+        """Sessions running and waiting."""
 
+    @abstractmethod
     def start_draining(self) -> None:
-        raise NotImplementedError
+        """Refuses new sessions from now on."""
 
     def stop(self) -> None:
         """SIGTERM."""

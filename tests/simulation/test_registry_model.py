@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.redis_server import EmbeddedRedis
 from outrider.registry import LEASE_S, RESERVATION_S, Registry
 from outrider.worker_record import WorkerRecord
 from tests.simulation.registry import PoolModel
@@ -43,13 +40,6 @@ operations = st.one_of(
     st.tuples(st.just("release"), st.sampled_from(INCARNATIONS), tokens),
     st.tuples(st.just("pass"), st.sampled_from((LEASE_S / 2, LEASE_S, RESERVATION_S / 2))),
 )
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
-    yield server.start()
-    server.stop()
 
 
 def let_time_pass(client: Any, seconds: float) -> None:

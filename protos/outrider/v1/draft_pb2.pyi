@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_id", "attachment", "target_address", "token_ids", "sampling", "tokenizer_fingerprint", "num_prompt_tokens", "speculation")
+    __slots__ = ("session_id", "attachment", "target_address", "token_ids", "sampling", "tokenizer_fingerprint", "num_prompt_tokens", "speculation", "deadline_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class AttachRequest(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     attachment: int
     target_address: str
@@ -25,7 +26,8 @@ class AttachRequest(_message.Message):
     tokenizer_fingerprint: str
     num_prompt_tokens: int
     speculation: _common_pb2.SpeculationParams
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tokenizer_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tokenizer_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class AttachStatus(_message.Message):
     __slots__ = ("num_sent_nodes", "num_roots", "committed_len", "is_finished")

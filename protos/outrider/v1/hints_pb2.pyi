@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HintFrame(_message.Message):
-    __slots__ = ("subscribe", "nodes", "unsubscribe")
+    __slots__ = ("subscribe", "nodes", "unsubscribe", "ping")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     UNSUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     subscribe: _containers.RepeatedCompositeFieldContainer[Subscribe]
     nodes: _containers.RepeatedCompositeFieldContainer[HintNodes]
     unsubscribe: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ...) -> None: ...
+    ping: int
+    def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("session_id", "attachment", "known_len", "channel")
@@ -53,10 +55,12 @@ class HintNodes(_message.Message):
     def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitFrame(_message.Message):
-    __slots__ = ("commits",)
+    __slots__ = ("commits", "pong")
     COMMITS_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     commits: _containers.RepeatedCompositeFieldContainer[SessionCommit]
-    def __init__(self, commits: _Optional[_Iterable[_Union[SessionCommit, _Mapping]]] = ...) -> None: ...
+    pong: int
+    def __init__(self, commits: _Optional[_Iterable[_Union[SessionCommit, _Mapping]]] = ..., pong: _Optional[int] = ...) -> None: ...
 
 class SessionCommit(_message.Message):
     __slots__ = ("channel", "from_len", "token_ids", "is_paused", "is_finished", "num_tried_hints", "num_held_hints")

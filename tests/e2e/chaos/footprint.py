@@ -40,7 +40,7 @@ class Footprint:
 
 
 async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
-    """Waits until no process knows of a session. Returns None, or what still does."""
+    """Waits until no process knows of a session, and no place is reserved for one. Returns None, or what still is."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         busy = await _busy(fleet)
@@ -68,6 +68,7 @@ async def _busy(fleet: Fleet) -> list[str]:
                 if sample.name in IDLE_METRICS[role]
             }
             busy += [f"{name} {metric} is {value:g}" for metric, value in values.items() if value]
+    busy += [f"Redis has {key}" for key in sorted(await fleet.redis_keys()) if ":r:" in key]
     return busy
 
 

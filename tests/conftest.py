@@ -1,0 +1,28 @@
+"""What tests of several folders need: a Redis of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis.asyncio
+
+from outrider.redis_server import EmbeddedRedis
+from outrider.registry import Registry
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture
+async def registry(redis_url: str) -> AsyncIterator[Registry]:
+    """On an empty Redis."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.flushall()
+    registry = Registry(redis_url)
+    yield registry
+    await registry.close()

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from outrider.background import end_tasks
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.hint_wire import HintEncoder
 from outrider.worker_process import CHANNEL_OPTIONS
@@ -119,9 +120,7 @@ class TargetLink:
 
     async def close(self) -> None:
         self._forget_timer()
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
 
     async def _keep_open(self) -> None:
         while True:

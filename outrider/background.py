@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from typing import Final
+
+AGAIN_S: Final = 0.2
 
 
 async def end_tasks(*tasks: asyncio.Task[None] | None) -> None:
-    """Cancels them and waits for their end. Raises what one of them had failed with."""
-    begun = [task for task in tasks if task is not None]
+    """Cancels them and waits for their end. Raises what one of them had failed with.
+
+    More than once where need be: a cancellation that meets a call of grpc.aio while it is being set up, or redis-py's
+    own work, is swallowed there, and the task goes on.
+    """
+    begun = {task for task in tasks if task is not None}
+    pending = begun
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=AGAIN_S)
     for task in begun:
-        task.cancel()
-    for task in begun:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error

@@ -26,7 +26,7 @@ from typing import Final
 
 from coordinator.haproxy_launcher import LOOPBACK
 from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry import Registry
 from outrider.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def _choose_proxy(settings: CoordinatorSettings, listen: Listen, temp_dir: Path)
         host=listen.host,
         port=listen.port,
         grpc_port=listen.grpc_port,
-        requests_max=settings.requests_max * listen.num_replicas,
+        requests_max=(settings.requests_max + REFUSALS_AT_ONCE) * listen.num_replicas,
         generation_max_s=settings.deadline_max_s,
     )
     chosen = choose(listen.proxy, ingress, temp_dir, os.cpu_count() or 1)
@@ -208,6 +208,15 @@ async def _ping(redis_url: str) -> None:
         await registry.close()
 
 
+def _tenant_weight(text: str) -> tuple[str, float]:
+    """Raises ArgumentTypeError."""
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=WEIGHT, such as batch=0.5") from None
+
+
 def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]:
     parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
     parser.add_argument("--tokenizer", required=True, metavar="MODEL_DIR", type=Path,
@@ -240,9 +249,14 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         "--no-priors", action="store_true",
         help="start every request by speculating, whatever came of others like it",
     )  # fmt: skip
-    parser.add_argument(
-        "--max-requests", type=int, default=256, help="at once per replica (default: %(default)s)"
-    )
+    parser.add_argument("--max-requests", type=int, default=512,
+                        help="at once per replica, those that wait included (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-queue-wait", type=float, default=30.0, metavar="SECONDS",
+                        help="for a place at a target worker; a request that would wait longer is refused at once, "
+                        "with status 429 and the time after which to come back (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--tenant-weight", action="append", default=[], type=_tenant_weight, metavar="NAME=WEIGHT",
+                        help="share of a tenant (`user` over HTTP, `tenant` over gRPC) where requests wait, beside the "
+                        "1 of those not named; may be repeated")  # fmt: skip
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
                         help="for requests without a deadline (default: %(default)s)")  # fmt: skip
     parser.add_argument("--target-silence-max", type=float, default=20.0, metavar="SECONDS",
@@ -265,6 +279,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             seed_requests=given.seed_requests,
             uses_priors=not given.no_priors,
             requests_max=given.max_requests,
+            queue_wait_max_s=given.max_queue_wait,
+            tenant_weights=tuple(given.tenant_weight),
             deadline_default_s=given.request_timeout,
             target_silence_max_s=given.target_silence_max,
         )

@@ -19,7 +19,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from coordinator import grpc_api
 from coordinator.http_api import create_app
 from coordinator.service import GenerationService
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
 from outrider import turns
 from outrider.errors import OutriderError
 from protos.outrider.v1 import generation_pb2
@@ -76,7 +76,8 @@ def build_application(settings: CoordinatorSettings, num_replicas: int) -> Any:
         num_replicas=num_replicas,
         # Asking for CPUs would keep replicas from starting beside busy workers on a small machine.
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=settings.requests_max,
+        # What is more is refused by the replica itself, which knows who goes first and when to come back.
+        max_ongoing_requests=settings.requests_max + REFUSALS_AT_ONCE,
         max_queued_requests=settings.requests_max,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         # A replica that leaves lets its requests finish, up to a bound that a stop of the whole can wait for.

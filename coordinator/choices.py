@@ -20,6 +20,7 @@ from coordinator.logprobs import mean_logprob
 from coordinator.news_queue import ChoiceNews, NewsQueue
 from coordinator.request_session import Finished, News, RequestSession
 from coordinator.resumption import Resumption
+from coordinator.routing import prefix_key
 from coordinator.statistics import RequestTimes
 from coordinator.text_output import VisibleOutput
 
@@ -56,6 +57,7 @@ async def run_choices(
         model=spec.model,
         num_tokens=spec.num_tokens_max,
         excluded=(),
+        prefix=prefix_key(spec.prompt_token_ids),
     )
     resumption = resumption or Resumption.of_nothing(spec.num_candidates)
     sessions = [

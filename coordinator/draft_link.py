@@ -17,7 +17,7 @@ import grpc.aio
 
 from coordinator.environment import Environment
 from coordinator.routing import WorkerKey, key_of
-from coordinator.workers import describe, remaining_s
+from coordinator.workers import describe, remaining_ms, remaining_s
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2
 
@@ -76,6 +76,7 @@ class DraftLink:
                 environment.now_s(),
                 num_tokens=self._session.num_tokens_max,
                 excluded=tried,
+                target=self._session.target,
             )
             token = self._session.session_id
             worker = await environment.reservations.take("draft", ranked, token)
@@ -104,6 +105,7 @@ class DraftLink:
             tokenizer_fingerprint=session.target.tokenizer_fingerprint,
             num_prompt_tokens=session.num_prompt_tokens,
             speculation=session.speculation,
+            deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),
         )
         timeout_s = remaining_s(session.deadline_s, environment.now_s())
         call = environment.channels.attach(worker.address, request, timeout_s)

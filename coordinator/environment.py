@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from coordinator.admission import Admission
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.priors import PriorTable
@@ -52,6 +53,7 @@ class Environment:
     metrics: CoordinatorMetrics
     snapshot: Callable[[], Snapshot]
     reservations: Reservations
+    admission: Admission
     now_s: Callable[[], float]  # a monotonic clock
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex  # of a session at a target; never the same twice
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)

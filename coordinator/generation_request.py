@@ -21,6 +21,8 @@ STOP_STRING_CHARS_MAX: Final = 256
 BAD_WORD_CHARS_MAX: Final = 256
 REQUEST_ID_CHARS_MAX: Final = 64
 CHOICES_MAX: Final = 64
+PRIORITY_MAX: Final = 1000
+TENANT_CHARS_MAX: Final = 256
 UINT32_MAX: Final = (1 << 32) - 1
 UINT64_MAX: Final = (1 << 64) - 1
 
@@ -52,6 +54,7 @@ class GenerationInput:
     is_detailed: bool = False  # where each token came from, and what each step did
     deadline_s: float | None = None
     tenant: str = ""  # on whose behalf, as far as the client says so
+    priority: int = 0  # lower goes first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,9 @@ def check_input(request: GenerationInput) -> None:
             raise InvalidRequest(
                 "best_of", f"best_of is {request.best_of}; permitted: at least n, {request.n}"
             )
+    _check_range("priority", request.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    if len(request.tenant) > TENANT_CHARS_MAX:
+        raise InvalidRequest("tenant", f"tenant must have at most {TENANT_CHARS_MAX} characters")
     if request.echo and request.messages is not None:
         raise InvalidRequest("echo", "echo is not served for chats")
     if request.speculation.is_always and not request.speculation.enabled:

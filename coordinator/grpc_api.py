@@ -53,6 +53,8 @@ def read_request(request: generation_pb2.GenerationRequest) -> GenerationInput:
         if request.HasField("speculation")
         else SpeculationSettings(),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
+        tenant=request.tenant,
+        priority=request.priority,
     )
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -70,11 +71,14 @@ class CoordinatorMetrics:
             "inter_token_latency_seconds", "Gap between chunks; a chunk may carry several tokens"
         )
         self.e2e_request_latency = histogram("e2e_request_latency_seconds", "Arrival to end")
-        self.request_queue_time = histogram("request_queue_time_seconds", "Waiting at the target")
+        self.request_queue_time = histogram("request_queue_time_seconds", "Waiting for a target, and at it")
         self.request_prefill_time = histogram("request_prefill_time_seconds", "Prefill at the target")
         self.request_decode_time = histogram("request_decode_time_seconds", "First token to end")
         self.num_requests_running = gauge("num_requests_running", "Requests with a first token", *_LABELS)
         self.num_requests_waiting = gauge("num_requests_waiting", "Requests before theirs", *_LABELS)
+        self.num_requests_queued = gauge(
+            "num_requests_queued", "Texts that wait in the coordinator for a place at a target", *_LABELS
+        )
         self.live_workers = gauge("live_workers", "Usable workers", "pool")
         self.registry_degraded = gauge("registry_degraded", "1 while Redis does not answer")
         self.fallback_transitions = counter("fallback_transitions", "Fallback state changes", "state")
@@ -110,6 +114,10 @@ class CoordinatorMetrics:
     def running(self, model: str) -> Gauge:
         """Requests of a model that have one."""
         return self.num_requests_running.labels(model, _ENGINE)
+
+    def queued(self, model: str) -> AbstractContextManager[None]:
+        """Around a text's wait for a place."""
+        return self.num_requests_queued.labels(model, _ENGINE).track_inprogress()
 
     def observe_gap(self, model: str, gap_s: float) -> None:
         """Seconds between two chunks of one request."""

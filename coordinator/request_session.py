@@ -25,19 +25,21 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from coordinator.admission import Place, Wish
 from coordinator.draft_link import DraftLink, LinkedSession
 from coordinator.environment import Environment
+from coordinator.fair_queue import URGENT, Ticket
 from coordinator.fallback import ALWAYS, FallbackAction, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
-from coordinator.routing import WorkerKey, key_of
+from coordinator.routing import WorkerKey, key_of, prefix_key
 from coordinator.statistics import RequestTimes, SpeculationCounts
 from coordinator.target_call import TargetCall
 from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
-from coordinator.workers import describe
+from coordinator.workers import describe, remaining_ms
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
     DeadlineExceeded,
@@ -53,7 +55,6 @@ from protos.outrider.v1 import common_pb2, target_pb2
 _log = logging.getLogger(__name__)
 
 _SET_SPECULATION_TIMEOUT_S: Final = 2.0
-_RETRY_AFTER_S: Final = 1.0
 _WAIT_S: Final = 0.1  # between two looks for a target
 
 
@@ -80,7 +81,7 @@ News = PromptOutput | VisibleOutput | Finished
 class _Attempt:
     """One session at one target."""
 
-    target: WorkerRecord
+    place: Place
     session_id: str
     request: target_pb2.GenerateRequest
     link: DraftLink | None = None
@@ -110,6 +111,7 @@ class RequestSession:
         request = spec.request
         self._environment = environment
         self._spec = spec
+        self._first_asked_s = arrival_s
         self._deadline_s = arrival_s + spec.deadline_s
         self._is_plain = request.speculation.is_plain or not request.speculation.enabled
         self._prior_key = key_for(spec, spec.request.tenant)
@@ -137,7 +139,14 @@ class RequestSession:
         has_logprobs = spec.sampling.num_logprobs is not None or spec.sampling.num_prompt_logprobs is not None
         self._known_token_ids = () if has_logprobs or spec.prompt_text is not None else known_token_ids
         self._is_finished = False
-        self._is_everybody_full = False
+        self._ticket = Ticket(
+            request.priority,
+            request.tenant,
+            len(spec.prompt_token_ids),
+            may_be_shed=spec.num_candidates == 1 and not point.has_begun,
+        )
+        self._prefix = prefix_key(spec.prompt_token_ids)
+        self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -183,6 +192,7 @@ class RequestSession:
         while True:
             attempt = await self._begin_attempt()
             if attempt is not None:
+                target = attempt.place.target
                 try:
                     async with aclosing(self._run_attempt(attempt)) as items:
                         async for item in items:
@@ -191,23 +201,23 @@ class RequestSession:
                 except (Overloaded, WorkerLost) as error:
                     refusal = error
                     _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
-                                 attempt.target.worker_id, error.message)  # fmt: skip
+                                 target.worker_id, error.message)  # fmt: skip
                     # A target that died right after the last token owes us nothing but the word that it is done.
                     if 0 < self._spec.max_tokens <= len(self._output.token_ids):
                         yield self._finish("length", None)
                         return
                     environment.metrics.target_replays.inc()
+                if isinstance(refusal, Overloaded) and not self._output.token_ids:
+                    # Others have taken what seemed free. Back to the queue, for as long as one may wait there.
+                    environment.router.note_full(target, environment.now_s())
+                    self._tried.discard(key_of(target))
+                    continue
             num_tokens = len(self._output.token_ids)
             if not patience.lasts(environment.now_s(), num_tokens, found_target=attempt is not None):
-                raise refusal or self._no_target()
+                raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
             if patience.has_begun and not self._can_try_another():
                 self._tried.clear()
                 await self._wait_for_target()
-
-    def _no_target(self) -> OutriderError:
-        if self._is_everybody_full:
-            return Overloaded("every target worker is full", _RETRY_AFTER_S)
-        return Unavailable(f"no target worker is free to serve {self._spec.model!r}")
 
     async def _wait_for_target(self) -> None:
         """Raises DeadlineExceeded."""
@@ -228,45 +238,58 @@ class RequestSession:
         return environment.priors.start(self._prior_key, text_id, environment.now_s())
 
     async def _begin_attempt(self) -> _Attempt | None:
-        environment = self._environment
-        ranked = self._rank_targets()
-        preferred, self._preferred = self._preferred, None
-        if preferred is not None and environment.router.has_room(preferred):
-            ranked = [preferred, *(worker for worker in ranked if worker != preferred)]
+        """None where there is no target to try. Raises Overloaded and DeadlineExceeded, see `Admission.place`."""
+        environment, spec = self._environment, self._spec
+        if (self._output.token_ids or self._point.num_tokens) and self._ticket.priority != URGENT:
+            self._ticket = Ticket(URGENT, self._ticket.tenant, may_be_shed=False)
         # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
         session_id = environment.new_id()
-        target = await environment.reservations.take("target", ranked, session_id)
-        if target is None:
-            self._is_everybody_full = bool(ranked)
+        began_s = environment.now_s()
+        wish = Wish(
+            spec.model, self._ticket, self._rank_targets, session_id, self._first_asked_s, self._deadline_s
+        )
+        with environment.metrics.queued(spec.model):
+            place = await environment.admission.place(wish)
+        self._waited_ms += (environment.now_s() - began_s) * 1e3
+        if place is None:
             return None
-        self._tried.add(key_of(target))
+        self._preferred = None
+        self._tried.add(key_of(place.target))
         request = target_pb2.GenerateRequest(
             session_id=session_id,
             token_ids=self._committed(),
-            num_prompt_tokens=len(self._spec.prompt_token_ids),
+            num_prompt_tokens=len(spec.prompt_token_ids),
             sampling=self._sampling,
             speculation=self._speculation(),
+            priority=self._ticket.priority,
+            deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
         )
-        return _Attempt(target, session_id, request)
+        return _Attempt(place, session_id, request)
 
     def _rank_targets(self) -> list[WorkerRecord]:
-        return self._environment.router.rank_targets(
-            self._environment.snapshot(),
-            self._environment.now_s(),
+        environment = self._environment
+        ranked = environment.router.rank_targets(
+            environment.snapshot(),
+            environment.now_s(),
             model=self._spec.model,
             num_tokens=self._spec.num_tokens_max,
             excluded=self._tried,
+            prefix=self._prefix,
         )
+        preferred = self._preferred
+        if preferred in ranked and environment.router.has_room(preferred):
+            return [preferred, *(worker for worker in ranked if worker != preferred)]
+        return ranked
 
     async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[News]:
         environment = self._environment
-        environment.router.open_session(attempt.target)
-        call = TargetCall(environment, attempt.target, attempt.request, self._deadline_s)
+        target = attempt.place.target
+        call = TargetCall(environment, target, attempt.request, self._deadline_s)
         attempt.link = DraftLink(
             environment,
             LinkedSession(
                 session_id=attempt.session_id,
-                target=attempt.target,
+                target=target,
                 sampling=self._sampling,
                 speculation=self._spec.request.speculation.to_proto(),
                 num_prompt_tokens=len(self._spec.prompt_token_ids),
@@ -286,8 +309,7 @@ class RequestSession:
                         return
         finally:
             call.cancel()
-            environment.router.close_session(attempt.target)
-            environment.reservations.give_back(attempt.target, attempt.session_id)
+            environment.admission.leave(self._spec.model, attempt.place)
             for task in attempt.background:
                 task.cancel()
             await attempt.link.close()
@@ -307,7 +329,7 @@ class RequestSession:
                     len(event.step.logprobs) != len(event.step.token_ids)
                 ):
                     raise WorkerLost(
-                        f"target worker {attempt.target.worker_id} sent tokens without log probabilities"
+                        f"target worker {attempt.place.target.worker_id} sent tokens without log probabilities"
                     )
                 shown = self._prompt.shown()
                 # Where nothing is to be said, or a target counts max_tokens anew after a replay.
@@ -322,7 +344,8 @@ class RequestSession:
                 return []  # a kind of event that a newer target may send
 
     def _take_end(self, finished: target_pb2.SessionFinished, attempt: _Attempt) -> Finished:
-        self.times.queue_ms, self.times.prefill_ms = finished.queue_ms, finished.prefill_ms
+        self.times.queue_ms = self._waited_ms + finished.queue_ms
+        self.times.prefill_ms = finished.prefill_ms
         # What an earlier target counted of its part is lost with it.
         is_replay = len(attempt.request.token_ids) > attempt.request.num_prompt_tokens
         self.counts.add_end(finished.stats, is_complete=not is_replay)
@@ -348,6 +371,7 @@ class RequestSession:
         if gap_s is not None:
             metrics.observe_gap(model, gap_s)
         self.counts.add_step(step.num_draft_tokens, step.num_accepted_draft_tokens)
+        self._environment.admission.count_output(model, self._ticket.tenant, len(step.token_ids))
         if step.num_draft_tokens:
             metrics.observe_step(model, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
@@ -424,11 +448,13 @@ class RequestSession:
         )
         try:
             await self._environment.channels.set_speculation(
-                attempt.target.address, request, _SET_SPECULATION_TIMEOUT_S
+                attempt.place.target.address, request, _SET_SPECULATION_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
             # It costs speed only, and a session that has just ended answers NOT_FOUND.
-            _log.info("target %s did not change speculation: %s", attempt.target.worker_id, describe(error))
+            _log.info(
+                "target %s did not change speculation: %s", attempt.place.target.worker_id, describe(error)
+            )
 
     def _finish(self, reason: str, stop_reason: str | int | None) -> Finished:
         text = self._output.finish()

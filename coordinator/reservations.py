@@ -43,6 +43,8 @@ class Reservations:
         self._released: dict[Place, None] = {}  # to be told
         self._has_released = asyncio.Event()
         self._away_until_s = 0.0
+        self.on_released: Callable[[], None] = lambda: None
+        """Called when a place at a worker is free for others."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -61,18 +63,21 @@ class Reservations:
         await end_tasks(*self._tasks)
         await self._release_all()
 
-    async def take(self, pool: Pool, workers: Sequence[WorkerRecord], token: str) -> WorkerRecord | None:
+    async def take(
+        self, pool: Pool, workers: Sequence[WorkerRecord], token: str, limits: Sequence[int] | None = None
+    ) -> WorkerRecord | None:
         """A place at the first of these workers that has room; None when all are full. To be given back with
-        `give_back`, whatever happens."""
+        `give_back`, whatever happens. `limits`: places of each, all that it has unless given."""
         if self._registry is None or not workers:
             return workers[0] if workers else None
         index: int | None = 0
         if self._now_s() >= self._away_until_s:
             asked = workers[:CANDIDATES_MAX]
             incarnations = [worker.incarnation for worker in asked]
-            limits = [worker.max_num_seqs + worker.max_num_waiting for worker in asked]
+            if limits is None:
+                limits = [worker.max_num_seqs + worker.max_num_waiting for worker in asked]
             try:
-                index = await self._registry.reserve(pool, incarnations, limits, token)
+                index = await self._registry.reserve(pool, incarnations, limits[: len(asked)], token)
             except (RegistryUnavailable, asyncio.CancelledError) as error:
                 for incarnation in incarnations:  # it may have been taken all the same, at any of them
                     self._release((pool, incarnation, token))
@@ -89,6 +94,7 @@ class Reservations:
     def give_back(self, worker: WorkerRecord, token: str) -> None:
         """The session has ended."""
         if self._registry is None:
+            self.on_released()
             return
         place = worker.pool, worker.incarnation, token
         self._held.pop(place, None)
@@ -116,8 +122,10 @@ class Reservations:
                 await self._registry.release(*place)
             except RegistryUnavailable as error:
                 self._miss(error)
+                self.on_released()  # as far as this replica knows
                 return False
             self._released.pop(place, None)
+            self.on_released()
         return True
 
     async def _keep_renewing(self) -> None:

@@ -2,14 +2,22 @@
 
 Pure: a snapshot, the clock's reading and a source of chance come in with each call. The router remembers only
 what the snapshot cannot know yet: the sessions this replica has open at a worker, and workers that just
-failed it.
+failed it or said that they are full.
+
+A target that probably has the KV of a prompt's beginning comes first, unless it has much more to do than others:
+rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al., 1608.01350), so that replicas that
+know nothing of each other agree. Else it is the better of two (Mitzenmacher 2001) by predicted wait, then by load.
+A draft worker comes by how near it is to the target and by spare capacity.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +28,22 @@ WorkerKey = tuple[str, str, str]  # pool, worker id, incarnation: a restarted wo
 
 QUARANTINE_DOUBLINGS_MAX: Final = 4
 FAILURES_KEPT_S: Final = 300.0
+FULL_S: Final = 0.5
+"""How long a worker that said it is full is not asked again, though there seems to be room."""
+AHEAD_SHARE: Final = 1 / 8
+"""Of a target's places: as many more texts wait at it, so that it need not wait for the next one to be sent. The rest
+wait here, where a place anywhere is theirs, and where their order is that of priorities and of tenants' shares."""
+PREFIX_BLOCK: Final = 16  # tokens, as in the targets' prefix caches
+PREFIX_BLOCKS: Final = 2, 8
+"""Fewest leading blocks of a prompt that make it worth finding their KV, and most that are looked at: conversations
+and documents differ early, and go on alike."""
+LOAD_BOUND: Final = 1.25
+"""A target takes prompts for their prefix up to so many times the mean load."""
+BUSY: Final = 0.75
+"""Load from which a draft worker has little to spare: another one, further away, hints sooner."""
+NEAR_US: Final = 2_000, 10_000
+"""Round trips between draft worker and target, microseconds: up to the first it is near, beyond the second it is far.
+A target's step takes tens of milliseconds, and hints that come too late for one are checked in the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +58,17 @@ class Exclusion:
 def key_of(worker: WorkerRecord) -> WorkerKey:
     """What identifies one run of one worker."""
     return worker.pool, worker.worker_id, worker.incarnation
+
+
+def prefix_key(token_ids: Sequence[int]) -> int | None:
+    """The same for prompts whose leading blocks are the same; None for a prompt too short to gain anything."""
+    fewest, most = PREFIX_BLOCKS
+    num_blocks = min(len(token_ids) // PREFIX_BLOCK, most)
+    if num_blocks < fewest:
+        return None
+    # In powers of two: prompts that grow, as conversations do, keep their key but for a few times.
+    length = PREFIX_BLOCK * 2 ** int(math.log2(num_blocks))
+    return _digest(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[:length]))
 
 
 class Router:
@@ -58,6 +93,7 @@ class Router:
         self._quarantine_s = quarantine_s
         self._num_open: Counter[WorkerKey] = Counter()
         self._passed_over_until_s: dict[WorkerKey, float] = {}
+        self._full_until_s: dict[WorkerKey, float] = {}
         self._num_failures: dict[WorkerKey, int] = {}  # of draft workers, in a row
 
     def usable(
@@ -88,39 +124,83 @@ class Router:
         model: str,
         num_tokens: int,
         excluded: Collection[WorkerKey],
+        prefix: int | None = None,
     ) -> list[WorkerRecord]:
-        """Targets of `model` for a context of `num_tokens`, prompt and output, the one to take first."""
+        """Targets of `model` for a context of `num_tokens`, prompt and output, the one to take first.
+
+        `prefix` is the prompt's `prefix_key`.
+        """
         usable, _ = self.usable(snapshot.targets, now_s)
-        return self._ranked(
-            [
-                worker
-                for worker in usable
-                if worker.model_name == model
-                and worker.max_model_len >= num_tokens
-                and key_of(worker) not in excluded
-            ],
-            snapshot,
-        )
+        candidates = [
+            worker
+            for worker in usable
+            if worker.model_name == model
+            and worker.max_model_len >= num_tokens
+            and key_of(worker) not in excluded
+        ]
+        loads = {
+            worker.worker_id: self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
+            for worker in candidates
+        }
+        ranked = self._better_of_two(candidates, lambda worker: (worker.wait_ms, loads[worker.worker_id]))
+        home = None if prefix is None else _home(prefix, candidates, loads)
+        return ranked if home is None else [home, *(worker for worker in ranked if worker is not home)]
 
     def rank_drafts(
-        self, snapshot: Snapshot, now_s: float, *, num_tokens: int, excluded: Collection[WorkerKey]
+        self,
+        snapshot: Snapshot,
+        now_s: float,
+        *,
+        num_tokens: int,
+        excluded: Collection[WorkerKey],
+        target: WorkerRecord | None = None,
     ) -> list[WorkerRecord]:
-        """Draft workers with a free slot that can hold `num_tokens`, the one to take first."""
+        """Draft workers with a free slot that can hold `num_tokens`, the one to take first: those with something to
+        spare before busy ones, of these the ones near `target`."""
         usable, _ = self.usable(snapshot.drafts, now_s)
-        return self._ranked(
-            [
-                worker
-                for worker in usable
-                if worker.max_model_len >= num_tokens
+        groups: dict[tuple[bool, int], list[WorkerRecord]] = {}
+        for worker in usable:
+            load = self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
+            if (
+                worker.max_model_len >= num_tokens
                 and self.has_room(worker)
                 and key_of(worker) not in excluded
-            ],
-            snapshot,
-        )
+                and not self._is_on_trial(worker)
+            ):
+                distance = 0 if target is None else _distance(worker, target)
+                groups.setdefault((load >= BUSY, distance), []).append(worker)
+        return [
+            worker
+            for key in sorted(groups)
+            for worker in self._better_of_two(
+                groups[key], lambda each: self._load(each, snapshot.num_reserved.get(each.incarnation, 0))
+            )
+        ]
 
     def has_room(self, worker: WorkerRecord) -> bool:
         """Whether the worker has a place that is not taken, as far as is known here."""
         return self._load(worker) < 1
+
+    def place_limit(self, worker: WorkerRecord, *, is_urgent: bool = False) -> int:
+        """How many texts may be at the worker at once. One that has begun already may wait there, first in line."""
+        num_ahead = worker.max_num_waiting
+        if not is_urgent:
+            num_ahead = min(num_ahead, math.ceil(worker.max_num_seqs * AHEAD_SHARE))
+        return worker.max_num_seqs + num_ahead
+
+    def may_ask(self, worker: WorkerRecord, now_s: float, *, is_urgent: bool = False) -> bool:
+        """Whether this replica's own texts leave a place there, and it has not just said otherwise."""
+        key = key_of(worker)
+        if self._full_until_s.get(key, now_s) > now_s:
+            return False
+        return self._num_open[key] < self.place_limit(worker, is_urgent=is_urgent)
+
+    def note_full(self, worker: WorkerRecord, now_s: float) -> None:
+        """The worker refused a text for want of room."""
+        for key, until_s in list(self._full_until_s.items()):
+            if until_s <= now_s:
+                del self._full_until_s[key]
+        self._full_until_s[key_of(worker)] = now_s + FULL_S
 
     def open_session(self, worker: WorkerRecord) -> None:
         """Counts a session at the worker, until `close_session`."""
@@ -172,19 +252,65 @@ class Router:
             return "did not answer a moment ago"
         return None
 
-    def _ranked(self, candidates: list[WorkerRecord], snapshot: Snapshot) -> list[WorkerRecord]:
-        """The less loaded of two first, then the others by their load.
+    def _is_on_trial(self, worker: WorkerRecord) -> bool:
+        """Whether it has failed, has been of no use since, and somebody is finding out already whether it is now."""
+        key = key_of(worker)
+        return key in self._num_failures and self._num_open[key] > 0
+
+    def _better_of_two(
+        self, candidates: list[WorkerRecord], cost: Callable[[WorkerRecord], float | tuple[float, float]]
+    ) -> list[WorkerRecord]:
+        """The cheaper of two first, then the others by their cost.
 
         Two at random, not the best of all: replicas that share a snapshot would all run to the same worker.
         """
         shuffled = self._chance.sample(candidates, len(candidates))
-
-        def load(worker: WorkerRecord) -> float:
-            return self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
-
-        return sorted(shuffled[:2], key=load) + sorted(shuffled[2:], key=load)
+        return sorted(shuffled[:2], key=cost) + sorted(shuffled[2:], key=cost)
 
     def _load(self, worker: WorkerRecord, num_reserved: int = 0) -> float:
         """Sessions per place. The worker's own count is up to a heartbeat old, reservations up to a refresh."""
         num_known = max(worker.num_running + worker.num_waiting, num_reserved)
         return max(num_known, self._num_open[key_of(worker)]) / worker.max_num_seqs
+
+
+def _home(prefix: int, candidates: Sequence[WorkerRecord], loads: Mapping[str, float]) -> WorkerRecord | None:
+    """The first of this prefix' own order of all targets that is not much busier than the rest."""
+    if len(candidates) < 2:
+        return None
+    num_places = sum(worker.max_num_seqs for worker in candidates)
+    mean = sum(loads[worker.worker_id] * worker.max_num_seqs for worker in candidates) / num_places
+    fit = [
+        worker
+        for worker in candidates
+        if worker.wait_ms == 0
+        and loads[worker.worker_id] + 1 / worker.max_num_seqs
+        <= min(1.0, LOAD_BOUND * mean + 1 / worker.max_num_seqs)
+    ]
+    return max(fit, key=lambda worker: _mixed(prefix ^ _digest(worker.worker_id.encode())), default=None)
+
+
+def _distance(draft: WorkerRecord, target: WorkerRecord) -> int:
+    """0 is near, 2 is far: as measured, else by their zones."""
+    round_trip_us = _round_trips(draft.round_trips).get(target.address)
+    if round_trip_us is None:
+        return int(bool(draft.zone) and bool(target.zone) and draft.zone != target.zone)
+    return sum(round_trip_us > bound for bound in NEAR_US)
+
+
+@functools.lru_cache(maxsize=4096)
+def _round_trips(told: str) -> dict[str, int]:
+    """Microseconds by target address. What makes no sense is left out."""
+    pairs = (each.rpartition("=") for each in told.split())
+    return {address: int(number) for address, _, number in pairs if number.isascii() and number.isdigit()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _mixed(number: int) -> int:
+    """SplitMix64's finish: any two numbers come out as if by chance."""
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return number ^ (number >> 31)

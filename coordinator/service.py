@@ -16,8 +16,10 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from coordinator.admission import Admission
 from coordinator.choices import ChoiceNews, RequestFinished, run_choices
 from coordinator.environment import Environment, Outside
+from coordinator.fair_queue import Ticket
 from coordinator.generation_request import GenerationInput, GenerationSpec, check_input
 from coordinator.journal import Journal, JournalEntry
 from coordinator.preparation import RequestPreparation
@@ -38,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 5.0
-_RETRY_AFTER_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,26 @@ class GenerationService:
         self._stack = AsyncExitStack()
         self._num_active = 0
         self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
+        router = Router(
+            tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
+        )
+        reservations = Reservations(
+            outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
+        )
         self.environment = Environment(
             settings=settings,
             tokenizer=tokenizer,
-            router=Router(
-                tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
-            ),
+            router=router,
             channels=outside.channels,
             metrics=outside.metrics,
             snapshot=self.snapshot,
-            reservations=Reservations(
-                outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
+            reservations=reservations,
+            admission=Admission(
+                router,
+                reservations,
+                outside.now_s,
+                wait_max_s=settings.queue_wait_max_s,
+                weights=dict(settings.tenant_weights),
             ),
             now_s=outside.now_s,
             new_id=outside.new_id,
@@ -110,6 +120,7 @@ class GenerationService:
                     self._stack.push_async_callback(self._quick_registry.close)
                 await self._stack.enter_async_context(self.environment.reservations)
         self._stack.push_async_callback(self.environment.channels.close)
+        self._stack.push_async_callback(self.environment.admission.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
         self._stack.push_async_callback(end_tasks, housekeeping)
         return self
@@ -157,7 +168,12 @@ class GenerationService:
         """
         environment = self.environment
         if self._num_active >= environment.settings.requests_max:
-            raise Overloaded(f"this replica serves its most of {self._num_active} requests", _RETRY_AFTER_S)
+            newcomer = Ticket(spec.request.priority, spec.request.tenant)
+            if not environment.admission.shed_for(spec.model, newcomer):
+                raise Overloaded(
+                    f"this replica serves its most of {self._num_active} requests",
+                    environment.admission.retry_after_s(spec.model),
+                )
         self._num_active += 1
         gauge = environment.metrics.waiting(spec.model)
         gauge.inc()

@@ -4,6 +4,11 @@ replica."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+TENANT_WEIGHT_MAX: Final = 1000.0
+REFUSALS_AT_ONCE: Final = 128
+"""Requests beyond those served that a replica takes in to refuse them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +21,9 @@ class CoordinatorSettings:
     chat_template: str | None = None  # Jinja text that replaces the model's own
     seed_requests: bool = False  # sampled requests without a seed get one: coupled decoding for all
     uses_priors: bool = True  # requests start as their like fared best; False: all by speculating
-    requests_max: int = 256  # at once in one replica, streaming ones included
+    requests_max: int = 512  # at once in one replica, those that wait included
+    queue_wait_max_s: float = 30.0  # of a request that has no token yet, for a place at a target
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of what there is; 1 for those not named
     deadline_default_s: float = 600.0  # for requests that carry none
     deadline_max_s: float = 3600.0
     # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.
@@ -29,8 +36,13 @@ class CoordinatorSettings:
 
     def __post_init__(self) -> None:
         for name in (
-            "requests_max", "deadline_default_s", "deadline_max_s", "target_silence_max_s", "draft_silence_max_s",
-            "target_attempts_max", "target_wait_max_s", "draft_attempts_max", "quarantine_s",
+            "requests_max", "queue_wait_max_s", "deadline_default_s", "deadline_max_s", "target_silence_max_s",
+            "draft_silence_max_s", "target_attempts_max", "target_wait_max_s", "draft_attempts_max", "quarantine_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for tenant, weight in self.tenant_weights:
+            if not 0 < weight <= TENANT_WEIGHT_MAX:
+                raise ValueError(
+                    f"tenant_weights: that of {tenant!r} is {weight}; permitted: above 0, to {TENANT_WEIGHT_MAX:g}"
+                )

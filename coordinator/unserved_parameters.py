@@ -14,7 +14,6 @@ from outrider.errors import InvalidRequest
 
 # Parameter -> values that change nothing, None aside.
 _NEUTRAL_COMMON: Final[dict[str, tuple[Any, ...]]] = {
-    "priority": (0,),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),

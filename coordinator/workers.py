@@ -14,6 +14,7 @@ from typing import Final, cast
 import grpc
 import grpc.aio
 
+from coordinator.generation_request import UINT32_MAX
 from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 _MESSAGE_BYTES_MAX: Final = 16 << 20
@@ -88,6 +89,11 @@ def remaining_s(deadline_s: float, now_s: float) -> float:
     """Time left as a call's timeout. One that has passed still makes a call, which fails with the right
     status."""
     return max(deadline_s - now_s, 0.001)
+
+
+def remaining_ms(deadline_s: float, now_s: float) -> int:
+    """Time left as messages carry it, where 0 says nothing."""
+    return min(max(int((deadline_s - now_s) * 1e3), 1), UINT32_MAX)
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:

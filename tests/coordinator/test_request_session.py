@@ -269,7 +269,8 @@ class TestTargetFaults:
     async def test_when_every_target_is_full_the_client_is_told_when_to_come_back(
         self, clusters: ClusterFactory
     ) -> None:
-        async with clusters.open([clusters.target(is_full=True), clusters.target(is_full=True)]) as cluster:
+        full = [clusters.target(is_full=True), clusters.target(is_full=True)]
+        async with clusters.open(full, settings={"queue_wait_max_s": 0.7}) as cluster:
             response = await cluster.complete()
             streamed = await cluster.complete(stream=True)
         for each in (response, streamed):

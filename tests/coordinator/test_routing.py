@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from coordinator.routing import Router, WorkerKey, key_of
+from coordinator.routing import FULL_S, LOAD_BOUND, Router, WorkerKey, key_of, prefix_key
 from outrider.worker_record import Snapshot, WorkerRecord
 from tests.coordinator.fakes import record_of
 
@@ -173,3 +175,146 @@ def test_models_are_those_of_usable_targets() -> None:
     )
     assert sorted(router().models(snapshot, 0.0)) == ["b", "demo"]
     assert sorted(router("demo", "c").models(snapshot, 0.0)) == ["demo"]
+
+
+PROMPT = tuple(range(200))
+
+
+def homes(made: Router, workers: list[WorkerRecord], prompts: list[tuple[int, ...]]) -> list[str]:
+    snapshot = Snapshot(targets=tuple(workers))
+    return [
+        made.rank_targets(
+            snapshot, 0.0, model="demo", num_tokens=10, excluded=(), prefix=prefix_key(prompt)
+        )[0].worker_id
+        for prompt in prompts
+    ]  # fmt: skip
+
+
+class TestPrefixAffinity:
+    workers = [target(number) for number in range(8)]  # noqa: RUF012
+
+    def test_prompts_that_begin_alike_have_one_key(self) -> None:
+        assert prefix_key(PROMPT) == prefix_key((*PROMPT[:128], 7, 8, 9))
+        assert prefix_key(PROMPT) != prefix_key((*PROMPT[:127], 7, *PROMPT[128:]))
+
+    def test_short_prompts_have_none(self) -> None:
+        assert prefix_key(PROMPT[:31]) is None
+        assert prefix_key(PROMPT[:32]) is not None
+
+    def test_a_prompt_that_grows_changes_its_key_rarely(self) -> None:
+        assert len({prefix_key(PROMPT[:length]) for length in range(32, 200)}) == 3
+
+    def test_every_replica_sends_a_prefix_to_the_same_target(self) -> None:
+        found = {
+            home
+            for seed in range(20)
+            for home in homes(Router(FINGERPRINT, (), random.Random(seed), 3.0), self.workers, [PROMPT])
+        }
+        assert len(found) == 1
+
+    def test_prefixes_spread_over_the_targets(self) -> None:
+        prompts = [tuple(range(start, start + 40)) for start in range(800)]
+        counts = Counter(homes(router(), self.workers, prompts))
+        assert len(counts) == 8
+        assert min(counts.values()) > 60, "of 100 each; below 60 once in 10^5"
+
+    def test_a_target_that_comes_or_goes_moves_only_its_own_share(self) -> None:
+        prompts = [tuple(range(start, start + 40)) for start in range(800)]
+        before, after = homes(router(), self.workers, prompts), homes(router(), self.workers[1:], prompts)
+        moved = {was for was, now in zip(before, after, strict=True) if was != now}
+        assert moved == {self.workers[0].worker_id}
+
+    def test_a_home_that_is_much_busier_than_the_rest_is_passed_over(self) -> None:
+        (home,) = homes(router(), self.workers, [PROMPT])
+        busy = [
+            replace(worker, num_running=4) if worker.worker_id == home else worker for worker in self.workers
+        ]
+        assert homes(router(), busy, [PROMPT]) != [home]
+        rest = [replace(worker, num_running=4) for worker in self.workers]
+        assert homes(router(), rest, [PROMPT]) == [home], "as busy as everybody"
+
+    def test_one_prefix_that_everybody_sends_does_not_pile_up(self) -> None:
+        made = router()
+        for _ in range(32):
+            (home,) = homes(made, self.workers, [PROMPT])
+            made.open_session(next(worker for worker in self.workers if worker.worker_id == home))
+        loads = [made._num_open[key_of(worker)] for worker in self.workers]
+        assert max(loads) <= math.ceil(LOAD_BOUND * 32 / 8) + 1
+
+    def test_a_target_with_a_queue_is_nobodys_home(self) -> None:
+        (home,) = homes(router(), self.workers, [PROMPT])
+        waiting = [
+            replace(worker, wait_ms=500) if worker.worker_id == home else worker for worker in self.workers
+        ]
+        assert homes(router(), waiting, [PROMPT]) != [home]
+
+
+def test_of_two_targets_the_one_with_the_shorter_wait_is_picked() -> None:
+    slow, quick = target(0, num_running=1, wait_ms=900), target(1, num_running=7, wait_ms=100)
+    assert all(pick(router(), slow, quick) == quick for _ in range(20))
+
+
+def test_a_few_texts_wait_at_the_target_and_one_that_has_begun_finds_the_whole_queue_open() -> None:
+    made, worker = router(), target(0, max_num_seqs=16, max_num_waiting=64)
+    assert made.place_limit(worker) == 18
+    assert made.place_limit(worker, is_urgent=True) == 80
+    assert made.place_limit(target(0, max_num_seqs=1, max_num_waiting=64)) == 2
+    for _ in range(18):
+        assert made.may_ask(worker, 0.0)
+        made.open_session(worker)
+    assert not made.may_ask(worker, 0.0)
+    assert made.may_ask(worker, 0.0, is_urgent=True)
+
+
+def test_a_target_that_said_it_is_full_is_left_alone_for_a_moment() -> None:
+    made, worker = router(), target(0)
+    made.note_full(worker, 10.0)
+    assert not made.may_ask(worker, 10.0 + FULL_S / 2)
+    assert not made.may_ask(worker, 10.0 + FULL_S / 2, is_urgent=True)
+    assert made.may_ask(worker, 10.0 + FULL_S)
+
+
+class TestDraftChoice:
+    def ranked(self, made: Router, target: WorkerRecord, *drafts: WorkerRecord) -> list[WorkerRecord]:
+        snapshot = Snapshot(drafts=drafts)
+        return made.rank_drafts(snapshot, 0.0, num_tokens=10, excluded=(), target=target)
+
+    def test_the_nearest_by_measurement_comes_first(self) -> None:
+        here = target(0)
+        far = draft(0, round_trips=f"{here.address}=40000")
+        near = draft(1, round_trips=f"127.0.0.1:1=90000 {here.address}=300")
+        middle = draft(2, round_trips=f"{here.address}=5000", num_running=1)
+        assert self.ranked(router(), here, far, near, middle) == [near, middle, far]
+
+    def test_zones_stand_in_for_what_was_not_measured(self) -> None:
+        here = target(0, zone="a")
+        elsewhere, same = draft(0, zone="b"), draft(1, zone="a", num_running=3)
+        assert self.ranked(router(), here, elsewhere, same) == [same, elsewhere]
+        assert set(map(key_of, self.ranked(router(), target(0), elsewhere, same))) == {
+            key_of(elsewhere),
+            key_of(same),
+        }
+
+    def test_a_busy_one_nearby_comes_after_an_idle_one_further_away(self) -> None:
+        here = target(0, zone="a")
+        busy, idle = draft(0, zone="a", num_running=7), draft(1, zone="b")
+        assert self.ranked(router(), here, busy, idle) == [idle, busy]
+
+    def test_nonsense_in_the_record_counts_as_nothing(self) -> None:
+        here = target(0)
+        odd = draft(0, round_trips=f"{here.address}=soon = x=1=2 \x00=3 {here.address}=-4")
+        assert self.ranked(router(), here, odd) == [odd]
+
+    def test_one_that_failed_is_tried_by_one_session_until_it_has_been_of_use(self) -> None:
+        made, here, worker = router(), target(0), draft(0)
+        made.pass_over(worker, 0.0)
+        snapshot = Snapshot(drafts=(worker,))
+
+        def usable() -> bool:
+            return bool(made.rank_drafts(snapshot, 100.0, num_tokens=10, excluded=(), target=here))
+
+        assert usable()
+        made.open_session(worker)
+        assert not usable()
+        made.has_served(worker)
+        assert usable()

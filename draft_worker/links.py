@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from draft_worker.distances import Distance, Distances
 from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.background import end_tasks
 from outrider.errors import InvalidRequest, OutriderError
@@ -31,6 +32,7 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew later
 GATHERING_SHARE = 0.25  # of the time between two commits
 MAX_INTERVAL_S = 0.1  # between commits; longer ones are pauses
+PING_S = 2.0  # as often as the registry is told
 MAX_FRAME_COMMITS = 4096  # as many as a target keeps for a draft worker that is slow to take them
 NUM_CHANNELS = 16383  # as many as two bytes tell apart; far more than sessions on one stream
 
@@ -66,9 +68,13 @@ class _Pace:
 class TargetLink:
     """The stream to one target worker, kept open."""
 
-    def __init__(self, address: str, on_event: Callable[[Event], None], dial: Dial) -> None:
+    def __init__(
+        self, address: str, on_event: Callable[[Event], None], dial: Dial, distance: Distance
+    ) -> None:
         self.address = address
         self._dial = dial
+        self._distance = distance
+        self._is_ping_due = False
         self.session_ids: set[str] = set()
         self._on_event = on_event
         self._channels: dict[str, int] = {}  # session id -> its number on this stream
@@ -144,6 +150,7 @@ class TargetLink:
         self._on_event(LinkOpened(self.address))
         # Not a request iterator: grpc leaves one waiting when its call breaks, and it would take the next frame.
         writer = asyncio.create_task(self._write(call))
+        pinger = asyncio.create_task(self._keep_pinging())
         try:
             async for frame in call:
                 if frame is None:  # as gRPC has it
@@ -151,7 +158,11 @@ class TargetLink:
                 if len(frame.commits) > MAX_FRAME_COMMITS:
                     raise InvalidRequest("commits", f"the target said {len(frame.commits)} commits at once")
                 self._num_failures = 0
-                self._pace.hear(asyncio.get_running_loop().time())
+                now = asyncio.get_running_loop().time()
+                if frame.pong:
+                    self._distance.pong(frame.pong, now)
+                if frame.commits:
+                    self._pace.hear(now)
                 for commit in frame.commits:
                     session_id = self._session_ids.get(commit.channel)
                     if session_id is not None:  # else it has left meanwhile
@@ -159,7 +170,15 @@ class TargetLink:
         finally:
             call.cancel()
             writer.cancel()
-            await asyncio.wait([writer])
+            pinger.cancel()
+            await asyncio.wait([writer, pinger])
+
+    async def _keep_pinging(self) -> None:
+        self._is_ping_due = True  # with the first frame
+        while True:
+            await asyncio.sleep(PING_S)
+            self._is_ping_due = True
+            self._wake.set()
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -173,6 +192,9 @@ class TargetLink:
     def _take_frame(self) -> hints_pb2.HintFrame:
         self._forget_timer()
         frame = hints_pb2.HintFrame(unsubscribe=sorted(self._unsubscribe))
+        if self._is_ping_due:
+            self._is_ping_due = False
+            frame.ping = self._distance.ping(asyncio.get_running_loop().time())
         for action in self._subscribe.values():
             channel = self._channels[action.session_id]
             self._encoders[channel] = HintEncoder()  # as the target's side of the channel starts anew
@@ -206,13 +228,14 @@ class TargetLinks:
     def __init__(self, on_event: Callable[[Event], None], dial: Dial = dial) -> None:
         self._on_event = on_event
         self._dial = dial
+        self.distances = Distances()
         self._links: dict[str, TargetLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def join(self, address: str, session_id: str) -> None:
         """Opens the link, if need be; to be followed by `leave`."""
         if address not in self._links:
-            self._links[address] = TargetLink(address, self._on_event, self._dial)
+            self._links[address] = TargetLink(address, self._on_event, self._dial, self.distances.to(address))
         self._links[address].session_ids.add(session_id)
 
     def leave(self, address: str, session_id: str) -> None:

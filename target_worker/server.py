@@ -66,6 +66,7 @@ class DraftStream:
     def __init__(self) -> None:
         self.channels: dict[str, int] = {}  # session id -> its number on this stream
         self._pending: list[hints_pb2.SessionCommit] = []
+        self._pong = 0
         self._wake = asyncio.Event()
         self.is_overrun = False
 
@@ -76,6 +77,11 @@ class DraftStream:
             self._pending.append(commit)
         self._wake.set()
 
+    def answer_ping(self, ping: int) -> None:
+        """At once: the draft worker wants to know how far away it is."""
+        self._pong = ping
+        self._wake.set()
+
     def close(self) -> None:
         """Wakes the writer once more, so that it can see that the stream has ended."""
         self._wake.set()
@@ -83,8 +89,9 @@ class DraftStream:
     async def next_frame(self) -> hints_pb2.CommitFrame:
         await self._wake.wait()
         self._wake.clear()
-        frame = hints_pb2.CommitFrame(commits=self._pending[:MAX_COMMITS_PER_FRAME])
+        frame = hints_pb2.CommitFrame(commits=self._pending[:MAX_COMMITS_PER_FRAME], pong=self._pong)
         del self._pending[:MAX_COMMITS_PER_FRAME]
+        self._pong = 0
         if self._pending:
             self._wake.set()
         return frame
@@ -243,7 +250,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 frame = await stream.next_frame()
                 if stream.is_overrun:
                     await abort(context, Overloaded("this draft worker does not read its commits"))
-                if frame.commits:
+                if frame.commits or frame.pong:
                     self._metrics.num_commit_frames.inc()
                     yield frame
             error = reader.exception()
@@ -263,6 +270,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         async for frame in frames:
             self._metrics.num_hint_frames.inc()
             check_frame(frame)
+            if frame.ping:
+                stream.answer_ping(frame.ping)
             for session_id in frame.unsubscribe:
                 stream.channels.pop(session_id, None)
                 self._submit(UnsubscribeDraft(stream_id, session_id), is_from_peer=True)

@@ -17,6 +17,7 @@ from draft_worker.messages import Event, LinkOpened, SendHints, Subscribe, Unsub
 from outrider.errors import Overloaded
 from outrider.hint_tree import Hint
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
+from tests.coordinator.fakes import eventually
 
 WAIT_S = 10.0
 
@@ -126,9 +127,11 @@ class ListeningTarget(hints_pb2_grpc.HintsServicer):
         self, request_iterator: AsyncIterator[hints_pb2.HintFrame], context: Any
     ) -> AsyncIterator[hints_pb2.CommitFrame]:
         for _ in range(3):
-            yield hints_pb2.CommitFrame()
+            yield hints_pb2.CommitFrame(commits=[hints_pb2.SessionCommit()])
             await asyncio.sleep(0.02)
         async for frame in request_iterator:
+            if frame.ping:
+                yield hints_pb2.CommitFrame(pong=frame.ping)
             if frame.subscribe or frame.nodes:
                 self.frames.put_nowait(frame)
 
@@ -160,5 +163,17 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
                     links.put(hints(4, is_urgent=True))
                 nodes = (await target.frames.get()).nodes
                 assert sum(len(each.token_ids) for each in nodes) == (3 if patience > 1 else 2)
+        finally:
+            await links.close()
+
+
+async def test_the_round_trip_to_a_target_is_measured() -> None:
+    async with serving(ListeningTarget()) as (_, address):
+        links = TargetLinks(lambda _: None)
+        links.join(address, "a")
+        try:
+            links.put(Subscribe(address, "a", 1, 5))
+            await eventually(lambda: bool(links.distances.told()), "a ping is answered")
+            assert links.distances.told().startswith(f"{address}=")
         finally:
             await links.close()

@@ -94,6 +94,13 @@ class Admission:
         """Gives out nothing any more."""
         await end_tasks(*(line.pump for line in self._lines.values()))
 
+    def check_room(self, model: str, ticket: Ticket, time_left_s: float) -> None:
+        """Raises Overloaded where `place` would, as things stand: before as much as a look at the prompt, for there may
+        be ten times more of them than can be served."""
+        line = self._line(model)
+        if line.queue:
+            self._check_wait(line, model, ticket, min(self._wait_max_s, time_left_s), time_left_s)
+
     async def place(self, wish: Wish) -> Place | None:
         """A place, to be left with `leave`. None where no target serves such a text at present, and where one that has
         begun should think again. Raises Overloaded, and DeadlineExceeded."""
@@ -168,19 +175,24 @@ class Admission:
         until_s = min(wish.since_s + self._wait_max_s, wish.deadline_s)
         if now_s >= until_s:
             raise self._came_too_late(line, wish)
-        wait_s = line.turnover.wait_s(line.queue.num_ahead(wish.ticket.priority, wish.ticket.tenant))
-        if now_s + wait_s > until_s:
+        self._check_wait(line, wish.model, wish.ticket, until_s - now_s, wish.deadline_s - now_s)
+        return until_s
+
+    def _check_wait(
+        self, line: _Line, model: str, ticket: Ticket, patience_s: float, time_left_s: float
+    ) -> None:
+        wait_s = line.turnover.wait_s(line.queue.num_ahead(ticket.priority, ticket.tenant))
+        if wait_s > patience_s:
             limit = (
                 "its deadline allows"
-                if until_s == wish.deadline_s
+                if patience_s == time_left_s
                 else f"the {self._wait_max_s:g} s that texts wait"
             )
             raise Overloaded(
-                f"every target of {wish.model} is taken; with {len(line.queue)} texts waiting, this one's turn would "
-                f"come in about {wait_s:.1f} s, which is more than {limit}",
-                self.retry_after_s(wish.model),
+                f"every target of {model} is taken; with {len(line.queue)} texts waiting, this one's turn would come "
+                f"in about {wait_s:.1f} s, which is more than {limit}",
+                self.retry_after_s(model),
             )
-        return until_s
 
     def _came_too_late(self, line: _Line, wish: Wish) -> Overloaded | DeadlineExceeded:
         if self._now_s() >= wish.deadline_s:

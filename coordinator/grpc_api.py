@@ -70,7 +70,7 @@ async def generate(
             request_id = request.request_id
             request = generation_pb2.GenerationRequest.FromString(entry.payload)
             request.request_id = request_id  # where it was made up, it is not in there
-    spec = await service.prepare(read_request(request))
+    spec = await service.prepare(read_request(request), has_begun=bool(position))
     resumption = None
     if position:
         if len(position) != spec.num_choices:

@@ -88,9 +88,10 @@ class HttpApi:
         """To a body that was just read, or that of a stream in the journal."""
         arrival_s = self._service.environment.now_s()
         body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
-        spec = await self._service.prepare(body.to_input(body.request_id or _request_id(request)))
-        request.state.request_id = spec.request.request_id
         last_event = request.headers.get(LAST_EVENT_HEADER, "") if body.is_streaming else ""
+        asked = body.to_input(body.request_id or _request_id(request))
+        spec = await self._service.prepare(asked, has_begun=bool(last_event))
+        request.state.request_id = spec.request.request_id
         resumption = None
         if last_event or entry is not None:
             points = (NOTHING_SEEN,) * spec.num_choices

@@ -149,10 +149,15 @@ class GenerationService:
         _, excluded = self.environment.router.usable((*snapshot.targets, *snapshot.drafts), now_s)
         return excluded
 
-    async def prepare(self, request: GenerationInput) -> GenerationSpec:
-        """Checks and tokenizes. Raises InvalidRequest, NotFound for the model, Unavailable without a target."""
+    async def prepare(self, request: GenerationInput, *, has_begun: bool = False) -> GenerationSpec:
+        """Checks and tokenizes. Raises InvalidRequest, NotFound for the model, Unavailable without a target, and,
+        unless its client has seen tokens already, Overloaded where it would have to wait for too long."""
         check_input(request)
         model, targets = self.find_model(request.model)
+        if not has_begun:
+            time_left_s = request.deadline_s or self.environment.settings.deadline_default_s
+            ticket = Ticket(request.priority, request.tenant)
+            self.environment.admission.check_room(model, ticket, time_left_s)
         return await self.preparation.prepare(request, model, targets)
 
     async def generate(

@@ -63,6 +63,9 @@ class Deployment:
     num_replicas: int = 1
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    max_requests: int | None = None  # these three as the coordinator takes them
+    max_queue_wait_s: float | None = None
+    tenant_weights: tuple[str, ...] = ()
     served_model_name: str | None = None
     affinity: Affinity = Affinity.AUTO
     quantization: Quantization = Quantization.NONE
@@ -176,11 +179,16 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
         "--served-model-name": deployment.model_name,
         "--ray-temp-dir": ray_temp_dir,
         "--proxy": None if deployment.proxy is None else deployment.proxy.value,
+        "--max-requests": deployment.max_requests,
+        "--max-queue-wait": deployment.max_queue_wait_s,
     }
+    words = [*flatten(flags), *(["--seed-requests"] if deployment.seed_requests else [])]
+    for weight in deployment.tenant_weights:
+        words += ["--tenant-weight", weight]
     return ChildSpec(
         "coordinator",
         "coordinator",
-        (*module("coordinator"), *flatten(flags), *(["--seed-requests"] if deployment.seed_requests else [])),
+        (*module("coordinator"), *words),
         ready_timeout_s=COORDINATOR_READY_TIMEOUT_S,
         stop_grace_s=COORDINATOR_GRACE_S,
     )

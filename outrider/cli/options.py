@@ -100,6 +100,35 @@ NumDraftWorkers = Annotated[int, typer.Option(min=1, max=64, rich_help_panel=_CA
 NumReplicas = Annotated[
     int, typer.Option(min=1, max=64, help="Coordinator replicas.", rich_help_panel=_CAPACITY)
 ]
+MaxRequests = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most requests at once per replica, those that wait included.",
+        show_default="the coordinator's",
+        rich_help_panel=_CAPACITY,
+    ),
+]
+MaxQueueWait = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="SECONDS",
+        help="Longest wait for a place at a target; a request that would wait longer is refused at once (429).",
+        show_default="the coordinator's",
+        rich_help_panel=_CAPACITY,
+    ),
+]
+TenantWeights = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tenant-weight",
+        metavar="NAME=WEIGHT",
+        help="Share of a tenant where requests wait, beside the 1 of others; may be repeated.",
+        show_default=False,
+        rich_help_panel=_CAPACITY,
+    ),
+]
 MaxNumSeqs = Annotated[
     int | None,
     typer.Option(

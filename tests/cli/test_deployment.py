@@ -109,3 +109,14 @@ def test_the_proxy_is_the_coordinators_choice_unless_one_is_named() -> None:
     assert "--proxy" not in coordinator_spec(PAIR, Path("/tmp/x")).command
     named = replace(PAIR, proxy=Proxy.PYTHON)
     assert flags(coordinator_spec(named, Path("/tmp/x")).command)["--proxy"] == "python"
+
+
+def test_how_many_wait_and_for_how_long_is_passed_on_to_the_coordinator() -> None:
+    wanted = replace(PAIR, max_requests=9, max_queue_wait_s=2.5, tenant_weights=("a=2", "b=0.5"))
+    command = coordinator_spec(wanted, Path("/tmp/x")).command
+    assert flags(command)["--max-requests"] == "9"
+    assert flags(command)["--max-queue-wait"] == "2.5"
+    assert [command[at + 1] for at, word in enumerate(command) if word == "--tenant-weight"] == [
+        "a=2",
+        "b=0.5",
+    ]

@@ -34,6 +34,7 @@ from benchmarks.machine import machine
 from benchmarks.peers.http_servers import HttpServer, free_ports, outrider_server
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from demo.corpus import held_out_prompts
+from outrider.cli.bench.requests import new_bench_client
 
 TIMEOUT_S: Final = 120.0
 SETTLING_SHARE: Final = 0.15  # of an overload, in which the queue fills and nothing is counted
@@ -114,9 +115,7 @@ class Client:
         self._prompts = prompts
         self._num_tokens = num_tokens
         self._chance = random.Random(seed)
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(TIMEOUT_S, pool=None), limits=httpx.Limits(max_connections=None), trust_env=False
-        )  # fmt: skip
+        self._http = new_bench_client(TIMEOUT_S, api_key=None)
 
     async def close(self) -> None:
         await self._http.aclose()

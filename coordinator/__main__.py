@@ -167,6 +167,9 @@ def _prepare_ray_environment(chosen: Chosen) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    # Ray's workers yield to everybody else (niceness 15). On a machine that is busy computing, which is what overload
+    # means, refusals would come after many seconds and answers would stutter.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Replicas import our packages from wherever this process found them.
     root = str(Path(__file__).resolve().parent.parent)

@@ -47,7 +47,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--seed", type=int, default=None,
                       help="of requests, faults, moments and times (default: a new one, which is printed)")  # fmt: skip
     what.add_argument("--only", action="append", default=[], metavar="WORDS",
-                      help="faults whose name has these words in it, such as redis; may be repeated")  # fmt: skip
+                      help="faults whose name has these words in it, such as redis; may be repeated (default: all but "
+                      "the rare ones)")  # fmt: skip
     what.add_argument("--at-once", type=int, default=1, metavar="N",
                       help="faults that may overlap; there is always a target that none of them touches "
                       "(default: %(default)s)")  # fmt: skip
@@ -74,16 +75,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(only: Sequence[str]) -> list[type[Fault]]:
-    """The faults that were asked for, all of them if none was."""
-    return [kind for kind in FAULTS if not only or any(words.lower() in kind.name.lower() for words in only)]
+    """The faults that were asked for, all but the rare ones if none was."""
+    if not only:
+        return [kind for kind in FAULTS if not kind.is_rare]
+    return [kind for kind in FAULTS if any(words.lower() in kind.name.lower() for words in only)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.list:
-        for kind in given.kinds:
+        for kind in given.kinds if given.only else FAULTS:
             missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
-            print(f"{kind.name:<32}{(kind.__doc__ or '').splitlines()[0]}{missing}")
+            print(
+                f"{kind.name:<32}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}"
+            )
         return 0
     kinds = [kind for kind in given.kinds if kind.why_not() is None]
     for kind in given.kinds:

@@ -30,6 +30,8 @@ class Fault(ABC):
     name: ClassVar[str]
     part: ClassVar[str]
     """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
+    is_rare: ClassVar[bool] = False
+    """Whether it comes only where it is asked for by name."""
 
     def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
         self.fleet = fleet
@@ -277,6 +279,12 @@ class RedisCut(_Network):
         await self.hold(link, f"{link.refuse()} connections")
 
 
+class RedisCutForAMinute(RedisCut):
+    """The same for ten leases, four lives of a reservation and any patience with it."""
+
+    name, seconds, is_rare = "Redis cut for a minute", (60.0, 60.0), True
+
+
 class RedisStalled(_Network):
     """Nothing passes to or from Redis."""
 
@@ -341,7 +349,7 @@ class RedisClockStepped(Fault):
 FAULTS: Final[tuple[type[Fault], ...]] = (
     TargetKilled, TargetStopped, TargetStoppedAndKilled, TargetTerminated, TargetCut, TargetStalled, TargetDelayed,
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled, ReplicaKilled,
-    RedisKilled, RedisStopped, RedisCut, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
+    RedisKilled, RedisStopped, RedisCut, RedisCutForAMinute, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
 )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ class WorkerDirectory:
 
     A Redis that comes back may have lost everything. Workers known from before stay in the snapshot until
     each has had a lease's time to announce itself again. A restart may be over before anybody has missed it: then there
-    are no events either, where there were some.
+    are no events either, where there were some. When all leases of a pool end at once it is Redis' clock that jumped,
+    or the network between it and all of them; their workers stay as well, for one lease.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class WorkerDirectory:
         self._lease_s = lease_s
         self._tasks: list[asyncio.Task[None]] = []
         self._views: dict[Pool, PoolView] = {}
+        self._emptied_by: dict[Pool, str] = {}  # the event by which all leases had ended
         self._away: set[Pool] = set(POOLS)  # could not be read when last tried
         self._trusted_until_s: dict[
             Pool, float
@@ -68,7 +70,15 @@ class WorkerDirectory:
             return
         now_s = asyncio.get_running_loop().time()
         has_forgotten = pool in self._views and self._views[pool].last_event != view.last_event == NO_EVENT
-        if pool in self._away or has_forgotten:
+        has_emptied = (
+            not view.workers
+            and bool(self._workers(pool))
+            and view.last_kind == "expired"  # whoever leaves says so
+            and view.last_event != self._emptied_by.get(pool)
+        )
+        if has_emptied:
+            self._emptied_by[pool] = view.last_event
+        if pool in self._away or has_forgotten or has_emptied:
             self._away.discard(pool)
             self._trusted_until_s[pool] = now_s + self._lease_s if pool in self._views else now_s
         if now_s < self._trusted_until_s[pool]:

@@ -250,6 +250,22 @@ async def test_a_redis_that_forgets_everything_in_between_is_survived(
     await quick.close()
 
 
+async def test_leases_that_all_end_at_once_are_given_another_one(registry: Registry, redis_url: str) -> None:
+    """As when Redis' clock jumps: nobody has left."""
+    quick = Registry(redis_url, lease_s=0.3)
+    others = [replace(RECORD, worker_id=f"t{number}", incarnation=f"{number}") for number in range(3)]
+    for record in others:
+        await quick.write(record)
+    async with WorkerDirectory(quick, refresh_s=0.02, lease_s=0.6) as directory:
+        await asyncio.sleep(0.5)
+        assert await workers(quick) == ()
+        assert directory.snapshot.targets == tuple(others)
+        async with WorkerLease(quick, others[1], no_load, heartbeat_s=0.05):
+            await eventually(lambda: directory.snapshot.targets == (others[1],), "two did not come back")
+        await eventually(lambda: directory.snapshot.targets == (), "it left", 0.2)
+    await quick.close()
+
+
 async def test_redis_going_away_and_coming_back_is_survived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

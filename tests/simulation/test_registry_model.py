@@ -59,7 +59,7 @@ async def do(registry: Registry, name: str, *arguments: Any) -> Any:
             return await getattr(registry, name)(*arguments)
         case "read":
             view = await registry.read("target")
-            return view.workers, view.num_reserved
+            return view.workers, view.num_reserved, view.last_kind
         case _:
             return await getattr(registry, name)("target", *arguments)
 
@@ -68,7 +68,7 @@ def do_in_model(model: PoolModel, now_s: float, name: str, *arguments: Any) -> A
     match name:
         case "read":
             view = model.read(now_s)
-            return view.workers, view.num_reserved
+            return view.workers, view.num_reserved, view.last_kind
         case "release":
             return model.release(*arguments)
         case _:

@@ -426,7 +426,7 @@ class Draft(Worker):
         self.servicer.dispatch(actions)
 
     def _handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
-        return self.scheduler.handle(event)
+        return self.scheduler.handle(event, now)
 
     def _begin(self, now: float) -> Turn | float | None:
         step = self.scheduler.next_step()

@@ -20,10 +20,6 @@ from target_worker.limits import SchedulerLimits
 from target_worker.messages import StartSession
 from target_worker.session import Session
 
-GROWTH_TOKENS = 32
-"""That everybody who runs can grow by before anybody has to give way, when a session gets a place. Without it the
-newest would be let in, and out again, for every block that comes free."""
-
 by_rank = operator.attrgetter("rank")
 
 
@@ -91,7 +87,7 @@ class Places:
             return num_before + 1
         running = list(self.running.values())  # a copy: whoever announces the worker asks from another thread
         num_ends = max(num_before + 1 - (self._limits.max_num_seqs - len(running)), 0)
-        num_wanted = self._allocator.blocks_for(num_tokens + GROWTH_TOKENS)
+        num_wanted = self._allocator.blocks_for(num_tokens + self._limits.growth_tokens)
         is_short = running and not self.waiting and num_wanted + self._num_due(running) > self.num_free
         return max(num_ends, 1) if is_short else num_ends
 
@@ -133,7 +129,7 @@ class Places:
         blocks_for = self._allocator.blocks_for
         return sum(
             max(
-                blocks_for(min(len(each.token_ids) + GROWTH_TOKENS, each.max_len)) - len(each.kv.block_ids), 0
+                blocks_for(min(len(each.token_ids) + self._limits.growth_tokens, each.max_len)) - len(each.kv.block_ids), 0
             )
             for each in sessions
         )

@@ -97,6 +97,7 @@ def _draw_shape(chance: random.Random, *, is_crowded: bool) -> WorkerShape:
             max_num_waiting=chance.choice((1, 4)),
             max_num_batched_tokens=chance.choice((8, 24)),
             max_model_len=_MAX_MODEL_LEN,
+            growth_tokens=chance.choice((0, 8, 32)),
             num_speculative_tokens=num_speculative_tokens,
             hint_wait_ms_max=chance.choice((0.0, 10.0)),
             has_lookup=chance.random() < 0.3,

@@ -126,11 +126,9 @@ class Places:
 
     def _num_due(self, sessions: Iterable[Session]) -> int:
         """Blocks that these will take for the text that they have, and for some more."""
-        blocks_for = self._allocator.blocks_for
+        blocks_for, growth = self._allocator.blocks_for, self._limits.growth_tokens
         return sum(
-            max(
-                blocks_for(min(len(each.token_ids) + self._limits.growth_tokens, each.max_len)) - len(each.kv.block_ids), 0
-            )
+            max(blocks_for(min(len(each.token_ids) + growth, each.max_len)) - len(each.kv.block_ids), 0)
             for each in sessions
         )
 

@@ -39,6 +39,7 @@ def run(requests: list[Request], draft: str, num_blocks: int | None) -> tuple[li
     bridge = Bridge(LARGE, make_draft(draft, LARGE, luck=1), 1, Manner(unrest=0.02), num_blocks)
     results = bridge.run(requests)
     num_preemptions = bridge._target.scheduler.num_preemptions
+    assert bridge._target._metrics.num_preemptions._value.get() == num_preemptions
     assert num_preemptions == sum(each.ended.num_preemptions for each in results if each.ended is not None)
     return results, num_preemptions
 

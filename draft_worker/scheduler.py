@@ -65,7 +65,7 @@ class DraftScheduler:
     def check_room(self) -> None:
         """Raises Overloaded when no other session may come. May be asked from another thread."""
         if len(self._sessions) >= self.num_slots:
-            wait_s = self._turnover.stay_s() / self.num_slots
+            wait_s = self._turnover.stay_s() / max(self.num_slots, 1)
             raise Overloaded(f"all {self.num_slots} draft slots are taken", retry_after_s(wait_s))
 
     def handle(self, event: Event, now: float = 0.0) -> list[Action]:

@@ -67,7 +67,8 @@ class Forecast:
             return
         num_before = self._places.num_before(session)
         num_ends = self._places.num_ends_before(num_before, session.committed_len)
-        ages_s = [now - (each.first_step_at or now) for each in self._places.running.values()]
+        places_since = [each.first_step_at for each in self._places.running.values()]
+        ages_s = [now - since for since in places_since if since is not None]
         least_s = self._turnover.least_wait_s(num_ends, ages_s) + self._least_work_s(session, step_ms)
         if now + least_s > session.deadline_at:
             raise DeadlineExceeded(

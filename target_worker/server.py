@@ -130,6 +130,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             if isinstance(action, CommitPublished):
                 self._publish(action)
                 continue
+            if isinstance(action, SessionRefused) and isinstance(action.error, NotFound):
+                continue  # a change that met its session's end; who has its id by now is not concerned
             self._count(action)
             caller = self._callers.get(action.session_id)
             if caller is not None:

@@ -263,7 +263,7 @@ class DraftCore:
         self.has_events: Callable[[], bool] = lambda: False
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        return self.scheduler.handle(event)
+        return self.scheduler.handle(event, now)
 
     def run_next(self, now: float) -> tuple[list[Action], float | None]:
         step = self.scheduler.next_step()

@@ -32,6 +32,7 @@ from outrider.confidence import calibrations
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hint_tree import Hint
+from outrider.turnover import Turnover, retry_after_s
 
 
 class DraftScheduler:
@@ -51,6 +52,7 @@ class DraftScheduler:
         entries_per_session = limits.max_model_len + limits.max_nodes
         num_affordable = (allocator.num_blocks - 1) // allocator.blocks_for(entries_per_session)
         self.num_slots = min(limits.max_num_seqs, num_affordable)
+        self._turnover = Turnover()
 
     @property
     def num_sessions(self) -> int:
@@ -60,24 +62,32 @@ class DraftScheduler:
         """For status reports; to be read, not changed."""
         return self._sessions.get(session_id)
 
-    def handle(self, event: Event) -> list[Action]:
+    def check_room(self) -> None:
+        """Raises Overloaded when no other session may come. May be asked from another thread."""
+        if len(self._sessions) >= self.num_slots:
+            wait_s = self._turnover.stay_s() / max(self.num_slots, 1)
+            raise Overloaded(f"all {self.num_slots} draft slots are taken", retry_after_s(wait_s))
+
+    def handle(self, event: Event, now: float = 0.0) -> list[Action]:
+        """`now` is the shell's clock, seconds; only what a refusal says of when to come back depends on it."""
         match event:
             case AttachSession():
-                return self._attach(event)
+                return self._attach(event, now)
             case DetachSession():
                 session = self._sessions.get(event.session_id)
                 if session is not None and session.attachment == event.attachment:
-                    self._remove(session)
+                    self._remove(session, now)
                     return [Unsubscribe(session.target_address, session.session_id)]
             case LinkOpened():
                 return self._introduce(event.target_address)
             case CommitHeard():
-                return self._hear(event)
+                return self._hear(event, now)
         return []
 
-    def _attach(self, event: AttachSession) -> list[Action]:
-        error = self._objection(event)
-        if error is not None:
+    def _attach(self, event: AttachSession, now: float) -> list[Action]:
+        try:
+            self._check(event)
+        except OutriderError as error:
             return [AttachmentRefused(event.session_id, event.attachment, error)]
         session = DraftSession(
             event.session_id,
@@ -92,6 +102,7 @@ class DraftScheduler:
             KVSequence(self.allocator),
             self.limits,
             self._calibrations.get(event.sampling.decoding_mode),
+            attached_at=now,
         )
         self._sessions[event.session_id] = session
         self._num_sessions_of[session.target_address] += 1
@@ -102,23 +113,23 @@ class DraftScheduler:
             Subscribe(event.target_address, event.session_id, event.attachment, len(session.token_ids)),
         ]
 
-    def _objection(self, event: AttachSession) -> OutriderError | None:
+    def _check(self, event: AttachSession) -> None:
+        """Raises what the session is refused with."""
         if event.session_id in self._sessions:
-            return InvalidRequest("session_id", f"session {event.session_id} is already attached here")
+            raise InvalidRequest("session_id", f"session {event.session_id} is already attached here")
         if len(event.token_ids) >= self.limits.max_model_len:
-            return InvalidRequest(
+            raise InvalidRequest(
                 "token_ids",
                 f"{len(event.token_ids)} tokens are more than this draft model can follow "
                 f"(at most {self.limits.max_model_len - 1})",
             )
         if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
-            return InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
-        if len(self._sessions) >= self.num_slots:
-            return Overloaded(f"all {self.num_slots} draft slots are taken", retry_after_s=1.0)
-        return None
+            raise InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
+        self.check_room()
 
-    def _remove(self, session: DraftSession) -> None:
+    def _remove(self, session: DraftSession, now: float) -> None:
         del self._sessions[session.session_id]
+        self._turnover.leave(now - session.attached_at)
         session.kv.free()
         self._num_sessions_of[session.target_address] -= 1
         if not self._num_sessions_of[session.target_address]:
@@ -140,12 +151,12 @@ class DraftScheduler:
         session.replant()
         return [self._send(session, session.live_hints())] if session.nodes else []
 
-    def _hear(self, event: CommitHeard) -> list[Action]:
+    def _hear(self, event: CommitHeard, now: float) -> list[Action]:
         session = self._sessions.get(event.session_id)
         if session is None:
             return []
         if event.is_finished:
-            self._remove(session)
+            self._remove(session, now)
             return [AttachmentEnded(session.session_id)]
         (self._resting.discard if event.is_listening else self._resting.add)(session.target_address)
         if 0 <= event.num_held <= event.num_tried and event.num_tried > 0:
@@ -159,7 +170,7 @@ class DraftScheduler:
         ):
             # The text is longer than we can follow, or the target's output layer is wider than ours, and it said a
             # token that we cannot read.
-            self._remove(session)
+            self._remove(session, now)
             return [
                 Unsubscribe(session.target_address, session.session_id),
                 AttachmentEnded(session.session_id),

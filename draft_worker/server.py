@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -23,7 +24,14 @@ from draft_worker.messages import (
     Subscribe,
 )
 from draft_worker.scheduler import DraftScheduler
-from outrider.errors import InvalidRequest, OutriderError, Overloaded, TokenizerMismatch, Unavailable
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    TokenizerMismatch,
+    Unavailable,
+)
 from outrider.grammar import GrammarCompiler
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import SamplingParams, SpeculationSettings
@@ -97,10 +105,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         try:
             event = self._parse(request)
             if event.sampling.grammar is not None:
-                if (
-                    self._scheduler.num_sessions >= self._scheduler.num_slots
-                ):  # a refusal comes before any work
-                    raise Overloaded("all draft slots are taken", retry_after_s=1.0)
+                self._scheduler.check_room()  # a refusal comes before any work
                 grammar = await asyncio.to_thread(self._grammars.compile, event.sampling.grammar)
                 event = replace(event, grammar=grammar)
                 self._check_free(event.session_id)
@@ -111,7 +116,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._callers[event.session_id] = actions
         try:
             self._submit(event)
-            async for status in self._follow(event.session_id, actions):
+            async for status in self._follow(event.session_id, actions, request.deadline_ms / 1e3):
                 yield status
         except OutriderError as error:
             await abort(context, error)
@@ -121,13 +126,18 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             self._submit(DetachSession(event.session_id, event.attachment), is_release=True)
 
     async def _follow(
-        self, session_id: str, actions: asyncio.Queue[Action]
+        self, session_id: str, actions: asyncio.Queue[Action], left_s: float
     ) -> AsyncIterator[draft_pb2.AttachStatus]:
-        """Statuses of one attachment until it ends. Raises what it was refused with."""
+        """Statuses of one attachment until it ends. Raises what it was refused with, and DeadlineExceeded after
+        `left_s`, where that is not 0. The call's own deadline ends it by cancelling us."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (left_s or math.inf)
         status = draft_pb2.AttachStatus()
         while not status.is_finished:
+            if loop.time() >= until:
+                raise DeadlineExceeded("the request's time is up")
             try:
-                async with asyncio.timeout(STATUS_EVERY_S):
+                async with asyncio.timeout_at(min(loop.time() + STATUS_EVERY_S, until)):
                     action = await actions.get()
                 if isinstance(action, AttachmentRefused):
                     raise action.error

@@ -63,6 +63,7 @@ class DraftSession:
     kv: KVSequence
     limits: DraftLimits
     calibration: Calibration | None = None  # of all that decode this way; none under rejection sampling
+    attached_at: float = 0.0  # shell's clock, seconds
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0

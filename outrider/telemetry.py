@@ -49,7 +49,11 @@ class TargetMetrics(_Metrics):
         self.generation_tokens = self._counter("generation_tokens", "Tokens committed")
         self.num_requests_running = self._gauge("num_requests_running", "Sessions in the batch")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sessions waiting for a place")
-        self.kv_cache_usage_perc = self._gauge("kv_cache_usage_perc", "Share of KV blocks reserved, 0 to 1")
+        self.kv_cache_usage_perc = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
+        self.num_preemptions = self._counter(
+            "num_preemptions",
+            "Sessions that gave their KV blocks back to others and were computed anew later",
+        )
         self.step_ms = self._histogram("step_milliseconds", "Forward pass and verification of a batch")
         self.step_sessions = self._histogram("step_sessions", "Sessions in a step", BATCH_BUCKETS)
         self.step_gap_ms = self._histogram(

@@ -37,11 +37,14 @@ class WorkerLease:
         record: WorkerRecord,
         load: Callable[[], tuple[int, int]],
         heartbeat_s: float = HEARTBEAT_S,
+        wait_ms: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`load` returns (num_running, num_waiting); it is called on the event loop and must not block."""
+        """`load` returns (num_running, num_waiting), `wait_ms` how long another session would wait; they are called on
+        the event loop and must not block."""
         self._registry = registry
         self._record = record
         self._load = load
+        self._wait_ms = wait_ms
         self._heartbeat_s = heartbeat_s
         self._is_published = False
         self._wake = asyncio.Event()
@@ -88,7 +91,9 @@ class WorkerLease:
     async def _try_beat(self) -> bool:
         """One heartbeat. False when it did not arrive; the caller tries again soon."""
         num_running, num_waiting = self._load()
-        record = replace(self._record, num_running=num_running, num_waiting=num_waiting)
+        record = replace(
+            self._record, num_running=num_running, num_waiting=num_waiting, wait_ms=self._wait_ms()
+        )
         try:
             is_ours = await self._registry.write(record)
         except RegistryUnavailable as error:

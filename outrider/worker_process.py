@@ -147,7 +147,11 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         "--block-size", type=int, default=16, help="KV entries per block (default %(default)s)"
     )
     engine.add_argument(
-        "--kv-cache-gib", type=float, default=2.0, help="most memory for KV, GiB (default %(default)s)"
+        "--kv-cache-gib",
+        type=float,
+        default=2.0,
+        help="most memory for KV, GiB; a target worker's sessions take of it as they grow, and give way to each other "
+        "when it is used up (default %(default)s)",
     )
     engine.add_argument(
         "--max-model-len", type=int, default=None, help="prompt plus output; default: the model's"
@@ -316,10 +320,12 @@ class WorkerProcess:
         load: Callable[[], tuple[int, int]],
         on_drain: Callable[[], None],
         ready_facts: dict[str, Any],
+        wait_ms: Callable[[], int] = lambda: 0,
     ) -> None:
         """Serves until SIGTERM, SIGINT or `request_stop`; then drains.
 
-        `load` returns (sessions running, sessions waiting); from `on_drain` on the servicer must refuse new ones.
+        `load` returns (sessions running, sessions waiting), `wait_ms` how long another would wait; from `on_drain` on
+        the servicer must refuse new ones.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -329,7 +335,9 @@ class WorkerProcess:
         async with contextlib.AsyncExitStack() as stack:
             lease: WorkerLease | None = None
             if self._registry is not None:
-                lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
+                lease = await stack.enter_async_context(
+                    WorkerLease(self._registry, record, load, wait_ms=wait_ms)
+                )
             await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
             await self._set_health(is_ready=True)
             facts = {

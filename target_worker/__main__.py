@@ -38,7 +38,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max-num-waiting",
         type=int,
         default=DEFAULTS.max_num_waiting,
-        help="sessions that may wait (default %(default)s)",
+        help="sessions that may wait for a place, those not counted that lost theirs for want of KV "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
@@ -141,9 +142,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        servicer = TargetServicer(
-            info, metrics, grammars, has_room=lambda: scheduler.num_waiting < limits.max_num_waiting
-        )
+        servicer = TargetServicer(info, metrics, grammars, scheduler.check_room)
         thread = process.make_thread(TargetCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)
@@ -153,6 +152,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             await process.run(
                 record_from_info("target", info),
                 load=lambda: (scheduler.num_running, scheduler.num_waiting),
+                wait_ms=lambda: scheduler.wait_ms,
                 on_drain=servicer.start_draining,
                 ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
             )

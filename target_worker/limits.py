@@ -18,6 +18,9 @@ class SchedulerLimits:
     max_num_waiting: int = 64  # sessions that wait for a place
     max_num_batched_tokens: int = 512  # fed in one step
     max_model_len: int = 1024  # prompt plus output, tokens
+    # That everybody who runs can grow by, tokens, when another gets a place. With less, sessions are let in and out
+    # again for every block that comes free; with more, KV lies idle that most texts end before they need it.
+    growth_tokens: int = 32
     # Hints fed per session and step; with the last token nine rows, a tile of the compiled products (`decode.cpp`).
     num_speculative_tokens: int = 8
     hint_wait_ms_max: float = 10.0
@@ -46,6 +49,8 @@ class SchedulerLimits:
                 f"({self.max_num_seqs}), so that prompts get on, to {MAX_BATCHED_TOKENS}, as far as batch invariance "
                 "is proven"
             )
+        if self.growth_tokens < 0:
+            raise ConfigurationError(f"growth_tokens is {self.growth_tokens}; permitted: 0 and more")
         if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigurationError(
                 f"--num-speculative-tokens is {self.num_speculative_tokens}; permitted: 0 to {MAX_SPECULATIVE_TOKENS}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ class StartSession:
     speculation: SpeculationSettings
     seed: int  # of every random number of the session
     grammar: GrammarState | None = None  # at its beginning; the session's own from here on
+    priority: int = 0  # lower goes first, and is preempted last
+    deadline_at: float = math.inf  # shell's clock, seconds; what is not complete by then is not wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,15 @@ class SessionEnded:
     stats: common_pb2.SpeculationStats
     queue_ms: float
     prefill_ms: float
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAborted:
+    """After it had been admitted, and before its text was complete."""
+
+    session_id: str
+    error: OutriderError
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,15 @@ class CommitPublished:
     num_held: int = 0  # of these, the leading ones that held
 
 
-Action = SessionAdmitted | SessionRefused | PromptScored | TokensCommitted | SessionEnded | CommitPublished
+Action = (
+    SessionAdmitted
+    | SessionRefused
+    | PromptScored
+    | TokensCommitted
+    | SessionEnded
+    | SessionAborted
+    | CommitPublished
+)
 
 
 # One step.

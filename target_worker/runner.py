@@ -99,6 +99,7 @@ class TargetCore:
         self.engine = engine
         self._metrics = metrics
         self._last_end: float | None = None
+        self._num_preemptions = 0  # counted so far
 
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = self.scheduler.handle(event, now)
@@ -128,3 +129,6 @@ class TargetCore:
         self._metrics.num_requests_running.set(self.scheduler.num_running)
         self._metrics.num_requests_waiting.set(self.scheduler.num_waiting)
         self._metrics.kv_cache_usage_perc.set(self.scheduler.kv_usage)
+        if (num_preemptions := self.scheduler.num_preemptions) != self._num_preemptions:
+            self._metrics.num_preemptions.inc(num_preemptions - self._num_preemptions)
+            self._num_preemptions = num_preemptions

@@ -1,9 +1,9 @@
 """What happens next on a target worker. Pure: events in, actions and steps out; the clock is an argument.
 
-One session's life: `StartSession` → refused, or admitted and waiting → a place and KV are reserved → prefill in
-chunks → decode steps with whatever hints have arrived → ended. There is one kind of step: every running session
-feeds the committed tokens that have no KV yet, then some hints. Prefill is a step with many pending tokens, plain
-decoding a step without hints.
+One session's life: `StartSession` → refused, or admitted and waiting → it gets a place → prefill in chunks → decode
+steps with whatever hints have arrived → ended. There is one kind of step: every running session feeds the committed
+tokens that have no KV yet, then some hints. Prefill is a step with many pending tokens, plain decoding a step without
+hints, and what was preempted is prefilled again.
 
 Hints may speak of a session before the coordinator does (both workers get the request at once); a bounded number
 of such events is kept and replayed.
@@ -11,18 +11,19 @@ of such events is kept and replayed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from outrider.confidence import calibrations
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verification import Verdict
-from outrider.errors import InvalidRequest, NotFound, OutriderError
+from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarViolation
 from protos.outrider.v1 import target_pb2
-from target_worker.admission import Places, check_request
+from target_worker.admission import check_request
 from target_worker.batch_listening import BatchListening
 from target_worker.early_events import EarlyEvents
-from target_worker.hint_path import HintPath
+from target_worker.forecast import Forecast
 from target_worker.limits import SchedulerLimits
 from target_worker.lookup import LocalHints, RecentOutputs
 from target_worker.messages import (
@@ -32,7 +33,7 @@ from target_worker.messages import (
     CloseStream,
     Event,
     HintsArrived,
-    PromptScored,
+    SessionAborted,
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
@@ -47,10 +48,15 @@ from target_worker.messages import (
     WaitForHints,
 )
 from target_worker.pace import Pace
+from target_worker.places import Places
 from target_worker.session import Session, add_up_to_limit
 from target_worker.speculation import allot
 from target_worker.step_cost import StepCost, StepLine
+from target_worker.step_items import deciding_item, prefill_item
 from target_worker.waiting import HintWait
+
+LOOK_EVERY_S = 0.05
+"""At deadlines, at the most so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,10 @@ class Scheduler:
             else None
         )
         self._sessions: dict[str, Session] = {}
+        self._num_started = 0
         self._places = Places(limits, allocator)
+        self._forecast = Forecast(limits, self._places)
+        self._look_at = -math.inf  # at deadlines
         self._early = EarlyEvents(limits)
         self._calibrations = calibrations()
 
@@ -92,8 +101,26 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks that are reserved."""
-        return self._places.num_reserved_blocks / (self.allocator.num_blocks - 1)
+        """Share of KV blocks that sessions hold."""
+        return self.allocator.usage
+
+    @property
+    def num_preemptions(self) -> int:
+        """So far."""
+        return self._places.num_preemptions
+
+    @property
+    def wait_ms(self) -> int:
+        """How long a session that came now would wait for a place, as far as can be told. For any thread."""
+        return round(1e3 * self._forecast.wait_s(self._ms_per_token))
+
+    def check_room(self) -> None:
+        """Raises Overloaded when no other session may wait. For any thread; `handle` has the last word."""
+        self._forecast.check_room(self._ms_per_token)
+
+    @property
+    def _ms_per_token(self) -> float:
+        return 1.0 / self._pace.rate if self._pace.rate else 0.0
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event. Errors of a session are answered with an action, never raised."""
@@ -101,7 +128,7 @@ class Scheduler:
             case StartSession():
                 return self._start(event, now)
             case CancelSession():
-                return self._cancel(event.session_id)
+                return self._cancel(event.session_id, now)
             case ChangeSpeculation():
                 return self._change_speculation(event, now)
             case SubscribeDraft():
@@ -123,28 +150,32 @@ class Scheduler:
             if event.session_id in self._sessions:
                 raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
             check_request(event, self.limits, self.vocab_size)
-            self._places.check_room(event)
+            self._places.check_fits(event)
+            self.check_room()
             session = Session.from_event(
                 event,
                 max_model_len=self.limits.max_model_len,
                 end_of_sequence_ids=self.limits.end_of_sequence_ids,
                 kv=KVSequence(self.allocator),
-                num_reserved_blocks=self._places.num_blocks_for(event),
+                number=self._num_started,
                 local=self._local_hints(event),
                 calibration=self._calibrations.get(event.sampling.decoding_mode),
                 now=now,
             )
+            self._forecast.check_in_time(session, now, self._best_step_ms)
         except OutriderError as error:
             return [SessionRefused(event.session_id, error)]
         except GrammarViolation as violation:
             refusal = InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}")
             return [SessionRefused(event.session_id, refusal)]
         actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
+        self._num_started += 1
         self._sessions[session.session_id] = session
-        self._places.waiting.append(session)
+        self._places.add(session)
+        self._forecast.come(session)
         if session.is_text_complete():  # it moved here after its last token and before its last word
             self._early.take(session.session_id)
-            return [*actions, self._end(session, target_pb2.FINISH_REASON_STOP)]
+            return [*actions, self._end(session, target_pb2.FINISH_REASON_STOP, now)]
         for early in self._early.take(session.session_id):
             actions += self.handle(early, now)
         return actions
@@ -154,18 +185,38 @@ class Scheduler:
             return None
         return LocalHints(self._recent)
 
-    def _remove(self, session: Session) -> None:
+    def _remove(self, session: Session, now: float) -> None:
         del self._sessions[session.session_id]
         self._places.remove(session)
+        self._forecast.leave(session, now)
         session.kv.free()
 
-    def _cancel(self, session_id: str) -> list[Action]:
+    def _cancel(self, session_id: str, now: float) -> list[Action]:
         self._early.take(session_id)
         session = self._sessions.get(session_id)
         if session is None:
             return []
-        self._remove(session)
+        self._remove(session, now)
         return session.publish(is_finished=True)
+
+    @property
+    def _best_step_ms(self) -> float:
+        """Of a step of one token, 0.0 while unknown."""
+        return self.cost.line().step_ms(1) if self.cost.coefficients is not None else 0.0
+
+    def _end_the_late(self, now: float) -> list[Action]:
+        """Ends those whose deadline has passed, and those who wait and cannot be in time."""
+        actions: list[Action] = []
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            for session in list(self._sessions.values()):
+                try:
+                    self._forecast.check_in_time(session, now, self._best_step_ms)
+                except DeadlineExceeded as error:
+                    self._remove(session, now)
+                    actions += session.publish(is_finished=True)
+                    actions.append(SessionAborted(session.session_id, error))
+        return actions
 
     # Hints and those who send them.
 
@@ -240,48 +291,25 @@ class Scheduler:
 
     def _compose(self) -> Step:
         """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`."""
-        budget = self.limits.max_num_batched_tokens
-        decoding = [session for session in self._places.running.values() if session.num_pending == 1]
-        prefilling = [session for session in self._places.running.values() if session.num_pending > 1]
-        budget -= len(decoding)
+        room = self._places.make_room()
+        decoding = room.decoding
+        budget = self.limits.max_num_batched_tokens - len(decoding)
         # Hints never take more than half of what is left while prompts wait, nor all of it.
-        hint_budget = budget // 2 if prefilling else budget
+        hint_budget = budget // 2 if room.prefilling else budget
         limit = self.limits.num_speculative_tokens
         paths = [session.hint_path(limit) for session in decoding]
         gains = [session.hint_gains() for session in decoding]
-        num_fed = allot(gains, self._line(), max(hint_budget, 0))
+        num_fed = room.cut_hints(allot(gains, self._line(), max(hint_budget, 0)))
         items = []
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
-            items.append(_item(session, path, fed))
+            items.append(deciding_item(session, path, fed))
             budget -= fed
-        for session in prefilling:
+        for session, most in room.prefilling:
             if budget <= 0:
                 break
-            items.append(self._prefill_item(session, budget))
+            items.append(prefill_item(session, min(most, budget), limit))
             budget -= len(items[-1].token_ids)
         return Step(items)
-
-    def _prefill_item(self, session: Session, budget: int) -> StepItem:
-        if session.num_pending <= budget:
-            return _item(session, session.hint_path(self.limits.num_speculative_tokens), num_fed=0)
-        if session.local is not None:
-            session.local.read(session.token_ids)
-        start = session.kv.length
-        token_ids = session.token_ids[start : start + budget]
-        session.kv.extend(budget)
-        prompt_targets = session.prompt_targets(start, budget)
-        return StepItem(
-            session.session_id,
-            session.kv,
-            token_ids,
-            num_logits=budget if prompt_targets else 0,
-            num_decided=0,
-            hints=[],
-            text=session.text_before([], 0),
-            sampling=session.sampling,
-            seed=session.seed,
-            prompt_targets=prompt_targets,
-        )
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided and says who must hear of it."""
@@ -301,7 +329,7 @@ class Scheduler:
                 continue
             if logprobs:
                 first = session.kv.length - len(item.token_ids) + 1
-                actions.append(PromptScored(session.session_id, first, logprobs))
+                actions += session.score(first, logprobs)
             if verdict is not None:
                 actions += self._commit(session, item, verdict, result.step_ms, prices, now)
             if self._places.shares_prefix(session):
@@ -312,7 +340,7 @@ class Scheduler:
             self._listening.observe(audience, step, num_committed, num_context, self._pace.whole_ms)
         for session in self._listening.turn(audience, self.num_running):
             actions += self._tell_of_turn(session, now)
-        return actions
+        return actions + self._end_the_late(now)
 
     def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> _Prices:
         """What this step's hints are to be measured by."""
@@ -368,16 +396,20 @@ class Scheduler:
             num_held=outcome.num_held,
         )
         if outcome.reason is not None:
-            actions.append(self._end(session, outcome.reason, outcome.stop_token_id))
+            actions.append(self._end(session, outcome.reason, now, outcome.stop_token_id))
         elif session.can_expect_hints():
             path = session.tree.primary_path(self.limits.num_speculative_tokens)
             session.timing.on_commit(now, len(path), session.committed_len)
         return actions
 
     def _end(
-        self, session: Session, reason: target_pb2.FinishReason, stop_token_id: int | None = None
+        self,
+        session: Session,
+        reason: target_pb2.FinishReason,
+        now: float,
+        stop_token_id: int | None = None,
     ) -> SessionEnded:
-        self._remove(session)
+        self._remove(session, now)
         if self._recent is not None and not session.speculation.is_plain:
             self._recent.add(session.token_ids[session.num_prompt_tokens :])
         first_step_at = session.first_step_at or session.arrived_at
@@ -391,25 +423,5 @@ class Scheduler:
             session.final_stats(),
             queue_ms=(first_step_at - session.arrived_at) * 1e3,
             prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
+            num_preemptions=session.num_preemptions,
         )
-
-
-def _item(session: Session, path: HintPath, num_fed: int) -> StepItem:
-    """A step that decides tokens: everything pending, then `num_fed` hints."""
-    start, hints = session.kv.length, path.for_step(num_fed)
-    token_ids = session.token_ids[start:] + [hint.token_id for hint in hints[:num_fed]]
-    session.kv.extend(len(token_ids))
-    prompt_targets = session.prompt_targets(start, len(token_ids))
-    return StepItem(
-        session.session_id,
-        session.kv,
-        token_ids,
-        num_logits=len(token_ids) if prompt_targets else num_fed + 1,
-        num_decided=num_fed + 1,
-        hints=hints,
-        text=session.text_before(hints, num_fed + 1),
-        sampling=session.sampling,
-        seed=session.seed,
-        acceptance_rule=session.speculation.acceptance_rule,
-        prompt_targets=prompt_targets,
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from target_worker.messages import (
     Event,
     HintsArrived,
     PromptScored,
+    SessionAborted,
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
@@ -105,15 +107,15 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         info: common_pb2.WorkerInfo,
         metrics: TargetMetrics,
         grammars: GrammarCompiler,
-        has_room: Callable[[], bool] = lambda: True,
+        check_room: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_room` says, from the event loop, whether another session could wait; the scheduler has the last word.
-        `now` is the clock that the scheduler is told, seconds."""
+        """`check_room` raises Overloaded, on the event loop, when no other session could wait; the scheduler has the
+        last word. `now` is the clock that the scheduler is told, seconds."""
         self._info = info
         self._metrics = metrics
         self._grammars = grammars
-        self._has_room = has_room
+        self._check_room = check_room
         self._now = now
         self._callers: dict[str, asyncio.Queue[Action]] = {}
         self._num_commit_bytes: Counter[str] = Counter()  # by session
@@ -135,6 +137,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             if isinstance(action, CommitPublished):
                 self._publish(action)
                 continue
+            if isinstance(action, SessionRefused) and isinstance(action.error, NotFound):
+                continue  # a change that met its session's end; who has its id by now is not concerned
             self._count(action)
             caller = self._callers.get(action.session_id)
             if caller is not None:
@@ -170,10 +174,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         try:
             if self._is_draining:
                 raise Unavailable("this worker is draining")
-            event = parse_generate(request)
+            event = parse_generate(request, self._deadline_at(request, context))
             if event.sampling.grammar is not None:
-                if not self._has_room():  # a refusal comes before any work
-                    raise Overloaded("too many sessions wait already", retry_after_s=1.0)
+                self._check_room()  # a refusal comes before any work
                 event = replace(event, grammar=await self._compile(event.sampling.grammar))
             # After the last wait, so that of two calls with one id the second finds the first.
             if event.session_id in self._callers:
@@ -199,7 +202,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                             yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
                         continue
                     has_begun = isinstance(action, TokensCommitted)
-                if isinstance(action, SessionRefused):
+                if isinstance(action, SessionRefused | SessionAborted):
                     has_ended = True
                     raise action.error
                 if isinstance(action, SessionEnded):
@@ -213,6 +216,13 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._num_commit_bytes.pop(event.session_id, None)
             if not has_ended:
                 self._submit(CancelSession(event.session_id), is_release=True)
+
+    def _deadline_at(self, request: target_pb2.GenerateRequest, context: Context) -> float:
+        """On our clock, seconds: the request's own deadline or the call's, whichever is sooner."""
+        left_s = [] if not request.deadline_ms else [request.deadline_ms / 1e3]
+        if (of_call_s := context.time_remaining()) is not None:
+            left_s.append(of_call_s)
+        return self._now() + min(left_s, default=math.inf)
 
     def _stalled_s(self) -> float:
         assert self._thread is not None
@@ -317,8 +327,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._metrics.num_ready_outcomes.inc(action.stats.num_ready_outcomes)
 
 
-def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
-    """Raises InvalidRequest naming the field."""
+def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = math.inf) -> StartSession:
+    """Raises InvalidRequest naming the field. `deadline_at` is on the scheduler's clock, seconds."""
     if not 0 < len(request.session_id) <= MAX_SESSION_ID:
         raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
     if not request.token_ids:
@@ -335,6 +345,8 @@ def parse_generate(request: target_pb2.GenerateRequest) -> StartSession:
             else SpeculationSettings()
         ),
         sampling.seed if sampling.seed is not None else secrets.randbits(64),
+        priority=request.priority,
+        deadline_at=deadline_at,
     )
 
 
@@ -420,6 +432,7 @@ def _event_message(action: Action) -> target_pb2.GenerateEvent:
                 stats=action.stats,
                 queue_ms=action.queue_ms,
                 prefill_ms=action.prefill_ms,
+                num_preemptions=action.num_preemptions,
             )
             return target_pb2.GenerateEvent(finished=finished)
     raise AssertionError(f"{type(action).__name__} is not for callers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ from target_worker.hint_path import (
 )
 from target_worker.listening import SessionListening
 from target_worker.lookup import LocalHints
-from target_worker.messages import Action, CommitPublished, StartSession, StreamId
+from target_worker.messages import Action, CommitPublished, PromptScored, StartSession, StreamId
 from target_worker.speculation import HintTiming
 
 NO_PATH = HintPath([], 0)
@@ -77,7 +78,8 @@ class Session:
     grammar: GrammarState | None  # having read all output
     arrived_at: float  # shell's clock, seconds
     blocks: TextBlocks
-    num_reserved_blocks: int
+    rank: tuple[int, int] = (0, 0)  # priority, then the how-manieth to arrive; lower goes first
+    deadline_at: float = math.inf  # shell's clock, seconds
     calibration: Calibration | None = None  # of all that decode this way; none under rejection sampling (I4)
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
@@ -90,6 +92,8 @@ class Session:
     first_step_at: float | None = None
     first_token_at: float | None = None
     num_cached_tokens: int = 0  # of the prompt, whose KV was there already
+    num_scored: int = 1  # prompt tokens whose log probabilities have been told; the first one has none
+    num_preemptions: int = 0
     has_outcome: bool = False  # of a step with hints, which has not been counted
 
     @classmethod
@@ -100,7 +104,7 @@ class Session:
         max_model_len: int,
         end_of_sequence_ids: frozenset[int],
         kv: KVSequence,
-        num_reserved_blocks: int,
+        number: int,
         local: LocalHints | None,
         calibration: Calibration | None,
         now: float,
@@ -123,7 +127,8 @@ class Session:
             grammar=event.grammar,
             arrived_at=now,
             blocks=TextBlocks(kv),
-            num_reserved_blocks=num_reserved_blocks,
+            rank=(event.priority, number),
+            deadline_at=event.deadline_at,
             calibration=calibration,
             local=local,
         )
@@ -203,10 +208,30 @@ class Session:
             return False
 
     def prompt_targets(self, start: int, num_tokens: int) -> list[int]:
-        """Prompt tokens whose log probabilities the rows of tokens [start, start + num_tokens) give."""
-        if self.sampling.num_prompt_logprobs is None:
+        """Prompt tokens whose log probabilities the rows of tokens [start, start + num_tokens) give, where some of
+        them have not been told yet."""
+        end = min(start + num_tokens + 1, self.num_prompt_tokens)
+        if self.sampling.num_prompt_logprobs is None or end <= self.num_scored:
             return []
-        return self.token_ids[start + 1 : min(start + num_tokens + 1, self.num_prompt_tokens)]
+        return self.token_ids[start + 1 : end]
+
+    @property
+    def has_prompt_to_score(self) -> bool:
+        """Whether log probabilities of the prompt are wanted that have not been told."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens
+
+    def score(self, first: int, logprobs: list[TokenLogprobs]) -> list[Action]:
+        """Log probabilities of the prompt tokens from `first` on; those that were told before a preemption are not
+        told again."""
+        num_told = max(self.num_scored - first, 0)
+        self.num_scored = first + len(logprobs)
+        return [PromptScored(self.session_id, first + num_told, logprobs[num_told:])]
+
+    def preempt(self) -> None:
+        """Gives its KV back. The text, and all that is known of it, stays; its KV is computed anew some day."""
+        self.blocks.release()
+        self.path = NO_PATH
+        self.num_preemptions += 1
 
     def can_expect_hints(self) -> bool:
         """Whether a draft worker follows the session and is heard."""

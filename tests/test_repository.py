@@ -40,6 +40,8 @@ MUST_BE_PURE = {
     "outrider/cli/deployment.py",
     "outrider/cli/report.py",
     "outrider/hint_tree.py",
+    "target_worker/forecast.py",
+    "target_worker/places.py",
     "target_worker/scheduler.py",
     "target_worker/session.py",
     "target_worker/speculation.py",

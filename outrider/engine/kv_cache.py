@@ -10,6 +10,7 @@ Invariants: a block that more than one sequence references, or that is published
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ Digest = bytes
 
 
 class OutOfBlocksError(Exception):
-    """No free KV block is left. The caller admitted more than it had reserved for."""
+    """No free KV block is left. The caller had to make room first (`KVSequence.room`)."""
 
 
 class BlockAllocator:
@@ -48,6 +49,11 @@ class BlockAllocator:
     def num_free(self) -> int:
         """Blocks that can be had, published ones that nobody references included."""
         return len(self._free) + len(self._unused)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1; what is only kept for later does not count."""
+        return 1.0 - self.num_free / (self.num_blocks - 1)
 
     def blocks_for(self, num_entries: int) -> int:
         """Blocks that hold `num_entries` KV entries."""
@@ -91,6 +97,12 @@ class BlockAllocator:
             count += 1
         return count
 
+    def num_held(self, digests: Sequence[Digest]) -> int:
+        """How many of a text's leading blocks are published and in use, so that one more user costs nothing."""
+        published = (self._published.get(digest) for digest in digests)
+        held = itertools.takewhile(lambda block_id: block_id is not None, published)
+        return sum(block_id not in self._unused for block_id in held)
+
     def take_published(self, digest: Digest) -> int:
         """References the block of this text, which must be published."""
         block_id = self._published[digest]
@@ -130,21 +142,16 @@ class KVSequence:
         Returns the block copies `(source, destination)` to be done before that write, because the last block was
         shared. Raises OutOfBlocksError and changes nothing when there is no room.
         """
-        size = self.allocator.block_size
         new_length = self.length + num_entries
         num_new = self.allocator.blocks_for(new_length) - len(self.block_ids)
-        writes_shared = (
-            num_entries > 0
-            and self.length % size != 0
-            and not self.allocator.may_write(self.block_ids[self.length // size])
-        )
+        writes_shared = num_entries > 0 and self._ends_in_shared()
         if num_new + writes_shared > self.allocator.num_free:
             raise OutOfBlocksError(
                 f"{num_new + writes_shared} KV blocks wanted, {self.allocator.num_free} free"
             )
         copies: list[tuple[int, int]] = []
         if writes_shared:
-            index = self.length // size
+            index = self.length // self.allocator.block_size
             source = self.block_ids[index]
             self.block_ids[index] = self.allocator.allocate()
             self.allocator.release(source)
@@ -153,12 +160,32 @@ class KVSequence:
         self.length = new_length
         return copies
 
+    def _ends_in_shared(self) -> bool:
+        """Whether the next entry belongs into a block that others read, so that it has to be copied."""
+        size = self.allocator.block_size
+        return self.length % size != 0 and not self.allocator.may_write(self.block_ids[self.length // size])
+
+    def num_missing(self, num_entries: int) -> int:
+        """Blocks that `extend` would take from those that are free."""
+        if num_entries == 0:
+            return 0
+        num_new = self.allocator.blocks_for(self.length + num_entries) - len(self.block_ids)
+        return num_new + self._ends_in_shared()
+
+    def room(self, num_free: int) -> int:
+        """Entries that `extend` could add with `num_free` blocks."""
+        num_own = len(self.block_ids) + num_free - self._ends_in_shared()
+        return (
+            max(num_own * self.allocator.block_size - self.length, 0) if num_own >= len(self.block_ids) else 0
+        )
+
     def truncate(self, length: int) -> None:
-        """Forgets entries from `length` on and gives their blocks back."""
+        """Forgets entries from `length` on and gives their blocks back: the last first, so that of what others may
+        still begin with the end is forgotten before the beginning, without which it is of no use."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} KV entries to {length}")
         num_kept = self.allocator.blocks_for(length)
-        for block_id in self.block_ids[num_kept:]:
+        for block_id in reversed(self.block_ids[num_kept:]):
             self.allocator.release(block_id)
         del self.block_ids[num_kept:]
         self.length = length

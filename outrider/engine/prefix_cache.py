@@ -44,6 +44,15 @@ class TextBlocks:
         self.kv.adopt(digests[: self.kv.allocator.num_published(digests)])
         return self.kv.length
 
+    def num_held(self, token_ids: Sequence[int]) -> int:
+        """Blocks that `adopt` would share with others that use them now."""
+        return self.kv.allocator.num_held(self.digests(token_ids, len(token_ids) - 1))
+
+    def release(self) -> None:
+        """Gives all blocks back; the text's KV can be computed again, or adopted as far as it is still there."""
+        self.kv.free()
+        self._num_published = 0
+
     def publish(self, token_ids: Sequence[int]) -> None:
         """Offers the blocks that have been filled since; `token_ids` is the text, final as far as there is KV."""
         num_full = self.kv.length // self.kv.allocator.block_size

@@ -394,6 +394,21 @@ class TestBounds:
         assert isinstance(action.error, InvalidRequest)
         assert action.error.parameter == "token_ids"
 
+    def test_as_many_are_taken_as_can_grow_to_the_end_and_others_hear_when_to_come_back(self) -> None:
+        entries = LIMITS.max_model_len + LIMITS.max_nodes
+        world = World(replace(LIMITS, max_num_seqs=9), num_blocks=1 + 2 * -(-entries // 4))
+        assert world.scheduler.num_slots == 2
+        for name, now in (("a", 0.0), ("b", 4.0)):
+            answers = world.scheduler.handle(attach(name), now)
+            assert isinstance(answers[0], AttachmentAccepted)
+        for now, told_s in ((5.0, 0.5), (30.0, 10.0)):  # nobody has left yet; then somebody after 20 s
+            (answer,) = world.scheduler.handle(attach("c"), now)
+            assert isinstance(answer, AttachmentRefused)
+            assert isinstance(answer.error, Overloaded)
+            assert answer.error.retry_after_s == pytest.approx(told_s)
+            world.scheduler.handle(DetachSession("a", 1), 20.0)
+            world.scheduler.handle(attach("a"), 20.0)
+
     def test_a_token_outside_the_vocabulary_is_refused(self) -> None:
         (action,) = World().tell(attach(token_ids=(1, VOCAB_SIZE)))
         assert isinstance(action, AttachmentRefused)

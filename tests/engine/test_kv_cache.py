@@ -38,9 +38,16 @@ class KVCacheMachine(RuleBasedStateMachine):
         i = self.pick(index)
         sequence = self.sequences[i]
         before = (list(sequence.block_ids), sequence.length, self.allocator.num_free)
+        num_missing = sequence.num_missing(num_entries)
+        has_room = num_entries <= sequence.room(self.allocator.num_free)
+        assert has_room == (num_missing <= self.allocator.num_free)
         try:
             copies = sequence.extend(num_entries)
+            assert has_room
+            num_taken = before[2] - self.allocator.num_free
+            assert num_taken == num_missing or (copies and num_taken < num_missing)
         except OutOfBlocksError:
+            assert not has_room
             assert (sequence.block_ids, sequence.length, self.allocator.num_free) == before
             assert num_entries > 0
             return
@@ -90,8 +97,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         content = self.published[index % len(self.published)]
         digests = block_digests(content, self.allocator.block_size)
         num_blocks = self.allocator.num_published(digests)
+        num_free, num_held = self.allocator.num_free, self.allocator.num_held(digests)
         sequence = KVSequence(self.allocator)
         sequence.adopt(digests[:num_blocks])
+        assert num_free - self.allocator.num_free == num_blocks - num_held
         self.sequences.append(sequence)
         self.contents.append(content[: num_blocks * self.allocator.block_size])
 
@@ -196,6 +205,19 @@ class TestPublishedBlocks:
         with pytest.raises(OutOfBlocksError):
             other.extend(1)
         allocator.check_integrity([other])
+
+    def test_of_what_one_sequence_leaves_the_beginning_is_kept_longest(self) -> None:
+        """Its end is of no use to others without it."""
+        allocator = BlockAllocator(num_blocks=5, block_size=2)
+        digests = block_digests([1, 2, 3, 4, 5, 6], 2)
+        sequence = KVSequence(allocator)
+        sequence.extend(6)
+        sequence.publish(digests, 0)
+        sequence.free()
+        other = KVSequence(allocator)
+        for num_left in (3, 2, 1):
+            other.extend(2)
+            assert allocator.num_published(digests) == num_left
 
     def test_a_published_block_is_not_written_by_its_owner_either(self) -> None:
         """Should it ever be rolled back into one, it goes on in a copy."""

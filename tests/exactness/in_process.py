@@ -214,13 +214,14 @@ def ending(ended: target_messages.SessionEnded) -> Ending:
     return Ending(is_stuck=True)
 
 
-def _target_core(tiny: TinyModel, cost: StepCost) -> TargetCore:
+def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> TargetCore:
     limits = SchedulerLimits(
         max_num_seqs=MAX_NUM_SEQS,
         max_num_waiting=4 * MAX_NUM_SEQS,
         # Long prompts come in chunks, with other sessions' hints between them.
         max_num_batched_tokens=64 if tiny.vocab_size == LARGE.vocab_size else 512,
         max_model_len=MAX_MODEL_LEN,
+        growth_tokens=32 if num_blocks is None else 0,  # where KV is scarce, it is to be scarce often
         num_speculative_tokens=5,
         hint_wait_ms_max=0.0,
         max_lookup_tokens=4096,
@@ -228,7 +229,7 @@ def _target_core(tiny: TinyModel, cost: StepCost) -> TargetCore:
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, "target")
-    scheduler = Scheduler(limits, _new_allocator(model), model.vocab_size)
+    scheduler = Scheduler(limits, _new_allocator(model, num_blocks), model.vocab_size)
     scheduler.cost = cost
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
@@ -247,9 +248,9 @@ def _draft_core(tiny: TinyModel) -> DraftCore:
     return DraftCore(scheduler, model, DraftMetrics("tiny", "draft"))
 
 
-def _new_allocator(model: Engine) -> BlockAllocator:
+def _new_allocator(model: Engine, num_blocks: int | None = None) -> BlockAllocator:
     """Of one core: a test that fails leaves nothing behind in the engine, which all tests share."""
-    return BlockAllocator(model.allocator.num_blocks, model.allocator.block_size)
+    return BlockAllocator(num_blocks or model.allocator.num_blocks, model.allocator.block_size)
 
 
 class GivenCost(StepCost):
@@ -418,12 +419,20 @@ class Manner:
 class Bridge:
     """Runs requests to their end, at most `at_once` at a time."""
 
-    def __init__(self, tiny: TinyModel, draft: Draft | None, luck: int, manner: Manner) -> None:
+    def __init__(
+        self,
+        tiny: TinyModel,
+        draft: Draft | None,
+        luck: int,
+        manner: Manner,
+        num_blocks: int | None = None,
+    ) -> None:
+        """`num_blocks`: of the target's KV cache, if not as many as anybody could want."""
         self._rng = random.Random(luck)
         self._manner = manner
         self._draft = draft
         self._cost = GivenCost()
-        self._target = _target_core(tiny, self._cost)
+        self._target = _target_core(tiny, self._cost, num_blocks)
         self._to_target: deque[target_messages.Event] = deque()
         self._to_draft: deque[FromTarget] = deque()
         self._requests: dict[str, Request] = {}

@@ -132,11 +132,11 @@ class TestWorkerLease:
 
     async def test_heartbeats_outlast_the_lease_and_carry_the_load(self, quick_registry: Registry) -> None:
         load = (0, 0)
-        async with WorkerLease(quick_registry, RECORD, lambda: load, heartbeat_s=0.05):
+        async with WorkerLease(quick_registry, RECORD, lambda: load, heartbeat_s=0.05, wait_ms=lambda: 250):
             load = (3, 2)
             await asyncio.sleep(0.6)
             (seen,) = await workers(quick_registry)
-        assert (seen.num_running, seen.num_waiting) == (3, 2)
+        assert (seen.num_running, seen.num_waiting, seen.wait_ms) == (3, 2, 250)
 
     async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(
         self, quick_registry: Registry

@@ -28,6 +28,8 @@ class Summary:
     num_tokens: int = 0
     num_refusals: int = 0
     num_reconnects: int = 0
+    num_preemptions: int = 0
+    num_preempting: int = 0  # runs in which there were some
     num_messages: int = 0
     virtual_s: float = 0.0
     failed: dict[int, str] = field(default_factory=dict)  # seed: its first problem
@@ -36,6 +38,7 @@ class Summary:
         self.num_runs += 1
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(outcome, name))
+        self.num_preempting += outcome.num_preemptions > 0
         if outcome.problems:
             self.failed[seed] = outcome.problems[0]
 
@@ -43,10 +46,19 @@ class Summary:
         self.num_runs += other.num_runs
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_preempting += other.num_preempting
         self.failed |= other.failed
 
 
-_COUNTS = ("num_answered", "num_tokens", "num_refusals", "num_reconnects", "num_messages", "virtual_s")
+_COUNTS = (
+    "num_answered",
+    "num_tokens",
+    "num_refusals",
+    "num_reconnects",
+    "num_preemptions",
+    "num_messages",
+    "virtual_s",
+)
 
 
 def run_seeds(seeds: range) -> Summary:
@@ -129,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{summary.num_runs} runs in {elapsed_s:.0f} s: {summary.num_answered} requests answered with "
         f"{summary.num_tokens} tokens, {summary.num_refusals} refusals, {summary.num_reconnects} reconnects, "
+        f"{summary.num_preemptions} preemptions in {summary.num_preempting} runs, "
         f"{summary.num_messages} messages in {summary.virtual_s / 3600:.1f} h of virtual time; "
         f"{len(summary.failed)} failed"
     )

@@ -312,6 +312,10 @@ class Worker(Process, ABC):
     def load(self) -> tuple[int, int]:
         """Sessions running and waiting."""
 
+    def wait_ms(self) -> int:
+        """Of a session that came now."""
+        return 0
+
     @abstractmethod
     def start_draining(self) -> None:
         """Refuses new sessions from now on."""
@@ -323,7 +327,8 @@ class Worker(Process, ABC):
     async def live(self) -> None:
         """As `WorkerProcess.run`."""
         record = record_from_info(self.pool, self.info, self.address, self.network.loop.time())
-        async with WorkerLease(RegistryClient(self.network, self), record, self.load) as lease:
+        registry = RegistryClient(self.network, self)
+        async with WorkerLease(registry, record, self.load, wait_ms=self.wait_ms) as lease:
             self.lease = lease
             await self._stopping.wait()
             self.start_draining()
@@ -365,6 +370,9 @@ class Target(Worker):
 
     def load(self) -> tuple[int, int]:
         return self.scheduler.num_running, self.scheduler.num_waiting
+
+    def wait_ms(self) -> int:
+        return self.scheduler.wait_ms
 
     def start_draining(self) -> None:
         self.servicer.start_draining()
@@ -426,7 +434,7 @@ class Draft(Worker):
         self.servicer.dispatch(actions)
 
     def _handle(self, event: DraftEvent, now: float) -> list[DraftAction]:
-        return self.scheduler.handle(event)
+        return self.scheduler.handle(event, now)
 
     def _begin(self, now: float) -> Turn | float | None:
         step = self.scheduler.next_step()

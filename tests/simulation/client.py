@@ -51,6 +51,7 @@ class Client:
     chance: random.Random
     find_coordinator: Callable[[], str | None]  # what a load balancer knows
     on_wrong: Callable[[str], None]
+    could_be_in_time: Callable[[int, float], bool]
     outcome: str = ""
     num_refusals: int = 0
     num_reconnects: int = 0
@@ -122,7 +123,12 @@ class Client:
         if details in LOSSES:  # the coordinator is gone
             self.num_reconnects += 1
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            if elapsed_s < self.request.deadline_s - 0.01:
+            left_s = self.request.deadline_s - elapsed_s
+            # A worker that cannot be in time says so before any work; of stop strings it knows nothing.
+            answer = Answer.to(self.request)
+            num_tokens = self.request.max_tokens if self.request.ignore_eos else len(answer.token_ids)
+            is_early = left_s > 0.01 and self.could_be_in_time(num_tokens - len(self._token_ids), left_s)
+            if is_early or (left_s > 0.01 and len(self._token_ids) > self._num_before):
                 self.on_wrong(f"request {number} was late after {elapsed_s:g} s: {details}")
             self.outcome = "late"
         elif code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):

@@ -88,6 +88,13 @@ class _AbortedError(Exception):
 
 
 class _ServerContext:
+    def __init__(self, until_s: float | None, now_s: Callable[[], float]) -> None:
+        """`until_s`: when the client gives up."""
+        self._until_s, self._now_s = until_s, now_s
+
+    def time_remaining(self) -> float | None:
+        return None if self._until_s is None else max(self._until_s - self._now_s(), 0.0)
+
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         raise _AbortedError(code, details)
 
@@ -218,12 +225,14 @@ class Call:
         request = (
             self._requests(method) if method.takes_stream else method.request_type.FromString(payload or b"")
         )
+        until_s = None if self._timer is None else self._timer.when()
+        context = _ServerContext(until_s, self._network.loop.time)
         end: Callable[[], Any] = lambda: EOF  # noqa: E731
         try:
             if method.is_unary:
-                self._send_message(await method.handler(request, _ServerContext()))
+                self._send_message(await method.handler(request, context))
             else:
-                async with aclosing(method.handler(request, _ServerContext())) as messages:
+                async with aclosing(method.handler(request, context)) as messages:
                     async for message in messages:
                         self._send_message(message)
         except _AbortedError as error:

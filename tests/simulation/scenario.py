@@ -72,20 +72,24 @@ def draw(seed: int) -> Scenario:
     chance = random.Random(f"{seed}/scenario")
     num_targets, num_drafts = chance.choice((1, 2, 2, 3)), chance.choice((0, 1, 2, 2, 2))
     num_coordinators = chance.choice((1, 1, 2))
+    is_crowded = chance.random() < 0.2  # many long texts at once, and KV for one
+    if is_crowded:
+        num_targets = 1
+    num_requests = chance.randint(3, 5) if is_crowded else chance.randint(1, 5)
     return Scenario(
         seed,
         num_targets,
         num_drafts,
         num_coordinators,
-        _draw_shape(chance),
+        _draw_shape(chance, is_crowded=is_crowded),
         chance.choice((0.0, 0.02, 0.2)),
-        tuple(_draw_request(chance, number) for number in range(chance.randint(1, 5))),
+        tuple(_draw_request(chance, number, is_crowded=is_crowded) for number in range(num_requests)),
         _draw_faults(chance, num_targets, num_drafts, num_coordinators),
     )
 
 
-def _draw_shape(chance: random.Random) -> WorkerShape:
-    max_num_seqs = chance.choice((1, 2, 4))
+def _draw_shape(chance: random.Random, *, is_crowded: bool) -> WorkerShape:
+    max_num_seqs = 4 if is_crowded else chance.choice((1, 2, 4))
     num_speculative_tokens = chance.choice((2, 4))
     return WorkerShape(
         limits=SchedulerLimits(
@@ -93,6 +97,7 @@ def _draw_shape(chance: random.Random) -> WorkerShape:
             max_num_waiting=chance.choice((1, 4)),
             max_num_batched_tokens=chance.choice((8, 24)),
             max_model_len=_MAX_MODEL_LEN,
+            growth_tokens=chance.choice((0, 8, 32)),
             num_speculative_tokens=num_speculative_tokens,
             hint_wait_ms_max=chance.choice((0.0, 10.0)),
             has_lookup=chance.random() < 0.3,
@@ -102,8 +107,7 @@ def _draw_shape(chance: random.Random) -> WorkerShape:
             enable_prefix_caching=chance.random() < 0.7,
         ),
         # From one session's to plenty.
-        num_blocks=1
-        + chance.choice((1, 2, max_num_seqs)) * (-(-(_MAX_MODEL_LEN + num_speculative_tokens + 1) // 4)),
+        num_blocks=1 + (1 if is_crowded else chance.choice((1, 2, max_num_seqs))) * (_MAX_MODEL_LEN // 4),
         step_s=chance.choice((0.005, 0.03, 0.2)),
         draft_limits=DraftLimits(
             max_num_seqs=chance.choice((1, 4)),
@@ -120,15 +124,15 @@ def _draw_shape(chance: random.Random) -> WorkerShape:
     )
 
 
-def _draw_request(chance: random.Random, number: int) -> Request:
+def _draw_request(chance: random.Random, number: int, *, is_crowded: bool) -> Request:
     length = chance.choice((1, 4, 9, 17))
     # Some begin alike, so that they share blocks.
     prompt = (*_COMMON_PROMPT[: length - 1], chance.randrange(END))
     return Request(
         number,
-        chance.uniform(0.0, _SPAN_S * 0.7),
+        chance.uniform(0.0, _SPAN_S * (0.05 if is_crowded else 0.7)),
         prompt,
-        max_tokens=chance.choice((1, 10, 40, 78)),
+        max_tokens=chance.choice((40, 78) if is_crowded else (1, 10, 40, 78)),
         seed=chance.choice((0, 0, chance.randrange(1, 1 << 32))),
         ignore_eos=chance.random() < 0.6,
         stop=chance.choice(("", "", "".join(chance.choices("abcd", k=3)))),

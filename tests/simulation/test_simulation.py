@@ -20,6 +20,7 @@ from outrider.hint_tree import Hint, HintTree
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2
 from target_worker.scheduler import Scheduler
+from target_worker.session import Session
 from tests.simulation.__main__ import explain, run_in_parallel
 from tests.simulation.minimize import minimize
 from tests.simulation.registry import PoolModel
@@ -38,6 +39,7 @@ def test_no_run_loses_repeats_or_changes_a_token_or_keeps_what_it_took() -> None
     assert not summary.failed, explain(draw(min(summary.failed)))
     assert summary.num_answered > 2 * NUM_SEEDS, "few requests are refused for good"
     assert summary.num_reconnects > NUM_SEEDS / 50, "coordinators do die"
+    assert summary.num_preempting > NUM_SEEDS / 40, "KV does run out"
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,16 @@ def skip_one_too_many(request: generation_pb2.GenerationRequest) -> tuple[Resume
     return tuple(replace(point, num_tokens=point.num_tokens + 1) for point in READ_POSITION(request))
 
 
+def forget_what_it_said(self: Session) -> None:
+    PREEMPT(self)
+    del self.token_ids[self.num_prompt_tokens :]
+
+
+def keep_the_blocks(self: Session) -> None:
+    self.num_preemptions += 1
+
+
+PREEMPT = Session.preempt
 READ_POSITION = grpc_api._read_position
 ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
 
@@ -114,6 +126,8 @@ ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
         (Scheduler, "_cancel", keep_the_session, "I8"),
         (RequestSession, "_committed", forget_the_last_token, "tokens"),
         (grpc_api, "_read_position", skip_one_too_many, "tokens"),
+        (Session, "preempt", forget_what_it_said, "I1"),
+        (Session, "preempt", keep_the_blocks, "I8"),
     ],
     ids=[
         "no incarnation check",
@@ -121,6 +135,8 @@ ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
         "a lease is not released",
         "a wrong replay offset",
         "a wrong resume offset",
+        "a preempted session forgets its text",
+        "a preempted session keeps its blocks",
     ],
 )
 def test_a_planted_bug_is_found(owner: object, name: str, planted: object, problem: str) -> None:

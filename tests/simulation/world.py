@@ -46,6 +46,7 @@ class Outcome:
     num_tokens: int = 0
     num_refusals: int = 0
     num_reconnects: int = 0
+    num_preemptions: int = 0
     num_messages: int = 0
     virtual_s: float = 0.0
 
@@ -124,6 +125,9 @@ class _World:
             self.wrong("a request has not ended")
             task.cancel()
         await self._become_quiet()
+        self.outcome.num_preemptions = sum(
+            process.scheduler.num_preemptions for process in self._everybody if isinstance(process, Target)
+        )
         self.outcome.virtual_s, self.outcome.num_messages = self.loop.time(), self.network.num_messages
 
     async def _serve_client(self, request: Request) -> None:
@@ -138,6 +142,7 @@ class _World:
             random.Random(f"{self.scenario.seed}/{name}"),
             self._find_coordinator,
             self.wrong,
+            self._could_be_in_time,
         )
         self.tell(f"{name} asks for {request.max_tokens} tokens after {request.prompt}")
         await process.start(client.run())
@@ -146,6 +151,12 @@ class _World:
         self.outcome.num_tokens += client.num_tokens
         self.outcome.num_refusals += client.num_refusals
         self.outcome.num_reconnects += client.num_reconnects
+
+    def _could_be_in_time(self, num_tokens: int, left_s: float) -> bool:
+        """Whether so many tokens could surely be said within `left_s`, if nobody is in the way."""
+        shape = self.scenario.shape
+        num_steps = -(-num_tokens // (1 + shape.limits.num_speculative_tokens))
+        return len(self.scenario.requests) == 1 and num_steps * shape.step_s / 2 < left_s
 
     def _find_coordinator(self) -> str | None:
         there = [
@@ -234,10 +245,15 @@ class _World:
         scheduler, limits = target.scheduler, target.shape.limits
         for session in scheduler._sessions.values():
             self._check_session(target, session)
-        if scheduler.num_running > limits.max_num_seqs or scheduler.num_waiting > limits.max_num_waiting:
+        # Those that were preempted wait beside as many as may wait.
+        num_places = limits.max_num_seqs + limits.max_num_waiting
+        if scheduler.num_running > limits.max_num_seqs or len(scheduler._sessions) > num_places:
             self.wrong(f"I7: {target.name} holds {scheduler.num_running} + {scheduler.num_waiting} sessions")
-        if not 0 <= scheduler._places.num_reserved_blocks < target.allocator.num_blocks:
-            self.wrong(f"I7: {target.name} reserved {scheduler._places.num_reserved_blocks} blocks")
+        running = scheduler._places.running.values()
+        try:
+            target.allocator.check_integrity([session.kv for session in running])
+        except AssertionError as error:
+            self.wrong(f"I8: blocks of {target.name}: {str(error)[:80]}")
         if len(scheduler._early) > limits.max_early_sessions:
             self.wrong(f"I7: {target.name} keeps early events of {len(scheduler._early)} sessions")
 
@@ -320,7 +336,6 @@ def _holdings(process: Process) -> Sequence[tuple[str, int]]:
             scheduler, allocator = process.scheduler, process.allocator
             return (
                 ("sessions", len(scheduler._sessions)),
-                ("reserved blocks", scheduler._places.num_reserved_blocks),
                 ("blocks", allocator.num_blocks - 1 - allocator.num_free),
                 ("callers", len(process.servicer._callers)),
             )

@@ -21,6 +21,7 @@ GREEDY = target_pb2.GenerateRequest(
 )
 REFUSALS = {
     grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
 
 

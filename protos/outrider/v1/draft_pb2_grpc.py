@@ -51,7 +51,8 @@ class DraftServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Follows one session for as long as the call is open; cancelling it detaches and frees the slot.
+        """Follows one session for as long as the call is open; cancelling it detaches and frees the slot, and so does the
+        end of its time, with DEADLINE_EXCEEDED.
         RESOURCE_EXHAUSTED before any work when full; FAILED_PRECONDITION when the tokenizers differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

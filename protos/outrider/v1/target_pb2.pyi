@@ -88,7 +88,7 @@ class StepOutput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., is_resting: _Optional[bool] = ...) -> None: ...
 
 class SessionFinished(_message.Message):
-    __slots__ = ("reason", "stop_token_id", "num_prompt_tokens", "num_output_tokens", "stats", "queue_ms", "prefill_ms", "num_cached_tokens")
+    __slots__ = ("reason", "stop_token_id", "num_prompt_tokens", "num_output_tokens", "stats", "queue_ms", "prefill_ms", "num_cached_tokens", "num_preemptions")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class SessionFinished(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_token_id: int
     num_prompt_tokens: int
@@ -105,7 +106,8 @@ class SessionFinished(_message.Message):
     queue_ms: float
     prefill_ms: float
     num_cached_tokens: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., stats: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    num_preemptions: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., stats: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class SetSpeculationRequest(_message.Message):
     __slots__ = ("session_id", "speculation")

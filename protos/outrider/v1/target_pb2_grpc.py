@@ -56,7 +56,8 @@ class TargetServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Runs one session. Cancelling the call frees it. RESOURCE_EXHAUSTED before any work when full.
+        """Runs one session. Cancelling the call frees it. RESOURCE_EXHAUSTED before any work when full; DEADLINE_EXCEEDED
+        when its time is up, and before any work when it cannot be in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,16 +18,15 @@ from typing import Final
 from coordinator.fair_queue import URGENT, FairQueue, Ticket
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
-from coordinator.turnover import Turnover
 from outrider.background import end_tasks
 from outrider.errors import DeadlineExceeded, Overloaded
+from outrider.turnover import Turnover, retry_after_s
 from outrider.worker_record import WorkerRecord
 
 TICK_S: Final = 0.1
 """How often is looked for places that came free elsewhere."""
 URGENT_WAIT_S: Final = 1.0
 """A text that has begun waits as long at a time; then there may be targets for it that it had left before."""
-RETRY_AFTER_S: Final = 1.0, 60.0  # least, most
 _TURNS_TRIED_MAX: Final = 8
 """Tickets that are tried where the first one fits no target that has room."""
 
@@ -63,6 +62,7 @@ class _Line:
 
     queue: FairQueue
     turnover: Turnover = field(default_factory=Turnover)
+    num_held: int = 0  # places of this replica's texts
     wishes: dict[Ticket, Wish] = field(default_factory=dict)
     answers: dict[Ticket, asyncio.Future[Place | None]] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,7 +134,9 @@ class Admission:
     def leave(self, model: str, place: Place) -> None:
         """The text is no longer there."""
         self._router.close_session(place.target)
-        self._line(model).turnover.end(self._now_s() - place.since_s)
+        line = self._line(model)
+        line.num_held -= 1
+        line.turnover.leave(self._now_s() - place.since_s)
         self._reservations.give_back(place.target, place.token)
 
     def count_output(self, model: str, tenant: str, num_tokens: int) -> None:
@@ -155,8 +157,8 @@ class Admission:
 
     def retry_after_s(self, model: str) -> float:
         """When one that is refused now should come back: about when all that wait have had their turns."""
-        line, (least_s, most_s) = self._line(model), RETRY_AFTER_S
-        return min(max(line.turnover.wait_s(len(line.queue)), least_s), most_s)
+        line = self._line(model)
+        return retry_after_s(line.turnover.wait_s(len(line.queue), line.num_held))
 
     def _line(self, model: str) -> _Line:
         if model not in self._lines:  # as many as there are models that targets have registered
@@ -181,7 +183,8 @@ class Admission:
     def _check_wait(
         self, line: _Line, model: str, ticket: Ticket, patience_s: float, time_left_s: float
     ) -> None:
-        wait_s = line.turnover.wait_s(line.queue.num_ahead(ticket.priority, ticket.tenant))
+        num_ahead = line.queue.num_ahead(ticket.priority, ticket.tenant)
+        wait_s = line.turnover.wait_s(num_ahead, line.num_held)
         if wait_s > patience_s:
             limit = (
                 "its deadline allows"
@@ -217,7 +220,7 @@ class Admission:
         if target is None:
             return None
         router.open_session(target)
-        line.turnover.begin()
+        line.num_held += 1
         line.queue.begin(wish.ticket)
         return Place(target, wish.token, self._now_s())
 

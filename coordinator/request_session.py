@@ -55,6 +55,7 @@ from protos.outrider.v1 import common_pb2, target_pb2
 _log = logging.getLogger(__name__)
 
 _SET_SPECULATION_TIMEOUT_S: Final = 2.0
+_LATE_S: Final = 0.05  # what is left of a deadline that is not worth another try
 _WAIT_S: Final = 0.1  # between two looks for a target
 
 
@@ -198,8 +199,10 @@ class RequestSession:
                         async for item in items:
                             yield item
                     return
-                except (Overloaded, WorkerLost) as error:
-                    refusal = error
+                except (Overloaded, WorkerLost, DeadlineExceeded) as error:
+                    if isinstance(error, DeadlineExceeded) and self._is_late():
+                        raise
+                    refusal = error  # of a target that would be too late; another may be in time
                     _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
                                  target.worker_id, error.message)  # fmt: skip
                     # A target that died right after the last token owes us nothing but the word that it is done.
@@ -218,6 +221,9 @@ class RequestSession:
             if patience.has_begun and not self._can_try_another():
                 self._tried.clear()
                 await self._wait_for_target()
+
+    def _is_late(self) -> bool:
+        return self._environment.now_s() >= self._deadline_s - _LATE_S
 
     async def _wait_for_target(self) -> None:
         """Raises DeadlineExceeded."""

@@ -7,17 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from draft_worker.limits import DraftLimits
+from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
-    add_worker_arguments,
-    engine_config,
     leave,
     model_name,
     record_from_info,
     run_worker,
     worker_info,
-    worker_options,
 )
+from outrider.worker_record import WorkerLoad
 
 DEFAULTS = DraftLimits()
 
@@ -127,7 +126,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         try:
             await process.run(
                 record_from_info("draft", info),
-                load=lambda: (scheduler.num_sessions, 0),
+                load=lambda: WorkerLoad(scheduler.num_sessions, round_trips=servicer.round_trips),
                 on_drain=servicer.start_draining,
                 ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
             )

@@ -72,6 +72,11 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     def start_draining(self) -> None:
         self._is_draining = True
 
+    @property
+    def round_trips(self) -> str:
+        """To the targets, as the registry has it."""
+        return self._links.distances.told()
+
     async def close(self) -> None:
         await self._links.close()
 

@@ -1,7 +1,8 @@
 """How soon a place comes free, told from how long those kept theirs who had one. Pure.
 
 With `c` places that are taken and are kept for `m` seconds on average, one comes free every `m / c` seconds, and the
-`k`-th who waits gets his after `k` of them.
+`k`-th who waits gets his after `k` of them. That is Little's law, so it holds at a worker as well as for the share of
+many workers' places that one coordinator has, whatever happens behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _QUANTILE: Final = 2.326
 
 @dataclass(slots=True)
 class Turnover:
-    """Of one worker. Times are seconds."""
+    """Times are seconds."""
 
     total_s: float = 0.0  # that places were kept, the last twenty or so, and
     weight: float = 0.0  # how many that were
@@ -33,6 +34,10 @@ class Turnover:
     def stay_s(self, otherwise: float = 0.0) -> float:
         """How long a place is kept; `otherwise` before anybody has left one."""
         return self.total_s / self.weight if self.weight else otherwise
+
+    def wait_s(self, num_before: float, num_taken: int) -> float:
+        """Expected by one that so many wait before, where so many places are taken; 0.0 while nothing is known."""
+        return (num_before + 1.0) * self.stay_s() / num_taken if num_taken else 0.0
 
     def least_wait_s(self, num_ends: int, ages_s: Sequence[float]) -> float:
         """For how long at least so many places will not have come free. `ages_s`: since when those taken are.

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final, Self
 
 from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
 from outrider.registry import HEARTBEAT_S, RegistryCalls
-from outrider.worker_record import WorkerRecord, WorkerState
+from outrider.worker_record import WorkerLoad, WorkerRecord, WorkerState
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _BACKOFF_MAX_S: Final = 2.0
 class WorkerLease:
     """Keeps one worker in the registry for as long as the context is open.
 
-        async with WorkerLease(registry, record, load=lambda: (num_running, num_waiting)):
+        async with WorkerLease(registry, record, load=lambda: WorkerLoad(num_running, num_waiting)):
             await serve()
 
     Entering writes the record once and does not fail when Redis is away: a task writes it every `heartbeat_s`
@@ -35,16 +35,13 @@ class WorkerLease:
         self,
         registry: RegistryCalls,
         record: WorkerRecord,
-        load: Callable[[], tuple[int, int]],
+        load: Callable[[], WorkerLoad],
         heartbeat_s: float = HEARTBEAT_S,
-        wait_ms: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`load` returns (num_running, num_waiting), `wait_ms` how long another session would wait; they are called on
-        the event loop and must not block."""
+        """`load` is called on the event loop and must not block."""
         self._registry = registry
         self._record = record
         self._load = load
-        self._wait_ms = wait_ms
         self._heartbeat_s = heartbeat_s
         self._is_published = False
         self._wake = asyncio.Event()
@@ -90,10 +87,7 @@ class WorkerLease:
 
     async def _try_beat(self) -> bool:
         """One heartbeat. False when it did not arrive; the caller tries again soon."""
-        num_running, num_waiting = self._load()
-        record = replace(
-            self._record, num_running=num_running, num_waiting=num_waiting, wait_ms=self._wait_ms()
-        )
+        record = replace(self._record, **asdict(self._load()))
         try:
             is_ours = await self._registry.write(record)
         except RegistryUnavailable as error:

@@ -10,7 +10,6 @@ Ready means that the model lives: its thread answers between two steps. Order of
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -22,7 +21,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -41,11 +40,12 @@ from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unava
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
 from outrider.worker_lease import WorkerLease
-from outrider.worker_record import Pool, WorkerRecord
+from outrider.worker_options import WorkerOptions
+from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
 from protos.outrider.v1 import common_pb2
 
 if TYPE_CHECKING:
-    from outrider.engine.model import Engine, EngineConfig
+    from outrider.engine.model import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -71,117 +71,6 @@ LIVENESS = "liveness"
 """The service to ask grpc.health.v1 about whether the process should be restarted. All others tell readiness."""
 EXIT_STALLED = 70  # EX_SOFTWARE
 _PULSE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """The part of a worker's command line that both kinds share."""
-
-    host: str
-    port: int  # 0 picks a free one
-    redis_url: str | None  # None: not announced, for tests and benchmarks
-    metrics_port: int  # 0 picks a free one
-    worker_id: str
-    drain_grace_s: float
-    stall_s: float = 10.0  # without a sign of life from the model until the worker counts as not ready
-    stall_exit_s: float = 30.0  # until it ends itself
-    announce: str | None = None  # host:port under which others reach it; None: where it listens
-
-    def __post_init__(self) -> None:
-        """Raises ConfigurationError, naming the flag."""
-        if not 0 < self.stall_s < self.stall_exit_s:
-            raise ConfigurationError(
-                f"--stall-s is {self.stall_s:g} and --stall-exit-s {self.stall_exit_s:g}; permitted: above 0, and the "
-                "second above the first"
-            )
-
-
-def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
-    """Adds the flags of `WorkerOptions` and of the engine."""
-    network = parser.add_argument_group("network")
-    network.add_argument("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
-    network.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one (default)")
-    network.add_argument(
-        "--announce",
-        default=None,
-        metavar="HOST:PORT",
-        help="where others reach this worker, when it is behind a proxy or serves on 0.0.0.0; default: host and port",
-    )
-    network.add_argument(
-        "--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0 picks a free one"
-    )
-    network.add_argument(
-        "--redis-url",
-        default=os.environ.get("OUTRIDER_REDIS_URL"),
-        help="where to announce the worker (default: OUTRIDER_REDIS_URL); not announced without it",
-    )
-    network.add_argument("--worker-id", default=f"{role}-{uuid.uuid4().hex[:8]}", help="unique in its pool")
-    network.add_argument(
-        "--drain-grace-s", type=float, default=30.0, help="time to finish sessions after SIGTERM, seconds"
-    )
-    network.add_argument(
-        "--stall-s",
-        type=float,
-        default=10.0,
-        help="after a step of so many seconds the worker is not ready and gets no new sessions (default %(default)s)",
-    )
-    network.add_argument(
-        "--stall-exit-s",
-        type=float,
-        default=30.0,
-        help="after one of so many the process ends itself, so that it is restarted (default %(default)s)",
-    )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", required=True, help="folder in Hugging Face format")
-    engine.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV"
-    )
-    engine.add_argument(
-        "--quantization",
-        default="none",
-        choices=("none", "int8"),
-        help="of the weights, while loading: int8 halves the memory and moves the logits a little (default none)",
-    )
-    engine.add_argument("--max-num-seqs", type=int, default=32, help="sessions at once (default %(default)s)")
-    engine.add_argument(
-        "--block-size", type=int, default=16, help="KV entries per block (default %(default)s)"
-    )
-    engine.add_argument(
-        "--kv-cache-gib",
-        type=float,
-        default=2.0,
-        help="most memory for KV, GiB; a target worker's sessions take of it as they grow, and give way to each other "
-        "when it is used up (default %(default)s)",
-    )
-    engine.add_argument(
-        "--max-model-len", type=int, default=None, help="prompt plus output; default: the model's"
-    )
-    engine.add_argument(
-        "--enforce-eager",
-        action="store_true",
-        help="run transformers' own modules even where the compiled kernels could",
-    )
-    engine.add_argument("--num-threads", type=int, default=1, help="torch threads (default %(default)s)")
-    engine.add_argument(
-        "--cpu-affinity", default=None, help="cores to run on, such as 0 or 0,1; default: any"
-    )
-
-
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The engine's part of the command line. Imports torch."""
-    from outrider.engine.model import EngineConfig
-
-    return EngineConfig(
-        Path(arguments.model),
-        dtype=arguments.dtype,
-        max_num_seqs=arguments.max_num_seqs,
-        max_model_len=arguments.max_model_len,
-        block_size=arguments.block_size,
-        kv_cache_bytes=int(arguments.kv_cache_gib * 2**30),
-        num_threads=arguments.num_threads,
-        quantization=arguments.quantization,
-        use_kernels=not arguments.enforce_eager,
-    )
 
 
 def model_name(model: str) -> str:
@@ -213,20 +102,6 @@ def worker_info(
         dtype=config.dtype,
         incarnation=incarnation,
         num_model_parameters=engine.num_parameters,
-    )
-
-
-def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
-    return WorkerOptions(
-        arguments.host,
-        arguments.port,
-        arguments.redis_url,
-        arguments.metrics_port,
-        arguments.worker_id,
-        arguments.drain_grace_s,
-        arguments.stall_s,
-        arguments.stall_exit_s,
-        arguments.announce,
     )
 
 
@@ -317,27 +192,21 @@ class WorkerProcess:
     async def run(
         self,
         record: WorkerRecord,
-        load: Callable[[], tuple[int, int]],
+        load: Callable[[], WorkerLoad],
         on_drain: Callable[[], None],
         ready_facts: dict[str, Any],
-        wait_ms: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Serves until SIGTERM, SIGINT or `request_stop`; then drains.
-
-        `load` returns (sessions running, sessions waiting), `wait_ms` how long another would wait; from `on_drain` on
-        the servicer must refuse new ones.
-        """
+        """Serves until SIGTERM, SIGINT or `request_stop`; then drains. From `on_drain` on the servicer must refuse new
+        sessions."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
         await self.server.start()
-        record = replace(record, address=self.address)
+        record = replace(record, address=self.address, zone=self.options.zone)
         async with contextlib.AsyncExitStack() as stack:
             lease: WorkerLease | None = None
             if self._registry is not None:
-                lease = await stack.enter_async_context(
-                    WorkerLease(self._registry, record, load, wait_ms=wait_ms)
-                )
+                lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
             await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
             await self._set_health(is_ready=True)
             facts = {
@@ -379,14 +248,14 @@ class WorkerProcess:
                     lease.set_state("ready" if is_ready else "stalled")
                 await self._set_health(is_ready=is_ready)
 
-    async def _drain(self, lease: WorkerLease | None, load: Callable[[], tuple[int, int]]) -> None:
+    async def _drain(self, lease: WorkerLease | None, load: Callable[[], WorkerLoad]) -> None:
         logger.info("draining: admitting nothing, at most %.0f s to finish", self.options.drain_grace_s)
         if lease is not None:
             lease.set_state("draining")
         await self._set_health(is_ready=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_grace_s):
-                while any(load()):  # noqa: ASYNC110 - the count lives on the model's thread
+                while load().num_sessions:  # noqa: ASYNC110 - the count lives on the model's thread
                     await asyncio.sleep(0.05)
 
     async def _set_health(self, *, is_ready: bool) -> None:

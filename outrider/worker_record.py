@@ -68,6 +68,21 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """The part of a record that is told anew with every heartbeat."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    wait_ms: int = 0
+    round_trips: str = ""
+
+    @property
+    def num_sessions(self) -> int:
+        """That have not ended."""
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The live workers as of the last look. `degraded`: Redis could not be asked since, this is older news."""
 

@@ -7,17 +7,16 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
-    add_worker_arguments,
-    engine_config,
     leave,
     model_name,
     record_from_info,
     run_worker,
     worker_info,
-    worker_options,
 )
+from outrider.worker_record import WorkerLoad
 from target_worker.limits import SchedulerLimits
 
 logger = logging.getLogger("target_worker")
@@ -151,8 +150,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         try:
             await process.run(
                 record_from_info("target", info),
-                load=lambda: (scheduler.num_running, scheduler.num_waiting),
-                wait_ms=lambda: scheduler.wait_ms,
+                load=lambda: WorkerLoad(scheduler.num_running, scheduler.num_waiting, scheduler.wait_ms),
                 on_drain=servicer.start_draining,
                 ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
             )

@@ -192,8 +192,7 @@ async def test_a_deadline_ends_the_wait(opened: Opened) -> None:
 async def test_a_wait_that_would_be_too_long_is_refused_at_once_and_says_how_long(opened: Opened) -> None:
     async with opened(target(0), wait_max_s=2.0) as door:
         line = door.admission._line("demo")
-        line.turnover.begin()
-        line.turnover.end(1.5)  # what places are held for
+        line.turnover.leave(1.5)  # what places are held for
         await door.taken()
         first = door.ask()
         await door.until_waiting(1)
@@ -260,7 +259,7 @@ async def test_many_that_come_and_go_leave_nothing_behind(opened: Opened) -> Non
         assert all(task.cancelled() or isinstance(task.exception(), Overloaded | None) for task in done)
         assert not door.router._num_open
         assert door.num_waiting == 0
-        assert door.admission._line("demo").turnover.num_held == 0
+        assert door.admission._line("demo").num_held == 0
 
 
 async def test_room_is_made_for_those_that_go_first(opened: Opened) -> None:

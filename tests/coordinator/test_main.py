@@ -30,6 +30,7 @@ from coordinator.ingress import Proxy
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry
 from outrider.worker_lease import WorkerLease
+from outrider.worker_record import WorkerLoad
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of, serving
@@ -132,7 +133,7 @@ async def running(
         for pool, worker in (("target", target), ("draft", draft)):
             address = await stack.enter_async_context(serving(worker))
             record = record_of("target" if pool == "target" else "draft", address, fingerprint)
-            await stack.enter_async_context(WorkerLease(registry, record, lambda: (0, 0)))
+            await stack.enter_async_context(WorkerLease(registry, record, WorkerLoad))
         temp_dir = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # short, for Ray's sockets
         stack.callback(shutil.rmtree, temp_dir, ignore_errors=True)
         process = await asyncio.create_subprocess_exec(

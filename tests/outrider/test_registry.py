@@ -18,7 +18,7 @@ from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_lease import WorkerLease
-from outrider.worker_record import Pool, WorkerRecord
+from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
 
 RECORD = WorkerRecord(
     worker_id="t0",
@@ -34,10 +34,6 @@ RECORD = WorkerRecord(
     dtype="bfloat16",
     num_model_parameters=14_000_000,
 )
-
-
-def no_load() -> tuple[int, int]:
-    return 0, 0
 
 
 async def eventually(condition: Callable[[], Any], what: str, within_s: float = 5.0) -> None:
@@ -125,18 +121,18 @@ class TestRegistry:
 
 class TestWorkerLease:
     async def test_a_worker_is_listed_while_its_lease_is_held(self, registry: Registry) -> None:
-        async with WorkerLease(registry, RECORD, no_load) as lease:
+        async with WorkerLease(registry, RECORD, WorkerLoad) as lease:
             assert lease.is_published
             assert await workers(registry) == (RECORD,)
         assert await workers(registry) == ()
 
     async def test_heartbeats_outlast_the_lease_and_carry_the_load(self, quick_registry: Registry) -> None:
-        load = (0, 0)
-        async with WorkerLease(quick_registry, RECORD, lambda: load, heartbeat_s=0.05, wait_ms=lambda: 250):
-            load = (3, 2)
+        load = WorkerLoad()
+        async with WorkerLease(quick_registry, RECORD, lambda: load, heartbeat_s=0.05):
+            load = WorkerLoad(3, 2, 250, "a:1=300")
             await asyncio.sleep(0.6)
             (seen,) = await workers(quick_registry)
-        assert (seen.num_running, seen.num_waiting, seen.wait_ms) == (3, 2, 250)
+        assert (seen.num_running, seen.num_waiting, seen.wait_ms, seen.round_trips) == (3, 2, 250, "a:1=300")
 
     async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(
         self, quick_registry: Registry
@@ -150,7 +146,7 @@ class TestWorkerLease:
 
     async def test_draining_is_announced_at_once(self, registry: Registry) -> None:
         async with (
-            WorkerLease(registry, RECORD, no_load) as lease,
+            WorkerLease(registry, RECORD, WorkerLoad) as lease,
             WorkerDirectory(registry, 0.02) as directory,
         ):
             lease.set_state("draining")
@@ -160,9 +156,9 @@ class TestWorkerLease:
             assert lease.is_published
 
     async def test_a_restarted_worker_has_its_id_for_as_long_as_it_lives(self, registry: Registry) -> None:
-        async with WorkerLease(registry, RECORD, no_load, heartbeat_s=0.05) as old:
+        async with WorkerLease(registry, RECORD, WorkerLoad, heartbeat_s=0.05) as old:
             newer = replace(RECORD, started_at_ms=1001, incarnation="b", address="127.0.0.1:7001")
-            async with WorkerLease(registry, newer, no_load):
+            async with WorkerLease(registry, newer, WorkerLoad):
                 await eventually(lambda: old.is_superseded, "the old one noticed")
                 assert await workers(registry) == (newer,)
             await eventually(lambda: not old.is_superseded, "it is back")
@@ -171,7 +167,7 @@ class TestWorkerLease:
 
     async def test_leaving_does_not_remove_another_incarnation(self, registry: Registry) -> None:
         newer = replace(RECORD, started_at_ms=1001, incarnation="b")
-        async with WorkerLease(registry, RECORD, no_load):
+        async with WorkerLease(registry, RECORD, WorkerLoad):
             await registry.write(newer)
         assert await workers(registry) == (newer,)
 
@@ -214,7 +210,7 @@ class TestReservations:
     async def test_a_worker_that_leaves_takes_its_own_with_it(
         self, registry: Registry, redis_url: str
     ) -> None:
-        async with WorkerLease(registry, RECORD, no_load):
+        async with WorkerLease(registry, RECORD, WorkerLoad):
             await registry.reserve("target", [RECORD.incarnation], [8], "s0")
         async with redis.asyncio.Redis.from_url(redis_url, decode_responses=True) as client:
             assert await client.keys("*") == ["{or:target}:events"]
@@ -260,7 +256,7 @@ async def test_leases_that_all_end_at_once_are_given_another_one(registry: Regis
         await asyncio.sleep(0.5)
         assert await workers(quick) == ()
         assert directory.snapshot.targets == tuple(others)
-        async with WorkerLease(quick, others[1], no_load, heartbeat_s=0.05):
+        async with WorkerLease(quick, others[1], WorkerLoad, heartbeat_s=0.05):
             await eventually(lambda: directory.snapshot.targets == (others[1],), "two did not come back")
         await eventually(lambda: directory.snapshot.targets == (), "it left", 0.2)
     await quick.close()
@@ -273,7 +269,7 @@ async def test_redis_going_away_and_coming_back_is_survived(
     url = server.start()
     port, password = int(url.rpartition(":")[2].partition("/")[0]), url.split(":")[2].partition("@")[0]
     registry = Registry(url)
-    lease = WorkerLease(registry, RECORD, no_load, heartbeat_s=0.05)
+    lease = WorkerLease(registry, RECORD, WorkerLoad, heartbeat_s=0.05)
     async with lease, WorkerDirectory(registry, 0.05) as directory:
         assert not directory.snapshot.degraded
         await asyncio.to_thread(server.stop)
@@ -294,7 +290,7 @@ async def test_redis_going_away_and_coming_back_is_survived(
 async def test_a_worker_starts_without_redis_and_announces_itself_later(tmp_path: Path) -> None:
     registry = Registry("redis://127.0.0.1:1/0")
     started_s = time.monotonic()
-    async with WorkerLease(registry, RECORD, no_load) as lease:
+    async with WorkerLease(registry, RECORD, WorkerLoad) as lease:
         assert not lease.is_published
     assert time.monotonic() - started_s < 3
     await registry.close()

@@ -20,10 +20,10 @@ from prometheus_client import CollectorRegistry
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.telemetry import serve_metrics
+from outrider.worker_options import WorkerOptions
 from outrider.worker_process import (
     EXIT_STALLED,
     LIVENESS,
-    WorkerOptions,
     WorkerProcess,
     abort,
     pin_to_cores,
@@ -116,7 +116,9 @@ async def test_a_metrics_port_in_use_is_named() -> None:
 
 STALLING = """
 import argparse, asyncio, sys, time
-from outrider.worker_process import WorkerOptions, WorkerProcess, record_from_info, run_worker
+from outrider.worker_options import WorkerOptions
+from outrider.worker_record import WorkerLoad
+from outrider.worker_process import WorkerProcess, record_from_info, run_worker
 from protos.outrider.v1 import common_pb2
 
 class Core:
@@ -133,7 +135,7 @@ async def serve():
         thread = process.make_thread(Core(), lambda actions: None)
         thread.start()
         asyncio.get_running_loop().call_later(1.0, thread.submit, "a step")
-        await process.run(record_from_info("draft", info), lambda: (0, 0), lambda: None, {{}})
+        await process.run(record_from_info("draft", info), WorkerLoad, lambda: None, {{}})
         thread.stop()
 
 sys.exit(run_worker(serve))

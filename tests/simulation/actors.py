@@ -37,7 +37,7 @@ from outrider.telemetry import DraftMetrics, TargetMetrics
 from outrider.tokenizer import Tokenizer
 from outrider.worker_lease import WorkerLease
 from outrider.worker_process import record_from_info
-from outrider.worker_record import Pool, WorkerRecord
+from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2, generation_pb2, hints_pb2, target_pb2
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action as TargetAction
@@ -309,12 +309,8 @@ class Worker(Process, ABC):
         self.lease: WorkerLease | None = None
 
     @abstractmethod
-    def load(self) -> tuple[int, int]:
-        """Sessions running and waiting."""
-
-    def wait_ms(self) -> int:
-        """Of a session that came now."""
-        return 0
+    def load(self) -> WorkerLoad:
+        """As the registry is told."""
 
     @abstractmethod
     def start_draining(self) -> None:
@@ -328,13 +324,13 @@ class Worker(Process, ABC):
         """As `WorkerProcess.run`."""
         record = record_from_info(self.pool, self.info, self.address, self.network.loop.time())
         registry = RegistryClient(self.network, self)
-        async with WorkerLease(registry, record, self.load, wait_ms=self.wait_ms) as lease:
+        async with WorkerLease(registry, record, self.load) as lease:
             self.lease = lease
             await self._stopping.wait()
             self.start_draining()
             lease.set_state("draining")
             deadline_s = self.network.loop.time() + self.shape.drain_grace_s
-            while any(self.load()) and self.network.loop.time() < deadline_s:  # noqa: ASYNC110 - as there
+            while self.load().num_sessions and self.network.loop.time() < deadline_s:  # noqa: ASYNC110 - as there
                 await asyncio.sleep(0.05)
         self.network.end(self)
 
@@ -368,11 +364,8 @@ class Target(Worker):
             ),
         }
 
-    def load(self) -> tuple[int, int]:
-        return self.scheduler.num_running, self.scheduler.num_waiting
-
-    def wait_ms(self) -> int:
-        return self.scheduler.wait_ms
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.wait_ms)
 
     def start_draining(self) -> None:
         self.servicer.start_draining()
@@ -421,8 +414,8 @@ class Draft(Worker):
             "Draft/Attach": Method(self.servicer.Attach, draft_pb2.AttachRequest, draft_pb2.AttachStatus)
         }
 
-    def load(self) -> tuple[int, int]:
-        return self.scheduler.num_sessions, 0
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(self.scheduler.num_sessions, round_trips=self.servicer.round_trips)
 
     def start_draining(self) -> None:
         self.servicer.start_draining()

@@ -1,0 +1,154 @@
+"""The part of a worker's command line that both kinds share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from outrider.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from outrider.engine.model import EngineConfig
+
+ZONE_CHARS_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """The part of a worker's command line that both kinds share."""
+
+    host: str
+    port: int  # 0 picks a free one
+    redis_url: str | None  # None: not announced, for tests and benchmarks
+    metrics_port: int  # 0 picks a free one
+    worker_id: str
+    drain_grace_s: float
+    stall_s: float = 10.0  # without a sign of life from the model until the worker counts as not ready
+    stall_exit_s: float = 30.0  # until it ends itself
+    announce: str | None = None  # host:port under which others reach it; None: where it listens
+    zone: str = ""  # where it is, in the operator's words
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError, naming the flag."""
+        if not 0 < self.stall_s < self.stall_exit_s:
+            raise ConfigurationError(
+                f"--stall-s is {self.stall_s:g} and --stall-exit-s {self.stall_exit_s:g}; permitted: above 0, and the "
+                "second above the first"
+            )
+        if len(self.zone) > ZONE_CHARS_MAX:
+            raise ConfigurationError(
+                f"--zone has {len(self.zone)} characters; permitted: at most {ZONE_CHARS_MAX}"
+            )
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
+    """Adds the flags of `WorkerOptions` and of the engine."""
+    network = parser.add_argument_group("network")
+    network.add_argument("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
+    network.add_argument("--port", type=int, default=0, help="gRPC port; 0 picks a free one (default)")
+    network.add_argument(
+        "--announce",
+        default=None,
+        metavar="HOST:PORT",
+        help="where others reach this worker, when it is behind a proxy or serves on 0.0.0.0; default: host and port",
+    )
+    network.add_argument(
+        "--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0 picks a free one"
+    )
+    network.add_argument(
+        "--redis-url",
+        default=os.environ.get("OUTRIDER_REDIS_URL"),
+        help="where to announce the worker (default: OUTRIDER_REDIS_URL); not announced without it",
+    )
+    network.add_argument(
+        "--zone",
+        default=os.environ.get("OUTRIDER_ZONE", ""),
+        help="where the worker is, such as a rack or a zone of the cloud: hints are asked of draft workers in the "
+        "target's zone first, until their round trip is known (default: OUTRIDER_ZONE)",
+    )
+    network.add_argument("--worker-id", default=f"{role}-{uuid.uuid4().hex[:8]}", help="unique in its pool")
+    network.add_argument(
+        "--drain-grace-s", type=float, default=30.0, help="time to finish sessions after SIGTERM, seconds"
+    )
+    network.add_argument(
+        "--stall-s",
+        type=float,
+        default=10.0,
+        help="after a step of so many seconds the worker is not ready and gets no new sessions (default %(default)s)",
+    )
+    network.add_argument(
+        "--stall-exit-s",
+        type=float,
+        default=30.0,
+        help="after one of so many the process ends itself, so that it is restarted (default %(default)s)",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", required=True, help="folder in Hugging Face format")
+    engine.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV"
+    )
+    engine.add_argument(
+        "--quantization",
+        default="none",
+        choices=("none", "int8"),
+        help="of the weights, while loading: int8 halves the memory and moves the logits a little (default none)",
+    )
+    engine.add_argument("--max-num-seqs", type=int, default=32, help="sessions at once (default %(default)s)")
+    engine.add_argument(
+        "--block-size", type=int, default=16, help="KV entries per block (default %(default)s)"
+    )
+    engine.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        default=2.0,
+        help="most memory for KV, GiB; a target worker's sessions take of it as they grow, and give way to each other "
+        "when it is used up (default %(default)s)",
+    )
+    engine.add_argument(
+        "--max-model-len", type=int, default=None, help="prompt plus output; default: the model's"
+    )
+    engine.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run transformers' own modules even where the compiled kernels could",
+    )
+    engine.add_argument("--num-threads", type=int, default=1, help="torch threads (default %(default)s)")
+    engine.add_argument(
+        "--cpu-affinity", default=None, help="cores to run on, such as 0 or 0,1; default: any"
+    )
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's part of the command line. Imports torch."""
+    from outrider.engine.model import EngineConfig
+
+    return EngineConfig(
+        Path(arguments.model),
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_model_len=arguments.max_model_len,
+        block_size=arguments.block_size,
+        kv_cache_bytes=int(arguments.kv_cache_gib * 2**30),
+        num_threads=arguments.num_threads,
+        quantization=arguments.quantization,
+        use_kernels=not arguments.enforce_eager,
+    )
+
+
+def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
+    return WorkerOptions(
+        arguments.host,
+        arguments.port,
+        arguments.redis_url,
+        arguments.metrics_port,
+        arguments.worker_id,
+        arguments.drain_grace_s,
+        arguments.stall_s,
+        arguments.stall_exit_s,
+        arguments.announce,
+        arguments.zone,
+    )

@@ -90,6 +90,16 @@ class Admission:
         self._lines: dict[str, _Line] = {}
         reservations.on_released = self._tell_all
 
+    @property
+    def num_waiting(self) -> int:
+        """Texts in the queue."""
+        return sum(len(line.queue) for line in self._lines.values())
+
+    @property
+    def num_held(self) -> int:
+        """Places of this replica's texts."""
+        return sum(line.num_held for line in self._lines.values())
+
     async def close(self) -> None:
         """Gives out nothing any more."""
         await end_tasks(*(line.pump for line in self._lines.values()))
@@ -237,24 +247,26 @@ class Admission:
         """False when nobody can have a place now."""
         full: set[frozenset[str]] = set()
         for ticket in line.queue.turns(_TURNS_TRIED_MAX):
+            if ticket not in line.queue:  # it has left while another one was tried
+                continue
             wish, answer = line.wishes[ticket], line.answers[ticket]
+            if answer.done():  # nobody waits for it any more; its task has not come to say so
+                line.queue.remove(ticket)
+                return True
             ranked = wish.rank()
             candidates = frozenset(worker.incarnation for worker in ranked)
             if candidates in full:
                 continue
             place = await self._take(line, wish, ranked)
-            if place is None and ranked:
-                if ticket not in line.queue:  # it has left meanwhile, and so may others
-                    return True
-                full.add(candidates)
-                continue
             if answer.done():
                 if place is not None:
                     self.leave(wish.model, place)
-            else:
+                return True
+            if place is not None or not ranked:
                 line.queue.remove(ticket)
                 answer.set_result(place)
-            return True
+                return True
+            full.add(candidates)
         return False
 
 

@@ -160,6 +160,8 @@ class Client:
             speculation=request.speculation.to_proto(),
             stop=[request.stop] if request.stop else [],
             deadline_ms=int(request.deadline_s * 1000),
+            priority=request.number % 3 - 1,
+            tenant=f"tenant {request.number % 2}",
             resume_from=[point] if self._has_begun else [],
         )
 

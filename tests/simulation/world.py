@@ -352,6 +352,8 @@ def _holdings(process: Process) -> Sequence[tuple[str, int]]:
                 ("requests", service._num_active),
                 ("sessions", sum(service.environment.router._num_open.values())),
                 ("reservations", service.environment.reservations.num_held),
+                ("waiting texts", service.environment.admission.num_waiting),
+                ("places", service.environment.admission.num_held),
             )
         case Redis():
             now_s = process.now_s

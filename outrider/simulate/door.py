@@ -1,8 +1,8 @@
 """The coordinator: its real routing and its real fallback of each request, on reservations that are exact.
 
 As in `coordinator.request_session` a request is refused when no target has a place, and goes on without a draft worker
-when none has; whether it is followed by one from then on is `FallbackController`'s to say. Every replica has a router of
-its own and sees what the others did with each refresh. Left out: what earlier requests teach later ones
+when none has; whether it is followed by one from then on is `FallbackController`'s to say. Every replica has a router
+of its own and sees what the others did with each refresh. Left out: what earlier requests teach later ones
 (`coordinator.priors`), deadlines, failures.
 """
 
@@ -17,8 +17,8 @@ from typing import Final
 from coordinator.fallback import FallbackAction, FallbackController, FallbackPolicy
 from coordinator.reservations import CANDIDATES_MAX
 from coordinator.routing import Router, WorkerKey, key_of
-from draft_worker.messages import AttachmentRefused, AttachSession, DetachSession
 from draft_worker.messages import Action as DraftAction
+from draft_worker.messages import AttachmentRefused, AttachSession, DetachSession
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.simulate.clock import Clock, Link
 from outrider.simulate.traffic import VOCAB_SIZE, Request
@@ -74,7 +74,7 @@ class _Session:
 
 @dataclass(slots=True)
 class Reservations:
-    """Places that are taken, of all replicas together, by incarnation; and the registry's view, renewed now and then."""
+    """Places that are taken, of all replicas together, by incarnation; and what the registry said of it last."""
 
     targets: tuple[WorkerRecord, ...]
     drafts: tuple[WorkerRecord, ...]
@@ -95,7 +95,9 @@ class Reservations:
         self.num_taken[worker.incarnation] -= 1
 
 
-def record(pool: Pool, number: int, max_num_seqs: int, max_num_waiting: int, max_model_len: int) -> WorkerRecord:
+def record(
+    pool: Pool, number: int, max_num_seqs: int, max_num_waiting: int, max_model_len: int
+) -> WorkerRecord:
     return WorkerRecord(
         worker_id=f"{pool}-{number}", pool=pool, address=f"{pool}:{number}", incarnation=f"{pool}-{number}",
         started_at_ms=0, model_name=_MODEL, tokenizer_fingerprint="", vocab_size=VOCAB_SIZE,
@@ -171,10 +173,11 @@ class Coordinator:
     def hear_draft(self, action: DraftAction) -> None:
         """A draft worker has no room after all: another one is asked."""
         session = self._sessions.get(getattr(action, "session_id", ""))
-        if session is not None and isinstance(action, AttachmentRefused):
-            if session.draft is not None and action.attachment == session.num_attachments:
-                self._let_go_of_draft(session)
-                self._attach(session)
+        if session is None or session.draft is None or not isinstance(action, AttachmentRefused):
+            return
+        if action.attachment == session.num_attachments:
+            self._let_go_of_draft(session)
+            self._attach(session)
 
     def _take_step(self, session: _Session, step: TokensCommitted) -> None:
         stream, now_s = session.stream, self._clock.now_s

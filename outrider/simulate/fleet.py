@@ -35,10 +35,7 @@ class Pool:
 
     def forward_ms(self, num_tokens: int, num_sequences: int, num_context: int) -> float:
         """One forward pass over so many tokens of so many sessions, with so many tokens in the KV that it reads."""
-        if self.step_ms is None:
-            line = self.fixed_ms + self.token_ms * num_tokens
-        else:
-            line = self.step_ms.at(num_tokens)
+        line = self.step_ms.at(num_tokens) if self.step_ms else self.fixed_ms + self.token_ms * num_tokens
         return line + self.sequence_ms * num_sequences + self.context_ms * num_context / 1e3
 
 
@@ -48,7 +45,7 @@ class TargetPool(Pool):
     price: float = real(4.0, "of one of them, in the same unit as a draft worker's", 0.0, 1e9)
     fixed_ms: float = real(20.0, "of a step: what it costs whatever it feeds", 0.0, 1e6)
     token_ms: float = real(0.1, "of a step, for each token fed, hints included", 0.0, 1e6)
-    step_ms: StepTimes | None = times("by tokens fed, instead of these two")
+    step_ms: StepTimes | None = times("by tokens fed, instead of these two: { 1 = 20.0, 8 = 21.5 }")  # noqa: RUF009
     sequence_ms: float = real(0.05, "of a step, for each session in it", 0.0, 1e6)
     context_ms: float = real(0.0, "of a step, for each 1000 tokens of context read", 0.0, 1e6)
     hinted_ms: float = real(0.0, "more for a step in which a draft worker is listened to", 0.0, 1e6)
@@ -84,7 +81,7 @@ class DraftPool(Pool):
     price: float = real(1.0, "of one of them", 0.0, 1e9)
     fixed_ms: float = real(2.0, "of a forward pass: what it costs whatever it feeds", 0.0, 1e6)
     token_ms: float = real(0.02, "of a forward pass, for each node or prompt token fed", 0.0, 1e6)
-    step_ms: StepTimes | None = times("by tokens fed, instead of these two")
+    step_ms: StepTimes | None = times("by tokens fed, instead of these two: { 1 = 20.0, 8 = 21.5 }")  # noqa: RUF009
     sequence_ms: float = real(0.02, "of a forward pass, for each session in it", 0.0, 1e6)
     context_ms: float = real(0.0, "of a forward pass, for each 1000 tokens of context read", 0.0, 1e6)
     max_num_seqs: int = whole(32, "sessions at once", 1, 10_000)
@@ -127,7 +124,9 @@ class Traffic:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestKind:
     share: float = real(1.0, "of the requests, beside the other kinds' shares", 0.0, 1e9)
-    prompt_tokens: tuple[int, int] = length((256, 256), "length of the prompt", 1_000_000)
+    prompt_tokens: tuple[int, int] = length(
+        (256, 256), "length of the prompt: a number, or [least, most]", 1_000_000
+    )
     shared_prefix: int = whole(0, "its first tokens that all of the kind begin with", 0, 1_000_000)
     output_tokens: tuple[int, int] = length((64, 256), "length of the answer", 1_000_000)
     acceptance: float = real(0.75, "chance that the draft's first guess is right", 0.0, 1.0)
@@ -138,7 +137,7 @@ class RequestKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """All of it. `texts` are recorded agreement (`outrider.cli.tune.agreement`), used instead of each kind's chances."""
+    """All of it. `texts` are recorded agreement (`outrider.cli.tune.agreement`), which takes the place of chances."""
 
     target: TargetPool = field(default_factory=TargetPool)
     draft: DraftPool = field(default_factory=DraftPool)

@@ -75,7 +75,11 @@ class Growth:
 
     def feed_one(self) -> None:
         """Feeds it."""
-        last = self.expansions[-1] if len(self._said) > len(self.item.text.continuations[0]) else self.expansions[0]
+        last = (
+            self.expansions[-1]
+            if len(self._said) > len(self.item.text.continuations[0])
+            else self.expansions[0]
+        )
         self.item.kv.extend(1)
         self._said.append(last.token_ids[0])
         self._num_left -= 1

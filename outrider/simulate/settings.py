@@ -69,7 +69,7 @@ def times(help: str) -> Any:
             raise ValueError
         return StepTimes.measured(pairs)
 
-    return _setting(None, help, 'milliseconds by number of tokens, such as { 1 = 20.0, 8 = 21.5 }', read)
+    return _setting(None, help, "milliseconds by number of tokens, such as { 1 = 20.0, 8 = 21.5 }", read)
 
 
 def read_table(kind: type[T], table: Any, name: str) -> T:
@@ -114,5 +114,5 @@ def example_of(kind: type[Any], name: str) -> list[str]:
             shown = f"{each.name} = {value[0] if value[0] == value[1] else list(value)}"
         else:
             shown = f"{each.name} = {value}"
-        lines.append(f"{shown:<32} # {each.metadata['help']}; {each.metadata['permitted']}")
+        lines.append(f"{shown:<32} # {each.metadata['help']}")
     return lines

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from draft_worker.messages import Action as DraftAction
 from draft_worker.messages import (
     AttachmentEnded,
     AttachmentRefused,
@@ -19,7 +20,6 @@ from draft_worker.messages import (
     Subscribe,
     Unsubscribe,
 )
-from draft_worker.messages import Action as DraftAction
 from draft_worker.messages import Step as DraftStep
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.kv_cache import BlockAllocator
@@ -202,8 +202,7 @@ class DraftWorker(Worker):
         step = self.scheduler.next_step()
         if step is not None:
             growths = [
-                Growth(item, self._texts[item.session_id], self._pool.max_alternatives)
-                for item in step.items
+                Growth(item, self._texts[item.session_id], self._pool.max_alternatives) for item in step.items
             ]
             num_tokens = sum(len(item.token_ids) for item in step.items)
             self._run_for(self._pass_ms(num_tokens, growths), self._end_pass, step, growths)
@@ -269,5 +268,8 @@ class DraftWorker(Worker):
     def _deliver(self, target: TargetWorker, sent: list[SendHints]) -> None:
         now_s = self.clock.now_s
         target.take(
-            [HintsArrived(each.session_id, each.attachment, each.base_len, each.hints, now_s) for each in sent]
+            [
+                HintsArrived(each.session_id, each.attachment, each.base_len, each.hints, now_s)
+                for each in sent
+            ]
         )

@@ -1,7 +1,7 @@
 """A whole fleet under load in virtual time, and what came out of it.
 
-What counts is a stretch of time after a warm-up: tokens that came within it, requests that ended in it, and the share of
-it that workers computed. (Of a fleet in balance the requests that end in a stretch are as those that begin in it.)
+What counts is a stretch of time after a warm-up: tokens that came within it, requests that ended in it, and the share
+of it that workers computed. (Of a fleet in balance the requests that end in a stretch are as those that begin in it.)
 """
 
 from __future__ import annotations
@@ -272,7 +272,9 @@ class World:
             draft_acceptance_rate=tally.num_accepted / tally.num_drafted if tally.num_drafted else None,
             mean_acceptance_length=1.0 + tally.num_accepted / tally.num_steps if tally.num_steps else None,
             target_utilisation=busy_s / seconds / len(targets),
-            draft_utilisation=sum(draft.busy_s for draft in drafts) / seconds / len(drafts) if drafts else None,
+            draft_utilisation=sum(draft.busy_s for draft in drafts) / seconds / len(drafts)
+            if drafts
+            else None,
             mean_batch=sum(target.num_items for target in targets) / num_steps if num_steps else None,
             mean_step_ms=busy_s * MS_PER_S / num_steps if num_steps else None,
             num_events=self.clock.num_events,

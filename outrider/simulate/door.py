@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from coordinator.fallback import FallbackAction, FallbackController, FallbackPolicy
-from coordinator.reservations import CANDIDATES_MAX
 from coordinator.routing import Router, WorkerKey, key_of
 from draft_worker.messages import Action as DraftAction
 from draft_worker.messages import AttachmentRefused, AttachSession, DetachSession
@@ -35,6 +34,8 @@ from target_worker.messages import (
 
 REFRESH_S: Final = 0.5
 """As `outrider.worker_directory` reads the pools anew."""
+CANDIDATES_MAX: Final = 8
+"""Workers that are asked for a place, as in `coordinator.reservations`."""
 DRAFT_ATTEMPTS_MAX: Final = 3
 _MODEL: Final = "simulated"
 _POLICY: Final = FallbackPolicy()

@@ -45,7 +45,10 @@ class Outcome:
     ttft_ms: Percentiles | None
     tpot_ms: Percentiles | None
     e2el_ms: Percentiles | None
-    queue_ms: Percentiles | None  # for a place at the target
+    queue_ms: (
+        Percentiles | None
+    )  # for a place, as targets report it: from the end of the step in which it came
+    mean_e2el_ms: float | None
     draft_acceptance_rate: float | None
     mean_acceptance_length: float | None  # over all steps, plain ones too
     target_utilisation: float
@@ -188,7 +191,8 @@ class World:
 
     def _ask_and_go_on(self, rate: float) -> None:
         self._ask()
-        self.clock.at(self.clock.now_s + self._chance.expovariate(rate), self._ask_and_go_on, rate)
+        if not self._is_over:
+            self.clock.at(self.clock.now_s + self._chance.expovariate(rate), self._ask_and_go_on, rate)
 
     def _end(self, stream: Stream) -> None:
         now_s, number = self.clock.now_s, str(stream.request.number)
@@ -269,6 +273,7 @@ class World:
             tpot_ms=percentiles_ms(tally.tpot_s),
             e2el_ms=percentiles_ms(tally.e2el_s),
             queue_ms=percentiles_ms(tally.queue_s),
+            mean_e2el_ms=MS_PER_S * sum(tally.e2el_s) / len(tally.e2el_s) if tally.e2el_s else None,
             draft_acceptance_rate=tally.num_accepted / tally.num_drafted if tally.num_drafted else None,
             mean_acceptance_length=1.0 + tally.num_accepted / tally.num_steps if tally.num_steps else None,
             target_utilisation=busy_s / seconds / len(targets),

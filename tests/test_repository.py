@@ -24,8 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "target_worker": {"outrider", "protos"},
     "demo": {"outrider", "protos"},
 }
-# A program above all the others, though it lives in `outrider`: it runs their pure cores in virtual time. Nobody imports
-# it but its command, and that when it is asked, so that `--help` does not wait.
+# A program above all the others, though it lives in `outrider`: it runs their pure cores in virtual time. Nobody
+# imports it but its command, and that when it is asked, so that `--help` does not wait.
 SIMULATOR = "outrider/simulate/"
 SIMULATOR_MAY_IMPORT = {"outrider", "protos", "coordinator", "draft_worker", "target_worker"}
 SIMULATOR_COMMAND = "outrider/cli/simulate/"

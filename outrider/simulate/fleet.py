@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from draft_worker.limits import DraftLimits
+from outrider.cli.tune.agreement import coverage
 from outrider.cli.tune.times import StepTimes
 from outrider.errors import ConfigurationError, InvalidRequest
 from outrider.simulate.settings import example_of, length, read_table, real, switch, times, whole
@@ -253,7 +254,9 @@ def with_pair(fleet: Fleet, profile: Mapping[str, Any]) -> Fleet:
         raise InvalidRequest(None, f"not what `outrider tune --json` prints: {error!r}") from error
     if not texts:
         raise InvalidRequest(None, "there is no text in it to know the acceptance from")
-    return replace(fleet, target=target, draft=draft, network=network, texts=texts)
+    # What the draft takes its usual guess to be worth.
+    kinds = tuple(replace(kind, acceptance=coverage(texts, 1)) for kind in fleet.kinds)
+    return replace(fleet, target=target, draft=draft, network=network, kinds=kinds, texts=texts)
 
 
 def _raised(step_ms: StepTimes, more_ms: float) -> StepTimes:

@@ -6,6 +6,7 @@ The simulator brings the schedulers of all workers with it, so it is imported wh
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,6 +75,10 @@ def simulate(
         return
     if concurrency is not None and rate is not None:
         raise typer.BadParameter("is another kind of load than --concurrency; give one", param_hint="--rate")
+    for flag, value in (("--rate", rate), ("--seconds", seconds), ("--warmup-s", warmup_s)):
+        # The ranges let through what compares with nothing, and what never ends.
+        if value is not None and not math.isfinite(value):
+            raise typer.BadParameter(f"{value} is not a finite number", param_hint=flag)
     fleet = _fleet(fleet_file, pair)
     with _naming("the fleet"):
         load = fleet.traffic

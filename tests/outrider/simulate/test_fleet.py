@@ -6,6 +6,7 @@ import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.simulate.fleet import Fleet, RequestKind, TargetPool, example, parse_fleet, with_pair
+from tests.outrider.simulate.profile import PROFILE
 
 
 def test_the_example_is_the_default_fleet() -> None:
@@ -89,17 +90,6 @@ def test_what_is_not_said_follows_from_the_rest() -> None:
     fleet = Fleet(target=TargetPool(count=10, max_num_seqs=8))
     assert fleet.traffic.concurrency == 40, "half of all places"
     assert fleet.price == 10 * 4.0 + 4 * 1.0
-
-
-PROFILE = {
-    "target": {"step_ms_by_num_tokens": {"1": 1.0, "8": 2.0}, "sequence_ms": 0.1},
-    "draft": {"step_ms_by_num_tokens": {"1": 0.5, "8": 0.6}, "sequence_ms": 0.01},
-    "overheads": {
-        "step_ms": 0.25, "session_ms": 0.1, "hints_ms": 0.2, "hints_session_ms": 0.3,
-        "draft_step_ms": 0.4, "draft_session_ms": 0.09, "link_ms": 0.15,
-    },
-    "texts": {"ranks": [[0, 0, 1], [4, 0]]},
-}  # fmt: skip
 
 
 def test_a_measured_pair_takes_the_place_of_costs_and_chances() -> None:

@@ -112,7 +112,9 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    concurrency: int | None = whole(None, "closed loop: so many requests are under way", 1, 10_000_000)
+    concurrency: int | None = whole(
+        None, "closed loop: so many requests are under way; left out, half of all places", 1, 10_000_000
+    )
     rate: float | None = real(None, "open loop instead: requests per second, Poisson arrivals", 1e-6, 1e7)
     warmup_s: float = real(10.0, "that do not count", 0.0, 1e6)
     seconds: float = real(20.0, "that count", 0.01, 1e6)
@@ -150,9 +152,6 @@ class Fleet:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for what no single setting is to blame for."""
-        if self.traffic.concurrency is None and self.traffic.rate is None:
-            load = replace(self.traffic, concurrency=self.target.count * self.target.max_num_seqs // 2 or 1)
-            object.__setattr__(self, "traffic", load)
         try:
             self.target_limits()
         except ConfigurationError as error:
@@ -180,12 +179,20 @@ class Fleet:
         return self.target.limits(has_shared_prefixes=any(kind.shared_prefix for kind in self.kinds))
 
     @property
+    def concurrency(self) -> int:
+        """Of a closed loop: half of all places, where nobody says."""
+        return self.traffic.concurrency or max(self.target.count * self.target.max_num_seqs // 2, 1)
+
+    @property
     def price(self) -> float:
         return self.target.count * self.target.price + self.draft.count * self.draft.price
 
     def with_pools(self, num_targets: int, num_drafts: int) -> Fleet:
+        """Other pools under the same load."""
+        is_closed = self.traffic.rate is None
         return replace(
             self,
+            traffic=replace(self.traffic, concurrency=self.concurrency) if is_closed else self.traffic,
             target=replace(self.target, count=num_targets),
             draft=replace(self.draft, count=num_drafts),
         )

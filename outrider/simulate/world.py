@@ -214,9 +214,9 @@ class World:
             self.clock.at(self._chance.expovariate(traffic.rate), self._ask_and_go_on, traffic.rate)
             return
         # Spread, so that the prompts do not come all at once.
-        assert traffic.concurrency is not None
-        for number in range(traffic.concurrency):
-            self.clock.at(number / traffic.concurrency * traffic.warmup_s / 2.0, self._ask)
+        num_streams = self.fleet.concurrency
+        for number in range(num_streams):
+            self.clock.at(number / num_streams * traffic.warmup_s / 2.0, self._ask)
 
     def _refresh(self) -> None:
         self._reservations.refresh()

@@ -84,8 +84,6 @@ def simulate(
         load = fleet.traffic
         if concurrency is not None or rate is not None:
             load = replace(load, concurrency=concurrency, rate=rate)
-        elif targets is not None and load.rate is None and fleet_file is None:
-            load = replace(load, concurrency=None)  # half of all places, of which there are others now
         load = replace(
             load,
             seconds=load.seconds if seconds is None else seconds,
@@ -124,8 +122,10 @@ def _predict(fleet: Fleet, ratios: str | None, plain: bool, jobs: int, json_file
     found = None if ratios is None else best(outcomes)
     is_printed = json_file is not None and str(json_file) == "-"
     console = Console(stderr=is_printed, highlight=False)
-    console.print(report.table(fleet, outcomes, found))
-    if found is not None:
+    if found is None:
+        console.print(report.table(outcomes))
+    else:
+        console.print(report.ratios_table(outcomes, found))
         console.print(Text(report.verdict(found), "bold"), soft_wrap=True)
     console.print(Text(report.caption(fleet, outcomes), "dim"), soft_wrap=True)
     for warning in report.warnings(fleet, outcomes):

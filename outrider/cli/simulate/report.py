@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -19,18 +20,45 @@ GROWTH = 1.2
 """Times the requests under way when counting began: a fleet in which there are more at the end does not keep up."""
 
 
-def table(fleet: Fleet, outcomes: Sequence[Outcome], best: Outcome | None) -> Table:
-    """A column per outcome. Latencies are p50 / p90 / p99; a ratio's cost is the same for all."""
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A column per outcome."""
     made = Table(title="Predicted", title_style="bold")
     made.add_column("", no_wrap=True)
     for outcome in outcomes:
-        made.add_column(Text(_name(outcome)), justify="right", style="bold" if outcome is best else "")
+        made.add_column(Text(_name(outcome)), justify="right")
     first = outcomes[0]
     columns = [_figures(outcome, first) for outcome in outcomes]
     for label in columns[0]:
         shown = [column[label] for column in columns]
         if any(each != "-" for each in shown):
             made.add_row(label, *shown)
+    return made
+
+
+def ratios_table(outcomes: Sequence[Outcome], best: Outcome) -> Table:
+    """A row per ratio, all for the same money."""
+    made = Table(
+        title="Predicted for the same money",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for title in ("drafts", "targets", "tokens/s", "", "TTFT, ms", "TPOT, ms", "E2EL, ms", "τ", "busy, %"):
+        made.add_column(title, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        figures = _figures(outcome, outcomes[0])
+        latencies = (figures[f"{name}, ms"].replace(" ", "") for name in ("TTFT", "TPOT", "E2EL"))
+        made.add_row(
+            f"{outcome.num_drafts}",
+            f"{outcome.num_targets}",
+            figures["output tokens/s"],
+            figures["  against the first"],
+            *latencies,
+            figures["acceptance length τ"],
+            f"{figures['drafts busy']}, {figures['targets busy']}".replace("%", ""),
+            style="bold" if outcome is best else "",
+        )
     return made
 
 
@@ -74,9 +102,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def caption(fleet: Fleet, outcomes: Sequence[Outcome]) -> str:
     traffic = fleet.traffic
-    load = (
-        f"{traffic.concurrency} at once" if traffic.rate is None else f"{traffic.rate:g} requests/s, Poisson"
-    )
+    load = f"{fleet.concurrency} at once" if traffic.rate is None else f"{traffic.rate:g} requests/s, Poisson"
     wall_s = sum(outcome.wall_s for outcome in outcomes)
     return (
         f"{load}, {traffic.seconds:g} s after {traffic.warmup_s:g} s of warm-up, seed {fleet.seed}; "

@@ -88,7 +88,7 @@ def test_what_is_wrong_is_refused_by_name(text: str, words: list[str]) -> None:
 
 def test_what_is_not_said_follows_from_the_rest() -> None:
     fleet = Fleet(target=TargetPool(count=10, max_num_seqs=8))
-    assert fleet.traffic.concurrency == 40, "half of all places"
+    assert fleet.concurrency == fleet.with_pools(3, 1).concurrency == 40, "half of all places"
     assert fleet.price == 10 * 4.0 + 4 * 1.0
 
 

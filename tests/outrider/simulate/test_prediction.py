@@ -167,7 +167,8 @@ async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:
 
     In a quiet minute of two cores of an AMD EPYC (Zen 5): TPOT 3.78, 8.63 and 15.31 ms predicted, 3.79, 8.76 and 14.40
     measured; 244, 419 and 476 tokens per second predicted, 229, 397 and 466 measured; 5.00, 4.38 and 3.84 tokens a step
-    predicted, 4.89, 4.15 and 3.80 measured. While others used the cores up to 30 % off.
+    predicted, 4.89, 4.15 and 3.80 measured. With other processes on the cores TPOT was up to 43 % off in
+    another run: the load of others changes within a run, which no model of ours can know.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.logit_processing import TextBefore
+from outrider.engine.text_before import TextBefore
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
 from outrider.hint_tree import DraftDistribution, Hint

@@ -24,7 +24,7 @@ from draft_worker.messages import Chain, Expansion, KVMove, StepItem
 from outrider.acceptance import AcceptanceHistory
 from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.logit_processing import TextBefore
+from outrider.engine.text_before import TextBefore
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import ROOT_ID, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.logit_processing import TextBefore
-from outrider.engine.verification import Verdict
+from outrider.engine.text_before import TextBefore
+from outrider.engine.verdict import Verdict
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
 from outrider.hint_tree import Hint

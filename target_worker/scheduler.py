@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from outrider.confidence import calibrations
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
-from outrider.engine.verification import Verdict
+from outrider.engine.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarViolation
 from protos.outrider.v1 import target_pb2

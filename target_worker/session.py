@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from outrider.acceptance import BlockAcceptance
 from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.logit_processing import TextBefore
 from outrider.engine.prefix_cache import TextBlocks
-from outrider.engine.verification import Verdict
+from outrider.engine.text_before import TextBefore
+from outrider.engine.verdict import Verdict
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import Hint, HintTree
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings

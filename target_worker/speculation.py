@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -163,22 +164,21 @@ def best_wait(
 
     num_sessions = len(timings) + num_others
     usual_rate = max(usual_rate, num_sessions / cost.step_ms(num_sessions))
+    # Of each session, when the hints come that it has not got and may be fed; in rising order.
+    arrivals = [
+        [timing.arrival(num_hints, now) for num_hints in range(timing.path_len + 1, limit + 1)]
+        for timing, limit in zip(timings, limits, strict=True)
+    ]
 
     def gain_after(wait: float) -> float:
         tokens, num_fed = float(num_others), num_others
-        for timing, own, limit in zip(timings, worth, limits, strict=True):
-            length = timing.path_len
-            while length < limit and timing.arrival(length + 1, now) <= now + wait:
-                length += 1
-            num_hints = min(length, limit)
+        for timing, own, limit, times in zip(timings, worth, limits, arrivals, strict=True):
+            num_hints = min(timing.path_len + bisect_right(times, now + wait), limit)
             tokens += own[num_hints]
             num_fed += num_hints + 1
         return tokens - usual_rate * (wait * 1e3 + fixed_ms + token_ms * num_fed)
 
     waits = {0.0}
-    for timing, limit in zip(timings, limits, strict=True):
-        for num_hints in range(timing.path_len + 1, limit + 1):
-            wait = timing.arrival(num_hints, now) - now
-            if 0.0 < wait <= wait_s_max:
-                waits.add(wait)
+    for times in arrivals:
+        waits.update(wait for at in times if 0.0 < (wait := at - now) <= wait_s_max)
     return max(sorted(waits), key=gain_after)

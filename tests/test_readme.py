@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,16 @@ NOT_ABOUT_TEXT = {
     "max_completion_tokens", "priority", "deadline_ms",
 }  # fmt: skip
 """What is asked and how the answer is shown."""
+
+
+@pytest.mark.slow
+def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
+    (_, content), (_, table) = blocks("How many of each?")
+    example, ratios, _ = commands(content)
+    (tmp_path / "fleet.toml").write_text(run(example[: example.index(">")], shell), encoding="utf-8")
+    words = [str(tmp_path / word) if word == "fleet.toml" else word for word in ratios]
+    shown = {line.strip() for line in run(words, shell | {"COLUMNS": "100"}).splitlines()}
+    assert {line.strip() for line in table.splitlines()} <= shown
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
 from outrider.cli.serve import serve
+from outrider.cli.simulate.command import simulate
 from outrider.cli.tune.command import tune
 from outrider.errors import OutriderError
 
@@ -40,6 +41,7 @@ app.command(rich_help_panel="One machine")(demo)
 app.command(rich_help_panel="One machine")(serve)
 app.command(rich_help_panel="One machine")(chat)
 app.command(rich_help_panel="One machine")(tune)
+app.command(rich_help_panel="A fleet")(simulate)
 app.command(rich_help_panel="A running server")(audit)
 app.command(rich_help_panel="A running server")(bench)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(target_worker)

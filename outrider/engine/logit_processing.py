@@ -8,38 +8,16 @@ those of transformers' logits processors; presence and frequency penalties, whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.grammar import GrammarState
+from outrider.engine.text_before import TextBefore as TextBefore
 from outrider.sampling_params import SamplingParams
 
 NEVER = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class TextBefore:
-    """What stands before each row's position: `token_ids`, then `continuations[row]`."""
-
-    token_ids: Sequence[int]  # committed, prompt first
-    num_prompt_tokens: int
-    continuations: Sequence[Sequence[int]]  # [num_rows][...]
-    end_token_ids: frozenset[int] = frozenset()  # what min_tokens rules out: end of sequence, stop_token_ids
-    grammar: GrammarState | None = None  # having read the committed output
-
-    def tail(self, row: int, length: int) -> list[int]:
-        """The last `length` tokens before a row's position, or as many as there are."""
-        continuation = self.continuations[row]
-        missing = length - len(continuation)
-        before = self.token_ids[-missing:] if missing > 0 else []
-        return [*before, *continuation][-length:] if length else []
-
-    def num_output_tokens(self, row: int) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens + len(self.continuations[row])
 
 
 def process(logits: torch.Tensor, params: SamplingParams, text: TextBefore) -> torch.Tensor:

@@ -10,30 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from outrider.engine.logit_processing import TextBefore, num_rows_alive, process
 from outrider.engine.logprobs import token_logprobs
 from outrider.engine.sampling import coupled_choice, probabilities, sample_from
+from outrider.engine.verdict import Verdict as Verdict
 from outrider.hint_tree import DraftDistribution, Hint
 from outrider.randomness import Purpose, uniform
 from outrider.sampling_params import AcceptanceRule, DecodingMode, SamplingParams
-from outrider.token_logprobs import TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one step says for one session: accepted hints, then one token more unless the last hint held, too.
-
-    Empty where the parameters leave no token at the first position.
-    """
-
-    token_ids: list[int]
-    num_accepted: int  # of the hints that were fed to the model
-    num_matched: int  # of all hints, one that was not fed included
-    logprobs: list[TokenLogprobs] | None = None  # one per token, where the request asks for them
 
 
 def verify(

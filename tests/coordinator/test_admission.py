@@ -262,8 +262,7 @@ async def test_one_that_has_gone_without_saying_so_does_not_keep_the_loop(opened
         gone, waiting = door.ask(), door.ask()
         await door.until_waiting(2)
         door.admission.leave("demo", place)
-        await asyncio.sleep(0)  # the queue is about to look at the first one
-        gone.cancel()
+        gone.cancel()  # in the same moment: the queue looks before its task has run
         async with asyncio.timeout(5):
             assert (await waiting).target == door.targets[0]
 

@@ -82,6 +82,7 @@ def as_dict(found: Findings) -> dict[str, Any]:
             "coverage_2": coverage(texts, 2),
             "coverage_4": coverage(texts, 4),
             "enumeration_hit_rate": hit_rate_after_miss(texts, 4),
+            "ranks": texts,  # for `outrider simulate --pair`
         },
         "acceptance": [asdict(each) for each in found.acceptance],
         "advice": [

@@ -1,0 +1,1 @@
+"""`outrider simulate`: what a fleet will do, before it is bought."""

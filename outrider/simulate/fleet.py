@@ -1,0 +1,281 @@
+"""What a fleet file says: pools, what steps cost, the network, the traffic. Pure.
+
+Every setting has a default; what is wrong or unknown is refused by name. Times are milliseconds where the name says so,
+seconds with `_s`, lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from draft_worker.limits import DraftLimits
+from outrider.cli.tune.agreement import coverage
+from outrider.cli.tune.times import StepTimes
+from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.simulate.settings import example_of, length, read_table, real, switch, times, whole
+from target_worker.limits import SchedulerLimits
+
+BLOCK_SIZE: Final = 16  # KV entries in a block
+MS_PER_S: Final = 1e3
+_WORKERS_MAX: Final = 100_000
+
+
+class Pool:
+    """What both kinds of worker have."""
+
+    __slots__ = ()
+
+    fixed_ms: float
+    token_ms: float
+    sequence_ms: float
+    context_ms: float
+    step_ms: StepTimes | None
+
+    def forward_ms(self, num_tokens: int, num_sequences: int, num_context: int) -> float:
+        """One forward pass over so many tokens of so many sessions, with so many tokens in the KV that it reads."""
+        line = self.step_ms.at(num_tokens) if self.step_ms else self.fixed_ms + self.token_ms * num_tokens
+        return line + self.sequence_ms * num_sequences + self.context_ms * num_context / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPool(Pool):
+    count: int = whole(4, "target workers", 1, _WORKERS_MAX)
+    price: float = real(4.0, "of one of them, in the same unit as a draft worker's", 0.0, 1e9)
+    fixed_ms: float = real(20.0, "of a step: what it costs whatever it feeds", 0.0, 1e6)
+    token_ms: float = real(0.1, "of a step, for each token fed, hints included", 0.0, 1e6)
+    step_ms: StepTimes | None = times("by tokens fed, instead of these two: { 1 = 20.0, 8 = 21.5 }")  # noqa: RUF009
+    sequence_ms: float = real(0.05, "of a step, for each session in it", 0.0, 1e6)
+    context_ms: float = real(0.0, "of a step, for each 1000 tokens of context read", 0.0, 1e6)
+    hinted_ms: float = real(0.0, "more for a step in which a draft worker is listened to", 0.0, 1e6)
+    hinted_sequence_ms: float = real(0.05, "and for each session that listens", 0.0, 1e6)
+    max_num_seqs: int = whole(32, "sessions at once", 1, 511)
+    max_num_waiting: int = whole(64, "that wait for a place", 1, 1_000_000)
+    max_num_batched_tokens: int = whole(512, "fed in one step", 2, 512)
+    max_model_len: int = whole(4096, "prompt and output", 2, 1_000_000)
+    kv_tokens: int = whole(65536, "that the KV cache holds", 32, 100_000_000)
+    num_speculative_tokens: int = whole(8, "hints verified per session and step, at most", 0, 32)
+    hint_wait_ms: float = real(10.0, "that a step waits for hints, at most", 0.0, 1e4)
+    always_listen: bool = switch(False, "listen to draft workers whether it pays or not")
+
+    def limits(self, *, has_shared_prefixes: bool) -> SchedulerLimits:
+        """Lookup is off: texts made up at random never say anything twice."""
+        return SchedulerLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_waiting=self.max_num_waiting,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=self.num_speculative_tokens,
+            hint_wait_ms_max=self.hint_wait_ms,
+            has_lookup=False,
+            may_rest=not self.always_listen,
+            max_early_sessions=100_000,
+            enable_prefix_caching=has_shared_prefixes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPool(Pool):
+    count: int = whole(4, "draft workers; 0: decode plainly", 0, _WORKERS_MAX)
+    price: float = real(1.0, "of one of them", 0.0, 1e9)
+    fixed_ms: float = real(2.0, "of a forward pass: what it costs whatever it feeds", 0.0, 1e6)
+    token_ms: float = real(0.02, "of a forward pass, for each node or prompt token fed", 0.0, 1e6)
+    step_ms: StepTimes | None = times("by tokens fed, instead of these two: { 1 = 20.0, 8 = 21.5 }")  # noqa: RUF009
+    sequence_ms: float = real(0.02, "of a forward pass, for each session in it", 0.0, 1e6)
+    context_ms: float = real(0.0, "of a forward pass, for each 1000 tokens of context read", 0.0, 1e6)
+    max_num_seqs: int = whole(32, "sessions at once", 1, 10_000)
+    max_nodes_per_step: int = whole(8, "hints grown at a time, of all sessions", 1, 512)
+    max_chain_nodes: int = whole(3, "fed one below the other before hints are sent", 0, 256)
+    max_lookahead: int = whole(20, "hints ahead of the target, at most", 1, 256)
+    max_alternatives: int = whole(4, "other guesses beside the first", 0, 32)
+
+    def limits(self, max_model_len: int) -> DraftLimits:
+        return DraftLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=max_model_len,
+            max_nodes_per_step=self.max_nodes_per_step,
+            max_chain_nodes=self.max_chain_nodes,
+            max_lookahead=self.max_lookahead,
+            max_alternatives=self.max_alternatives,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    worker_ms: float = real(0.3, "a message between draft and target worker, one way", 0.0, 1e5)
+    coordinator_ms: float = real(0.5, "a message between coordinator and worker, one way", 0.0, 1e5)
+    jitter: float = real(0.2, "how much longer one takes, mean share (exponential)", 0.0, 100.0)
+    coordinators: int = whole(1, "replicas of the coordinator, which know of each other's load late", 1, 1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    concurrency: int | None = whole(
+        None, "closed loop: so many requests are under way; left out, half of all places", 1, 10_000_000
+    )
+    rate: float | None = real(None, "open loop instead: requests per second, Poisson arrivals", 1e-6, 1e7)
+    warmup_s: float = real(10.0, "that do not count", 0.0, 1e6)
+    seconds: float = real(20.0, "that count", 0.01, 1e6)
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.rate is not None:
+            raise InvalidRequest("rate", "[traffic] rate is another kind of load than concurrency; give one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestKind:
+    share: float = real(1.0, "of the requests, beside the other kinds' shares", 0.0, 1e9)
+    prompt_tokens: tuple[int, int] = length(
+        (256, 256), "length of the prompt: a number, or [least, most]", 1_000_000
+    )
+    shared_prefix: int = whole(0, "its first tokens that all of the kind begin with", 0, 1_000_000)
+    output_tokens: tuple[int, int] = length((64, 256), "length of the answer", 1_000_000)
+    acceptance: float = real(0.75, "chance that the draft's first guess is right", 0.0, 1.0)
+    streaks: float = real(0.0, "correlation of one guess being right with the one before", 0.0, 0.99)
+    alternatives: float = real(0.6, "chance that a wrong first guess has the right one beside it", 0.0, 1.0)
+    certainty: float = real(0.0, "share of guesses of which the draft knows whether they hold", 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All of it. `texts` are recorded agreement (`outrider.cli.tune.agreement`), which takes the place of chances."""
+
+    target: TargetPool = field(default_factory=TargetPool)
+    draft: DraftPool = field(default_factory=DraftPool)
+    network: Network = field(default_factory=Network)
+    traffic: Traffic = field(default_factory=Traffic)
+    kinds: tuple[RequestKind, ...] = (RequestKind(),)
+    seed: int = 0
+    texts: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for what no single setting is to blame for."""
+        try:
+            self.target_limits()
+        except ConfigurationError as error:
+            raise InvalidRequest("target", f"[target]: {error.message}") from error
+        if not sum(kind.share for kind in self.kinds) > 0.0:
+            raise InvalidRequest("share", "[[request]] shares are all 0")
+        for kind in self.kinds:
+            longest = kind.prompt_tokens[1] + kind.output_tokens[1]
+            if longest > self.target.max_model_len:
+                raise InvalidRequest(
+                    "max_model_len",
+                    f"[[request]] prompt and output have up to {longest} tokens, [target] max_model_len permits "
+                    f"{self.target.max_model_len}",
+                )
+            if longest + self.target.num_speculative_tokens + 1 > self.target.kv_tokens - BLOCK_SIZE:
+                raise InvalidRequest(
+                    "kv_tokens",
+                    f"[[request]] prompt and output have up to {longest} tokens, more than [target] kv_tokens "
+                    f"({self.target.kv_tokens}) holds",
+                )
+            if kind.shared_prefix > kind.prompt_tokens[0]:
+                raise InvalidRequest("shared_prefix", "[[request]] shared_prefix is longer than the prompt")
+
+    def target_limits(self) -> SchedulerLimits:
+        return self.target.limits(has_shared_prefixes=any(kind.shared_prefix for kind in self.kinds))
+
+    @property
+    def concurrency(self) -> int:
+        """Of a closed loop: half of all places, where nobody says."""
+        return self.traffic.concurrency or max(self.target.count * self.target.max_num_seqs // 2, 1)
+
+    @property
+    def price(self) -> float:
+        return self.target.count * self.target.price + self.draft.count * self.draft.price
+
+    def with_pools(self, num_targets: int, num_drafts: int) -> Fleet:
+        """Other pools under the same load."""
+        is_closed = self.traffic.rate is None
+        return replace(
+            self,
+            traffic=replace(self.traffic, concurrency=self.concurrency) if is_closed else self.traffic,
+            target=replace(self.target, count=num_targets),
+            draft=replace(self.draft, count=num_drafts),
+        )
+
+
+_TABLES: Final[dict[str, type[Any]]] = {
+    "target": TargetPool,
+    "draft": DraftPool,
+    "network": Network,
+    "traffic": Traffic,
+}
+
+
+def parse_fleet(text: str) -> Fleet:
+    """Raises InvalidRequest, which names what is wrong and says what is permitted."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidRequest(None, f"not TOML: {error}") from error
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        if key in _TABLES:
+            values[key] = read_table(_TABLES[key], value, f"[{key}]")
+        elif key == "request":
+            tables = value if isinstance(value, list) else [value]
+            values["kinds"] = tuple(read_table(RequestKind, each, "[[request]]") for each in tables)
+        elif key == "seed" and type(value) is int and value >= 0:
+            values["seed"] = value
+        elif key == "seed":
+            raise InvalidRequest("seed", f"seed is {value!r}; permitted: a whole number, 0 or more")
+        else:
+            raise InvalidRequest(
+                key, f"there is no {key!r}; there are: seed, {', '.join(_TABLES)}, [[request]]"
+            )
+    if not values.get("kinds", (1,)):
+        raise InvalidRequest("request", "there is no [[request]]")
+    return Fleet(**values)
+
+
+def with_pair(fleet: Fleet, profile: Mapping[str, Any]) -> Fleet:
+    """The fleet with the costs and the agreement that `outrider tune --json` measured. Raises InvalidRequest."""
+    try:
+        times_of = {
+            name: StepTimes.measured(
+                [(int(size), float(ms)) for size, ms in profile[name]["step_ms_by_num_tokens"].items()]
+            )
+            for name in ("target", "draft")
+        }
+        over = {name: float(value) for name, value in profile["overheads"].items()}
+        sequence_ms = {name: float(profile[name]["sequence_ms"]) for name in ("target", "draft")}
+        texts = tuple(tuple(map(int, ranks)) for ranks in profile["texts"]["ranks"] if ranks)
+        target = replace(
+            fleet.target,
+            step_ms=_raised(times_of["target"], over["step_ms"] - sequence_ms["target"]),
+            sequence_ms=sequence_ms["target"] + over["session_ms"],
+            hinted_ms=over["hints_ms"],
+            hinted_sequence_ms=over["hints_session_ms"],
+        )
+        draft = replace(
+            fleet.draft,
+            step_ms=_raised(times_of["draft"], over["draft_step_ms"] - sequence_ms["draft"]),
+            sequence_ms=sequence_ms["draft"] + over["draft_session_ms"],
+        )
+        network = replace(fleet.network, worker_ms=over["link_ms"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequest(None, f"not what `outrider tune --json` prints: {error!r}") from error
+    if not texts:
+        raise InvalidRequest(None, "there is no text in it to know the acceptance from")
+    # What the draft takes its usual guess to be worth.
+    kinds = tuple(replace(kind, acceptance=coverage(texts, 1)) for kind in fleet.kinds)
+    return replace(fleet, target=target, draft=draft, network=network, kinds=kinds, texts=texts)
+
+
+def _raised(step_ms: StepTimes, more_ms: float) -> StepTimes:
+    return StepTimes(step_ms.num_tokens, tuple(max(ms + more_ms, 1e-6) for ms in step_ms.step_ms))
+
+
+def example() -> str:
+    """A fleet file with every setting at its default."""
+    lines = ["# A fleet for `outrider simulate`. Every setting may be left out; these are the defaults.", ""]
+    lines += ["seed = 0", ""]
+    for name, kind in _TABLES.items():
+        lines += [*example_of(kind, f"[{name}]"), ""]
+    lines += ["# One table for each kind of request: easy ones, hard ones."]
+    lines += example_of(RequestKind, "[[request]]")
+    return "\n".join(lines) + "\n"

@@ -1,27 +1,29 @@
 """The coordinator: its real routing and its real fallback of each request, on reservations that are exact.
 
-As in `coordinator.request_session` a request is refused when no target has a place, and goes on without a draft worker
-when none has; whether it is followed by one from then on is `FallbackController`'s to say. Every replica has a router
-of its own and sees what the others did with each refresh. Left out: what earlier requests teach later ones
-(`coordinator.priors`), deadlines, failures.
+As in `coordinator.admission` a request waits for a place at a target, and is refused where that would take too long;
+as in `coordinator.request_session` it goes on without a draft worker when none has room, and whether it is followed by
+one from then on is `FallbackController`'s to say. Every replica has a router and a queue of its own and sees what the
+others did with each refresh. Left out: what earlier requests teach later ones (`coordinator.priors`), priorities,
+deadlines, failures.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from coordinator.fallback import FallbackAction, FallbackController, FallbackPolicy
-from coordinator.routing import Router, WorkerKey, key_of
+from coordinator.routing import Router, WorkerKey, key_of, prefix_key
 from draft_worker.messages import Action as DraftAction
 from draft_worker.messages import AttachmentRefused, AttachSession, DetachSession
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.simulate.clock import Clock, Link
 from outrider.simulate.traffic import VOCAB_SIZE, Request
 from outrider.simulate.workers import DraftWorker, TargetWorker
+from outrider.turnover import Turnover
 from outrider.worker_record import Pool, Snapshot, WorkerRecord
 from target_worker.messages import (
     Action,
@@ -68,6 +70,7 @@ class _Session:
     target: WorkerRecord
     controller: FallbackController
     sampling: SamplingParams
+    began_s: float
     draft: WorkerRecord | None = None
     num_attachments: int = 0
     tried: set[WorkerKey] = field(default_factory=set)
@@ -81,19 +84,27 @@ class Reservations:
     drafts: tuple[WorkerRecord, ...]
     num_taken: Counter[str] = field(default_factory=Counter)
     snapshot: Snapshot = field(default_factory=Snapshot)
+    on_released: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # called when a target has a place again
 
     def refresh(self) -> None:
         self.snapshot = Snapshot(self.targets, self.drafts, num_reserved=dict(self.num_taken))
 
-    def take(self, ranked: Sequence[WorkerRecord]) -> WorkerRecord | None:
+    def take(
+        self, ranked: Sequence[WorkerRecord], limit_of: Callable[[WorkerRecord], int]
+    ) -> WorkerRecord | None:
         for worker in ranked[:CANDIDATES_MAX]:
-            if self.num_taken[worker.incarnation] < worker.max_num_seqs + worker.max_num_waiting:
+            if self.num_taken[worker.incarnation] < limit_of(worker):
                 self.num_taken[worker.incarnation] += 1
                 return worker
         return None
 
     def give_back(self, worker: WorkerRecord) -> None:
         self.num_taken[worker.incarnation] -= 1
+        if worker.pool == "target":
+            for tell in self.on_released:
+                tell()
 
 
 def record(
@@ -119,27 +130,59 @@ class Coordinator:
         drafts: dict[str, DraftWorker],
         link_to: Callable[[str], Link],
         on_end: Callable[[Stream], None],
+        max_queue_wait_s: float,
     ) -> None:
         """Workers by address; `on_end` is told of every stream that ended or was refused."""
         self._clock, self._reservations = clock, reservations
         self._targets, self._drafts, self._link_to, self._on_end = targets, drafts, link_to, on_end
         self._router = Router("", (), chance, quarantine_s=3.0)
         self._sessions: dict[str, _Session] = {}
+        self._queue: deque[Stream] = deque()
+        self._turnover = Turnover()
+        self._max_queue_wait_s = max_queue_wait_s
         self.num_tokens = 0  # that came, of all requests
+        reservations.on_released.append(self._give_out)
 
     def take(self, stream: Stream) -> None:
         """A request has come."""
+        if not self._queue and self._begin(stream):
+            return
+        if self._turnover.wait_s(len(self._queue), len(self._sessions)) > self._max_queue_wait_s:
+            self._refuse(stream)
+        else:
+            self._queue.append(stream)
+
+    def _give_out(self) -> None:
+        now_s = self._clock.now_s
+        while self._queue:
+            stream = self._queue[0]
+            is_late = now_s > stream.arrived_s + self._max_queue_wait_s
+            if is_late:
+                self._refuse(stream)
+            elif not self._begin(stream):
+                return
+            self._queue.popleft()
+
+    def _refuse(self, stream: Stream) -> None:
+        stream.is_refused = True
+        self._on_end(stream)
+
+    def _begin(self, stream: Stream) -> bool:
+        """False when no target has a place."""
         request, now_s = stream.request, self._clock.now_s
         num_tokens = len(request.prompt) + request.num_output_tokens
-        target = self._reservations.take(
-            self._router.rank_targets(
-                self._reservations.snapshot, now_s, model=_MODEL, num_tokens=num_tokens, excluded=()
-            )
+        ranked = self._router.rank_targets(
+            self._reservations.snapshot,
+            now_s,
+            model=_MODEL,
+            num_tokens=num_tokens,
+            excluded=(),
+            prefix=prefix_key(request.prompt),
         )
+        asked = [worker for worker in ranked if self._router.may_ask(worker, now_s)]
+        target = self._reservations.take(asked, self._router.place_limit)
         if target is None:
-            stream.is_refused = True
-            self._on_end(stream)
-            return
+            return False
         self._router.open_session(target)
         session = _Session(
             str(request.number),
@@ -147,6 +190,7 @@ class Coordinator:
             target,
             FallbackController(_POLICY, is_enabled=bool(self._drafts)),
             SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True),
+            began_s=now_s,
         )
         self._sessions[session.session_id] = session
         start = StartSession(
@@ -154,6 +198,7 @@ class Coordinator:
         )  # fmt: skip
         self._tell_target(session, start)
         self._apply(session, session.controller.start())
+        return True
 
     def hear_target(self, actions: list[Action]) -> None:
         """What a target published; of sessions that another replica holds nothing comes here."""
@@ -165,7 +210,8 @@ class Coordinator:
                 case TokensCommitted():
                     self._take_step(session, action)
                 case SessionEnded():
-                    session.stream.queue_ms = action.queue_ms
+                    waited_s = session.began_s - session.stream.arrived_s
+                    session.stream.queue_ms = 1e3 * waited_s + action.queue_ms
                     self._end(session)
                 case SessionRefused():
                     session.stream.is_refused = True
@@ -226,7 +272,9 @@ class Coordinator:
                     self._clock.now_s,
                     num_tokens=len(stream.request.prompt) + stream.request.num_output_tokens,
                     excluded=session.tried,
-                )
+                    target=session.target,
+                ),
+                lambda worker: worker.max_num_seqs,
             )
         if worker is None:
             self._apply(session, session.controller.on_no_draft())
@@ -262,9 +310,10 @@ class Coordinator:
         del self._sessions[session.session_id]
         self._detach(session)
         self._router.close_session(session.target)
-        self._reservations.give_back(session.target)
+        self._turnover.leave(self._clock.now_s - session.began_s)
         session.stream.ended_s = self._clock.now_s
         self._on_end(session.stream)
+        self._reservations.give_back(session.target)
 
     def _tell_target(self, session: _Session, event: StartSession | ChangeSpeculation) -> None:
         address = session.target.address

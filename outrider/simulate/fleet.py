@@ -108,6 +108,7 @@ class Network:
     coordinator_ms: float = real(0.5, "a message between coordinator and worker, one way", 0.0, 1e5)
     jitter: float = real(0.2, "how much longer one takes, mean share (exponential)", 0.0, 100.0)
     coordinators: int = whole(1, "replicas of the coordinator, which know of each other's load late", 1, 1000)
+    max_queue_wait_s: float = real(30.0, "in a coordinator for a place; longer waits are refused", 0.001, 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,6 +152,7 @@ class World:
             self.drafts,
             lambda worker: self._link(f"door:{number}", worker),
             self._end,
+            self.fleet.network.max_queue_wait_s,
         )
 
     def _link(self, sender: str, receiver: str) -> Link:

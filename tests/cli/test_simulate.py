@@ -138,7 +138,8 @@ def test_a_measured_pair_is_taken(fleet: Path, tmp_path: Path) -> None:
 
 def test_a_fleet_that_does_not_keep_up_is_pointed_out(fleet: Path) -> None:
     assert "more requests come than end" in run(fleet, "--rate", 60, "--no-plain").stdout
-    assert "found every target full" in run(fleet, "--rate", 200, "--no-plain").stdout
+    fleet.write_text(f"{SMALL}\n[network]\nmax_queue_wait_s = 0.3\n")
+    assert "requests were refused" in run(fleet, "--rate", 200, "--no-plain").stdout
 
 
 @pytest.mark.parametrize(

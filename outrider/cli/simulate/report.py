@@ -133,7 +133,7 @@ def warnings(fleet: Fleet, outcomes: Sequence[Outcome]) -> list[str]:
                 "latencies grow for as long as this lasts"
             )
         if outcome.num_refused:
-            found.append(f"{name}: {outcome.num_refused} requests found every target full")
+            found.append(f"{name}: {outcome.num_refused} requests were refused: no place in time")
     return found
 
 

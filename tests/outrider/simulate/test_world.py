@@ -54,7 +54,7 @@ def test_a_seed_decides_everything() -> None:
 @pytest.mark.parametrize("coordinators", [1, 3])
 def test_every_request_ends_with_its_own_text_or_is_refused(traffic: Traffic, coordinators: int) -> None:
     # That a text is the one that the target's model says is asserted for every request as it ends.
-    world = World(small(traffic=traffic, network=Network(coordinators=coordinators)))
+    world = World(small(traffic=traffic, network=Network(coordinators=coordinators, max_queue_wait_s=0.2)))
     outcome = world.run(drains=True)
     assert world.num_asked == world.num_ended + world.num_refused
     assert world.num_under_way == 0

@@ -19,17 +19,15 @@ import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-import grpc
-import grpc.aio
-
-from coordinator.admission import Place, Wish
-from coordinator.draft_link import DraftLink, LinkedSession
+from coordinator.admission import Wish
+from coordinator.attempt import Attempt
+from coordinator.draft_link import LinkedSession
 from coordinator.environment import Environment
 from coordinator.fair_queue import URGENT, Ticket
-from coordinator.fallback import ALWAYS, FallbackAction, FallbackController, FallbackState, Trigger
+from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
 from coordinator.priors import StartingMode, key_for
@@ -37,9 +35,8 @@ from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
 from coordinator.routing import WorkerKey, key_of, prefix_key
 from coordinator.statistics import RequestTimes, SpeculationCounts
-from coordinator.target_call import TargetCall
 from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
-from coordinator.workers import describe, remaining_ms
+from coordinator.workers import remaining_ms
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
     DeadlineExceeded,
@@ -54,7 +51,6 @@ from protos.outrider.v1 import common_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
 
-_SET_SPECULATION_TIMEOUT_S: Final = 2.0
 _LATE_S: Final = 0.05  # what is left of a deadline that is not worth another try
 _WAIT_S: Final = 0.1  # between two looks for a target
 
@@ -76,17 +72,6 @@ class Finished:
 
 
 News = PromptOutput | VisibleOutput | Finished
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One session at one target."""
-
-    place: Place
-    session_id: str
-    request: target_pb2.GenerateRequest
-    link: DraftLink | None = None
-    background: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class RequestSession:
@@ -193,7 +178,7 @@ class RequestSession:
         while True:
             attempt = await self._begin_attempt()
             if attempt is not None:
-                target = attempt.place.target
+                target = attempt.target
                 try:
                     async with aclosing(self._run_attempt(attempt)) as items:
                         async for item in items:
@@ -243,7 +228,7 @@ class RequestSession:
         text_id = f"{self._spec.request.request_id}/{index}"
         return environment.priors.start(self._prior_key, text_id, environment.now_s())
 
-    async def _begin_attempt(self) -> _Attempt | None:
+    async def _begin_attempt(self) -> Attempt | None:
         """None where there is no target to try. Raises Overloaded and DeadlineExceeded, see `Admission.place`."""
         environment, spec = self._environment, self._spec
         if (self._output.token_ids or self._point.num_tokens) and self._ticket.priority != URGENT:
@@ -270,7 +255,21 @@ class RequestSession:
             priority=self._ticket.priority,
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
         )
-        return _Attempt(place, session_id, request)
+        session = LinkedSession(
+            session_id=session_id,
+            target=place.target,
+            sampling=self._sampling,
+            speculation=spec.request.speculation.to_proto(),
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            num_tokens_max=spec.num_tokens_max,
+            deadline_s=self._deadline_s,
+            committed=self._committed,
+        )
+        return Attempt(
+            *(environment, place, spec.model, request, session),
+            speculation=self._speculation,
+            on_no_draft=self._lose_draft,
+        )
 
     def _rank_targets(self) -> list[WorkerRecord]:
         environment = self._environment
@@ -287,40 +286,17 @@ class RequestSession:
             return [preferred, *(worker for worker in ranked if worker != preferred)]
         return ranked
 
-    async def _run_attempt(self, attempt: _Attempt) -> AsyncGenerator[News]:
-        environment = self._environment
-        target = attempt.place.target
-        call = TargetCall(environment, target, attempt.request, self._deadline_s)
-        attempt.link = DraftLink(
-            environment,
-            LinkedSession(
-                session_id=attempt.session_id,
-                target=target,
-                sampling=self._sampling,
-                speculation=self._spec.request.speculation.to_proto(),
-                num_prompt_tokens=len(self._spec.prompt_token_ids),
-                num_tokens_max=self._spec.num_tokens_max,
-                deadline_s=self._deadline_s,
-                committed=self._committed,
-            ),
-            on_no_draft=lambda: self._lose_draft(attempt),
-        )
-        try:
-            self._apply(self._controller.start(), attempt)
-            async with aclosing(call.events()) as events:
+    async def _run_attempt(self, attempt: Attempt) -> AsyncGenerator[News]:
+        async with attempt:
+            attempt.apply(self._controller.start())
+            async with aclosing(attempt.events()) as events:
                 async for event in events:
                     for item in self._take(event, attempt):
                         yield item
                     if self._is_finished:
                         return
-        finally:
-            call.cancel()
-            environment.admission.leave(self._spec.model, attempt.place)
-            for task in attempt.background:
-                task.cancel()
-            await attempt.link.close()
 
-    def _take(self, event: target_pb2.GenerateEvent, attempt: _Attempt) -> list[News]:
+    def _take(self, event: target_pb2.GenerateEvent, attempt: Attempt) -> list[News]:
         """Moves the request on by one event. What comes back goes to the client."""
         match event.WhichOneof("event"):
             case "started":
@@ -335,7 +311,7 @@ class RequestSession:
                     len(event.step.logprobs) != len(event.step.token_ids)
                 ):
                     raise WorkerLost(
-                        f"target worker {attempt.place.target.worker_id} sent tokens without log probabilities"
+                        f"target worker {attempt.target.worker_id} sent tokens without log probabilities"
                     )
                 shown = self._prompt.shown()
                 # Where nothing is to be said, or a target counts max_tokens anew after a replay.
@@ -349,13 +325,12 @@ class RequestSession:
             case _:
                 return []  # a kind of event that a newer target may send
 
-    def _take_end(self, finished: target_pb2.SessionFinished, attempt: _Attempt) -> Finished:
+    def _take_end(self, finished: target_pb2.SessionFinished, attempt: Attempt) -> Finished:
         self.times.queue_ms = self._waited_ms + finished.queue_ms
         self.times.prefill_ms = finished.prefill_ms
         # What an earlier target counted of its part is lost with it.
-        is_replay = len(attempt.request.token_ids) > attempt.request.num_prompt_tokens
-        self.counts.add_end(finished.stats, is_complete=not is_replay)
-        if not is_replay:
+        self.counts.add_end(finished.stats, is_complete=not attempt.is_replay)
+        if not attempt.is_replay:
             self._num_cached_tokens = finished.num_cached_tokens
         num_output = len(self._output.token_ids)
         if self._spec.max_tokens == 0:
@@ -371,7 +346,7 @@ class RequestSession:
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         return self._finish("stop" if is_stop else "length", stop_token_id)
 
-    def _take_step(self, step: target_pb2.StepOutput, attempt: _Attempt) -> list[News]:
+    def _take_step(self, step: target_pb2.StepOutput, attempt: Attempt) -> list[News]:
         metrics, model = self._environment.metrics, self._spec.model
         gap_s = self.times.chunk(self._environment.now_s())
         if gap_s is not None:
@@ -390,7 +365,7 @@ class RequestSession:
             gap_s=gap_s,
             is_resting=step.is_resting,
         )
-        self._apply(actions, attempt)
+        attempt.apply(actions)
         self._count_move(state)
         return visible
 
@@ -421,9 +396,9 @@ class RequestSession:
         visible = self._output.push(token_ids, origins, logprobs)
         return dataclasses.replace(visible, is_repeat=True) if is_repeat else visible
 
-    def _lose_draft(self, attempt: _Attempt) -> None:
+    def _lose_draft(self, attempt: Attempt) -> None:
         state = self._controller.state
-        self._apply(self._controller.on_no_draft(), attempt)
+        attempt.apply(self._controller.on_no_draft())
         self._count_move(state)
 
     def _count_move(self, before: FallbackState) -> None:
@@ -434,33 +409,6 @@ class RequestSession:
         if before is FallbackState.PROBING:
             assert isinstance(controller.last_trigger, Trigger)
             metrics.count_probe(self._spec.model, controller.last_trigger.name.lower())
-
-    def _apply(self, actions: Sequence[FallbackAction], attempt: _Attempt) -> None:
-        assert attempt.link is not None
-        for action in actions:
-            match action:
-                case FallbackAction.ATTACH:
-                    attempt.link.attach()
-                case FallbackAction.DETACH:
-                    attempt.link.detach()
-                case FallbackAction.START_LISTENING | FallbackAction.STOP_LISTENING:
-                    task = asyncio.create_task(self._set_speculation(attempt))
-                    attempt.background.add(task)
-                    task.add_done_callback(attempt.background.discard)
-
-    async def _set_speculation(self, attempt: _Attempt) -> None:
-        request = target_pb2.SetSpeculationRequest(
-            session_id=attempt.session_id, speculation=self._speculation()
-        )
-        try:
-            await self._environment.channels.set_speculation(
-                attempt.place.target.address, request, _SET_SPECULATION_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            # It costs speed only, and a session that has just ended answers NOT_FOUND.
-            _log.info(
-                "target %s did not change speculation: %s", attempt.place.target.worker_id, describe(error)
-            )
 
     def _finish(self, reason: str, stop_reason: str | int | None) -> Finished:
         text = self._output.finish()

@@ -330,7 +330,7 @@ class TestTargetFaults:
         target = clusters.target(dies_at=5)
         async with clusters.open([target], settings={"quarantine_s": 0.2}) as cluster:
             answer = asyncio.create_task(cluster.complete())
-            await eventually(lambda: len(target.requests) == 1, "it has begun")
+            await eventually(lambda: len(target.requests) >= 2, "it has died, and been asked again")
             target.dies_at = None
             interrupted, whole = await answer, await cluster.complete()
         assert len(target.requests) >= 3

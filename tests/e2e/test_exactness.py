@@ -21,6 +21,7 @@ from tests.e2e.delaying_proxy import delaying_proxy
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 FEW, MANY = (10, 40), (100, 100)  # prompts, tokens
+ROUNDS_MAX = 4  # until hints were used enough to show something
 
 Generate = Callable[[list[int], SamplingParams], Awaitable[Generation]]
 
@@ -106,11 +107,17 @@ async def check_mode(pair: WorkerPair, mode: str, size: tuple[int, int], dtype: 
 
     expected = await run_all(plain, token_ids, sampling, 1)
     assert all(len(output) == num_tokens for output in expected)
-    for at_once in (1, 8):
-        assert await run_all(speculating, token_ids, sampling, at_once) == expected, f"{at_once} at a time"
-    assert await run_all(plain, token_ids, sampling, 8) == expected, "plain, 8 at a time"
-    # The demo's target says 40 tokens in less than a tenth of a second: part of that passes before the first hint.
+    # The demo's target says 40 tokens in less than a tenth of a second: part of that passes before the first hint, and
+    # on a busy machine most of it.
+    for _ in range(ROUNDS_MAX):
+        for at_once in (1, 8):
+            assert await run_all(speculating, token_ids, sampling, at_once) == expected, (
+                f"{at_once} at a time"
+            )
+        if accepted > num_prompts * num_tokens / 10:
+            break
     assert accepted > num_prompts * num_tokens / 10, "hints were hardly used, so this shows nothing"
+    assert await run_all(plain, token_ids, sampling, 8) == expected, "plain, 8 at a time"
     async with delaying_proxy(pair.target.address, delay_s_max=0.02) as address:
 
         async def delayed(prompt: list[int], params: SamplingParams) -> Generation:

@@ -18,7 +18,7 @@ from tests.e2e.chaos.faults import FAULTS
 from tests.e2e.system import ROOT, environment
 
 # Of the part with faults; start, learning and end take about a minute more.
-SECONDS = float(os.environ.get("OUTRIDER_CHAOS_SECONDS", "90"))
+SECONDS = float(os.environ.get("OUTRIDER_CHAOS_SECONDS", "75"))
 SECONDS_LONG = float(os.environ.get("OUTRIDER_CHAOS_SECONDS_LONG", "1800"))
 AROUND_S = 240.0
 
@@ -70,7 +70,7 @@ def test_no_fault_does_so_in_half_an_hour_with_two_at_once(tmp_path: Path) -> No
 
 
 @needs_the_pair
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60 + AROUND_S + 90)
 @pytest.mark.xdist_group("system")
 def test_a_minute_without_redis_is_noticed_by_no_client(tmp_path: Path) -> None:

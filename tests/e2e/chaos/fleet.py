@@ -319,10 +319,11 @@ class Fleet:
 
     async def redis_keys(self) -> set[str]:
         """What is stored, past the link. A run's incarnation is left out of it. Nothing when Redis does not answer."""
-        async with redis.asyncio.Redis.from_url(
+        client = redis.asyncio.Redis.from_url(
             self._redis.url, decode_responses=True, socket_timeout=1.0, socket_connect_timeout=1.0
-        ) as client:
-            with contextlib.suppress(redis.RedisError, OSError):
+        )
+        with contextlib.suppress(redis.RedisError, OSError):  # one that is stopped fails the closing, too
+            async with client:
                 # A stream's journal goes by itself some time after its end.
                 keys = [
                     key

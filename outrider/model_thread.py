@@ -93,10 +93,12 @@ class ModelThread(Generic[EventT, ActionT]):
         It gives one between two steps, and at once while it has nothing to do.
         """
         now = time.monotonic()
-        if self._pulse_owed_since is None:
+        owed_since = self._pulse_owed_since  # read once: the thread may give its sign at any moment
+        if owed_since is None:
             self._pulse_owed_since = now
             self._inbox.put(_PULSE)
-        return now - self._pulse_owed_since
+            return 0.0
+        return now - owed_since
 
     def stop(self, timeout_s: float = 10.0) -> None:
         self._is_stopping = True

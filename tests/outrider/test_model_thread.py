@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -253,3 +254,15 @@ def test_events_that_keep_coming_do_not_keep_steps_from_running(core: FakeCore, 
     shell.thread.submit(1)
     assert shell.next() == "turn"
     assert core.turns[0][1] < limit, "no step ran before the flood was over"
+
+
+def test_a_sign_of_life_may_come_while_somebody_looks_for_it(core: FakeCore, shell: Shell) -> None:
+    shell.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            assert shell.thread.stalled_s() >= 0.0
+    finally:
+        sys.setswitchinterval(interval_s)

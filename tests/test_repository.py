@@ -232,7 +232,9 @@ def test_commands_and_flags_that_the_readme_names_exist() -> None:
     for code in code_of(readme()):
         for command, rest in re.findall(r"\boutrider ([a-z-]+)\b([^\n#`|]*)", code.replace("\\\n", " ")):
             options = {
-                option for option in getattr(commands.get(command), "params", []) for option in option.opts
+                name
+                for option in getattr(commands.get(command), "params", [])
+                for name in (*option.opts, *option.secondary_opts)
             }
             is_opaque = command in ("target-worker", "draft-worker", "coordinator")
             flags = [] if is_opaque else re.findall(r"--[a-z-]+", rest)

@@ -58,13 +58,12 @@ class Place:
 
 @dataclass(slots=True)
 class _Line:
-    """What waits for one model. `answers`: None says that there is nobody to ask."""
+    """What waits for one model, and for what; the answer is None where there is nobody to ask."""
 
     queue: FairQueue
     turnover: Turnover = field(default_factory=Turnover)
     num_held: int = 0  # places of this replica's texts
-    wishes: dict[Ticket, Wish] = field(default_factory=dict)
-    answers: dict[Ticket, asyncio.Future[Place | None]] = field(default_factory=dict)
+    waiting: dict[Ticket, tuple[Wish, asyncio.Future[Place | None]]] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     pump: asyncio.Task[None] | None = None
 
@@ -123,7 +122,7 @@ class Admission:
         until_s = self._waits_until_s(line, wish)
         answer = asyncio.get_running_loop().create_future()
         line.queue.push(wish.ticket)
-        line.wishes[wish.ticket], line.answers[wish.ticket] = wish, answer
+        line.waiting[wish.ticket] = wish, answer
         if line.pump is None or line.pump.done():
             line.pump = asyncio.create_task(self._give_out(line), name=f"places at targets of {wish.model}")
         is_taken = False
@@ -161,7 +160,8 @@ class Admission:
             return False
         line.queue.remove(ticket)
         refusal = Overloaded("there is no room to wait, and others come first", self.retry_after_s(model))
-        if not (answer := line.answers[ticket]).done():
+        _, answer = line.waiting[ticket]
+        if not answer.done():
             answer.set_exception(refusal)
         return True
 
@@ -218,8 +218,7 @@ class Admission:
     def _forget(self, line: _Line, wish: Wish) -> None:
         if wish.ticket in line.queue:
             line.queue.remove(wish.ticket)
-        line.wishes.pop(wish.ticket, None)
-        line.answers.pop(wish.ticket, None)
+        line.waiting.pop(wish.ticket, None)
 
     async def _take(self, line: _Line, wish: Wish, ranked: Sequence[WorkerRecord]) -> Place | None:
         """A place at the first of these targets that has one."""
@@ -249,7 +248,7 @@ class Admission:
         for ticket in line.queue.turns(_TURNS_TRIED_MAX):
             if ticket not in line.queue:  # it has left while another one was tried
                 continue
-            wish, answer = line.wishes[ticket], line.answers[ticket]
+            wish, answer = line.waiting[ticket]
             if answer.done():  # nobody waits for it any more; its task has not come to say so
                 line.queue.remove(ticket)
                 return True

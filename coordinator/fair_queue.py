@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -41,14 +42,13 @@ class FairQueue:
         """`weights` of tenants, above 0; 1 for those that it does not name."""
         self._weights = dict(weights or {})
         self._waiting: dict[int, dict[str, list[Ticket]]] = {}  # by priority and tenant
-        self._num_waiting_of: dict[str, int] = {}
+        self._num_waiting_of: Counter[str] = Counter()
         self._served: dict[str, float] = {}  # virtual tokens by tenant
         self._floor = 0.0  # of the counter of whoever comes anew
         self._arrivals = itertools.count(1)
-        self._len = 0
 
     def __len__(self) -> int:
-        return self._len
+        return self._num_waiting_of.total()
 
     def __contains__(self, ticket: Ticket) -> bool:
         return ticket in self._waiting.get(ticket.priority, {}).get(ticket.tenant, ())
@@ -64,8 +64,7 @@ class FairQueue:
             self._served[ticket.tenant] = max(self._served.get(ticket.tenant, 0.0), self._floor)
         line = self._waiting.setdefault(ticket.priority, {}).setdefault(ticket.tenant, [])
         insort(line, ticket, key=lambda each: each.arrival)
-        self._num_waiting_of[ticket.tenant] = self._num_waiting_of.get(ticket.tenant, 0) + 1
-        self._len += 1
+        self._num_waiting_of[ticket.tenant] += 1
 
     def remove(self, ticket: Ticket) -> None:
         """It has had its turn, or does not wait any longer."""
@@ -80,7 +79,6 @@ class FairQueue:
             del self._num_waiting_of[ticket.tenant]
             if not self._num_waiting_of:
                 self._floor = max(self._floor, self._served[ticket.tenant])
-        self._len -= 1
 
     def turns(self, limit: int) -> list[Ticket]:
         """The next ones, at most `limit`, as things stand."""

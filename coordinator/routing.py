@@ -67,7 +67,7 @@ def prefix_key(token_ids: Sequence[int]) -> int | None:
     if num_blocks < fewest:
         return None
     # In powers of two: prompts that grow, as conversations do, keep their key but for a few times.
-    length = PREFIX_BLOCK * 2 ** int(math.log2(num_blocks))
+    length = PREFIX_BLOCK << (num_blocks.bit_length() - 1)
     return _digest(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[:length]))
 
 
@@ -159,22 +159,22 @@ class Router:
         spare before busy ones, of these the ones near `target`."""
         usable, _ = self.usable(snapshot.drafts, now_s)
         groups: dict[tuple[bool, int], list[WorkerRecord]] = {}
+        loads: dict[str, float] = {}
         for worker in usable:
-            load = self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
             if (
                 worker.max_model_len >= num_tokens
                 and self.has_room(worker)
                 and key_of(worker) not in excluded
                 and not self._is_on_trial(worker)
             ):
+                load = self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
                 distance = 0 if target is None else _distance(worker, target)
                 groups.setdefault((load >= BUSY, distance), []).append(worker)
+                loads[worker.worker_id] = load
         return [
             worker
             for key in sorted(groups)
-            for worker in self._better_of_two(
-                groups[key], lambda each: self._load(each, snapshot.num_reserved.get(each.incarnation, 0))
-            )
+            for worker in self._better_of_two(groups[key], lambda each: loads[each.worker_id])
         ]
 
     def has_room(self, worker: WorkerRecord) -> bool:
@@ -286,7 +286,7 @@ def _home(prefix: int, candidates: Sequence[WorkerRecord], loads: Mapping[str, f
         and loads[worker.worker_id] + 1 / worker.max_num_seqs
         <= min(1.0, LOAD_BOUND * mean + 1 / worker.max_num_seqs)
     ]
-    return max(fit, key=lambda worker: _mixed(prefix ^ _digest(worker.worker_id.encode())), default=None)
+    return max(fit, key=lambda worker: _mixed(prefix ^ _digest_of_id(worker.worker_id)), default=None)
 
 
 def _distance(draft: WorkerRecord, target: WorkerRecord) -> int:
@@ -305,6 +305,10 @@ def _round_trips(told: str) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=4096)
+def _digest_of_id(worker_id: str) -> int:
+    return _digest(worker_id.encode())
+
+
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 

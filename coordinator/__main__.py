@@ -29,6 +29,7 @@ from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry import Registry
+from outrider.tenants import parse_tenant_weight
 from outrider.tokenizer import Tokenizer
 
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
@@ -213,11 +214,10 @@ async def _ping(redis_url: str) -> None:
 
 def _tenant_weight(text: str) -> tuple[str, float]:
     """Raises ArgumentTypeError."""
-    name, _, weight = text.rpartition("=")
     try:
-        return name, float(weight)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=WEIGHT, such as batch=0.5") from None
+        return parse_tenant_weight(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]:

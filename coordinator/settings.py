@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-TENANT_WEIGHT_MAX: Final = 1000.0
+from outrider.tenants import check_tenant_weight
+
 REFUSALS_AT_ONCE: Final = 128
 """Requests beyond those served that a replica takes in to refuse them."""
 
@@ -42,7 +43,4 @@ class CoordinatorSettings:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         for tenant, weight in self.tenant_weights:
-            if not 0 < weight <= TENANT_WEIGHT_MAX:
-                raise ValueError(
-                    f"tenant_weights: that of {tenant!r} is {weight}; permitted: above 0, to {TENANT_WEIGHT_MAX:g}"
-                )
+            check_tenant_weight(tenant, weight)

@@ -8,10 +8,22 @@ from typing import Annotated
 import typer
 
 from outrider.cli.deployment import Affinity, Dtype, Quantization
+from outrider.tenants import parse_tenant_weight
 
 _MODELS = "Models"
 _NETWORK = "Network"
 _CAPACITY = "Capacity"
+
+
+def _check_tenant_weights(values: list[str] | None) -> list[str] | None:
+    """Here as well as in the coordinator, which starts last."""
+    try:
+        for value in values or ():
+            parse_tenant_weight(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return values
+
 
 Target = Annotated[
     Path,
@@ -125,6 +137,7 @@ TenantWeights = Annotated[
         "--tenant-weight",
         metavar="NAME=WEIGHT",
         help="Share of a tenant where requests wait, beside the 1 of others; may be repeated.",
+        callback=_check_tenant_weights,
         show_default=False,
         rich_help_panel=_CAPACITY,
     ),

@@ -138,6 +138,17 @@ def test_draft_and_no_draft_exclude_each_other(outrider: Run, pair: tuple[Path, 
     assert "exclude each other" in stderr
 
 
+@pytest.mark.parametrize("weight", ["gold", "gold=much", "gold=0", "gold=nan", "gold=1e9"])
+def test_a_tenant_s_weight_that_is_none_is_refused_before_a_process_starts(
+    outrider: Run, pair: tuple[Path, Path], weight: str
+) -> None:
+    process = outrider("serve", *models(pair), "--tenant-weight", weight)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "--tenant-weight" in stderr
+    assert "gold" in stderr
+
+
 @pytest.mark.parametrize("command", ["target-worker", "draft-worker", "coordinator"])
 def test_single_process_commands_pass_their_flags_on(outrider: Run, command: str) -> None:
     flags = ("--host", "127.0.0.1", "--port", "0", "--redis-url", "redis://somewhere")

@@ -1,7 +1,8 @@
 """Clocks that can be set: a preloaded library (libfaketime) shifts what a process takes for the time of day.
 
-Only where somebody has installed it (`pip install libfaketime`, or the system's package); nothing here touches the
-machine's own clock. Monotonic clocks stay as they are, as they do when an administrator or NTP sets a clock.
+It comes with the development packages where there is one for the machine (the system's package does as well); nothing
+here touches the machine's own clock. Monotonic clocks stay as they are, as they do when an administrator or NTP sets
+one.
 
 For Redis alone: gRPC waits for absolute times by the kernel's clock, which the library does not shift, and would hang
 where it does not under a real step.

@@ -16,6 +16,7 @@ from outrider.worker_process import (
     run_worker,
     worker_info,
 )
+from outrider.worker_ranks import follow, is_follower, own_cores
 from outrider.worker_record import WorkerLoad
 
 DEFAULTS = DraftLimits()
@@ -97,6 +98,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     from draft_worker.scheduler import DraftScheduler
     from draft_worker.server import DraftServicer
     from outrider.engine.model import load_model
+    from outrider.engine.rank_group import join_ranks
     from outrider.grammar import GrammarCompiler
     from outrider.telemetry import DraftMetrics, serve_metrics
     from protos.outrider.v1 import draft_pb2_grpc
@@ -104,7 +106,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     options = worker_options(arguments)
     name = model_name(arguments.model)
     async with WorkerProcess(options, "draft", ["outrider.v1.Draft"]) as process:
-        engine = load_model(engine_config(arguments))
+        engine = load_model(engine_config(arguments), join_ranks(options.stall_exit_s))
+        engine.lead()
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
         # What its memory has room for may be fewer than it was allowed.
@@ -131,13 +134,16 @@ async def serve(arguments: argparse.Namespace) -> None:
                 ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
             )
         finally:
-            thread.stop()
+            if thread.stop():
+                engine.dismiss()
             await servicer.close()
 
 
 def main() -> int:
     arguments = parse_arguments()
-    return run_worker(lambda: serve(arguments), cores=arguments.cpu_affinity)
+    if is_follower():
+        return follow(arguments)
+    return run_worker(lambda: serve(arguments), cores=own_cores(arguments.cpu_affinity))
 
 
 if __name__ == "__main__":

@@ -269,6 +269,7 @@ class DraftCore:
         step = self.scheduler.next_step()
         self._metrics.num_sessions.set(self.scheduler.num_sessions)
         if step is None:
+            self.engine.rest()
             return [], None
         started = time.perf_counter()
         expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives, self.has_events)

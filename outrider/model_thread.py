@@ -100,10 +100,12 @@ class ModelThread(Generic[EventT, ActionT]):
             return 0.0
         return now - owed_since
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Whether it has ended; it does not while its model is in a step."""
         self._is_stopping = True
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         # For `top -H` and profilers, where the system has names for threads.

@@ -16,6 +16,7 @@ from outrider.worker_process import (
     run_worker,
     worker_info,
 )
+from outrider.worker_ranks import follow, is_follower, own_cores
 from outrider.worker_record import WorkerLoad
 from target_worker.limits import SchedulerLimits
 
@@ -112,6 +113,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     limits = limits_from(arguments)
     # Imported late, so that --help and bad arguments do not wait for torch.
     from outrider.engine.model import batch_invariance_failures, load_model
+    from outrider.engine.rank_group import join_ranks
     from outrider.grammar import GrammarCompiler
     from outrider.telemetry import TargetMetrics, serve_metrics
     from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
@@ -122,7 +124,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     options = worker_options(arguments)
     name = arguments.served_model_name or model_name(arguments.model)
     async with WorkerProcess(options, "target", ["outrider.v1.Target", "outrider.v1.Hints"]) as process:
-        engine = load_model(engine_config(arguments))
+        engine = load_model(engine_config(arguments), join_ranks(options.stall_exit_s))
+        engine.lead()
         if failures := batch_invariance_failures(engine):
             logger.warning(
                 "NOT batch-invariant here, text may depend on its company: %s", "; ".join(failures)
@@ -155,12 +158,15 @@ async def serve(arguments: argparse.Namespace) -> None:
                 ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
             )
         finally:
-            thread.stop()
+            if thread.stop():
+                engine.dismiss()
 
 
 def main() -> int:
     arguments = parse_arguments()
-    return run_worker(lambda: serve(arguments), cores=arguments.cpu_affinity)
+    if is_follower():
+        return follow(arguments)
+    return run_worker(lambda: serve(arguments), cores=own_cores(arguments.cpu_affinity))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class TargetCore:
     def run_next(self, now: float) -> tuple[list[Action], float | None]:
         decision = self.scheduler.next_step(now)
         if decision is None:
+            self.engine.rest()
             self._last_end = None
             return [], None
         if isinstance(decision, WaitForHints):

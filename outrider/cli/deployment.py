@@ -73,6 +73,8 @@ class Deployment:
     proxy: Proxy | None = None
     enable_prefix_caching: bool = True
     enable_lookup: bool = True
+    tensor_parallel_size: int = 1  # processes of each target worker, which share its model
+    draft_tensor_parallel_size: int = 1
 
     @property
     def model_name(self) -> str:
@@ -122,12 +124,18 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
     }
     target_words = [switch for switch, is_given in switches.items() if is_given]
     specs = [
-        _worker_spec("target", i, deployment.target, deployment, own, run_id, target_flags, target_words)
+        _worker_spec(
+            *("target", i, deployment.target, deployment, own, deployment.tensor_parallel_size),
+            *(run_id, target_flags, target_words),
+        )
         for i, own in enumerate(plan.targets)
     ]
     if deployment.draft is not None:
         specs += [
-            _worker_spec("draft", i, deployment.draft, deployment, own, run_id, {})
+            _worker_spec(
+                *("draft", i, deployment.draft, deployment, own, deployment.draft_tensor_parallel_size),
+                *(run_id, {}),
+            )
             for i, own in enumerate(plan.drafts)
         ]
     return specs
@@ -139,10 +147,12 @@ def _worker_spec(
     model: Path,
     deployment: Deployment,
     cores: tuple[int, ...],
+    num_ranks: int,
     run_id: str,
     extra: Mapping[str, object],
     extra_words: Sequence[str] = (),
 ) -> ChildSpec:
+    num_threads = max(len(cores) // num_ranks, 1) if cores else 0  # of each rank
     flags: dict[str, object] = {
         "--model": model,
         "--host": "127.0.0.1",
@@ -152,16 +162,16 @@ def _worker_spec(
         "--drain-grace-s": WORKER_DRAIN_S,
         "--max-num-seqs": deployment.max_num_seqs,
         "--max-model-len": deployment.max_model_len,
-        "--num-threads": len(cores) or None,
+        "--num-threads": num_threads or None,
         "--cpu-affinity": ",".join(map(str, cores)) or None,
         **extra,
     }
     # OpenMP reads its own variable before any flag of ours is parsed.
-    environment = {"OMP_NUM_THREADS": str(len(cores))} if cores else {}
+    environment = {"OMP_NUM_THREADS": str(num_threads)} if cores else {}
     return ChildSpec(
         f"{role}-{index}",
         role,
-        (*module(f"{role}_worker"), *flatten(flags), *extra_words),
+        (*launcher(f"{role}_worker", num_ranks), *flatten(flags), *extra_words),
         environment,
         ready_timeout_s=WORKER_READY_TIMEOUT_S,
         stop_grace_s=WORKER_GRACE_S,
@@ -197,6 +207,17 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
 def module(name: str) -> tuple[str, ...]:
     """The command that runs one of our packages with this interpreter."""
     return (sys.executable, "-m", name)
+
+
+def launcher(name: str, num_ranks: int) -> tuple[str, ...]:
+    """The command that runs one of our packages in so many processes, the ranks of one group on this machine."""
+    if num_ranks == 1:
+        return module(name)
+    torchrun = (
+        *("--standalone", "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.2"),
+        *("--shutdown-timeout", f"{WORKER_GRACE_S:g}"),
+    )
+    return (*module("torch.distributed.run"), *torchrun, "-m", name)
 
 
 def flatten(flags: Mapping[str, object]) -> list[str]:

@@ -108,6 +108,18 @@ RedisUrl = Annotated[
     ),
 ]
 NumTargetWorkers = Annotated[int, typer.Option(min=1, max=64, rich_help_panel=_CAPACITY)]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=64,
+        help="Processes of each target worker, between which its model is cut.",
+        rich_help_panel=_CAPACITY,
+    ),
+]
+DraftTensorParallelSize = Annotated[
+    int, typer.Option(min=1, max=64, help="Likewise, of each draft worker.", rich_help_panel=_CAPACITY)
+]
 NumDraftWorkers = Annotated[int, typer.Option(min=1, max=64, rich_help_panel=_CAPACITY)]
 NumReplicas = Annotated[
     int, typer.Option(min=1, max=64, help="Coordinator replicas.", rich_help_panel=_CAPACITY)

@@ -13,6 +13,7 @@ from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deploymen
 from outrider.cli.options import (
     CpuAffinity,
     Draft,
+    DraftTensorParallelSize,
     DtypeChoice,
     GrpcPort,
     Host,
@@ -35,6 +36,7 @@ from outrider.cli.options import (
     ServedModelName,
     Target,
     TenantWeights,
+    TensorParallelSize,
     Verbose,
 )
 from outrider.cli.progress import Progress
@@ -70,6 +72,8 @@ def serve(
     redis_url: RedisUrl = None,
     num_target_workers: NumTargetWorkers = 1,
     num_draft_workers: NumDraftWorkers = 1,
+    tensor_parallel_size: TensorParallelSize = 1,
+    draft_tensor_parallel_size: DraftTensorParallelSize = 1,
     num_replicas: NumReplicas = 1,
     proxy: ProxyChoice = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -98,6 +102,8 @@ def serve(
         num_target_workers=num_target_workers,
         num_draft_workers=num_draft_workers,
         num_replicas=num_replicas,
+        tensor_parallel_size=tensor_parallel_size,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_requests=max_requests,

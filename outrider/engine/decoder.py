@@ -140,11 +140,12 @@ class FusedDecoder:
         self._kernels: Kernels = found
         self._block_size = block_size
         body = model.model
+        self._embed: nn.Module = body.embed_tokens
         self._embedding: torch.Tensor = body.embed_tokens.weight
         self._norm: torch.Tensor = body.norm.weight
         self._epsilon: float = body.norm.variance_epsilon
         self._width: int = model.config.hidden_size
-        self._intermediate: int = model.config.intermediate_size
+        self._intermediate: int = body.layers[0].mlp.gate_proj.out_features  # of this rank
         cosines, sines = body.rotary_emb(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))
         half = cosines.shape[-1] // 2
         self._cosines = cosines[0, :, :half].float().contiguous()
@@ -171,7 +172,7 @@ class FusedDecoder:
         if self._whole is not None:
             return self._decode(self._whole, step, token_ids, wanted)
         num_rows = step.num_rows
-        residual = self._embedding.index_select(0, token_ids)
+        residual = self._embed(token_ids)
         normed = torch.empty_like(residual)
         attended = residual.new_empty(num_rows, self._attended_width)
         activated = residual.new_empty(num_rows, self._intermediate)

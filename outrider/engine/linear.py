@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.engine.kernels import GROUP, Matrix, products
+from outrider.engine.shards import GatheredLinear, SummedLinear
 
 MAX_ROWS_TRIED = 512
 ROW_COUNTS_TRIED = (
@@ -258,8 +259,12 @@ class LinearForms:
         self._chosen: dict[tuple[int, int, bool, str], LinearForm] = {}
         self.report: dict[str, str] = {}
 
-    def build(self, linear: nn.Linear, *, is_output: bool = False) -> nn.Module:
+    def build(self, linear: nn.Module, *, is_output: bool = False) -> nn.Module:
         """All but the output layer are quantized as asked: rounding errors there go straight into the logits."""
+        if isinstance(linear, SummedLinear | GatheredLinear):
+            linear.linear = self.build(linear.linear, is_output=is_output)
+            return linear
+        assert isinstance(linear, nn.Linear)
         quantization = "none" if is_output else self._quantization
         shape = (linear.out_features, linear.in_features, linear.bias is not None, quantization)
         if shape not in self._chosen:
@@ -275,6 +280,8 @@ def make_batch_invariant(model: nn.Module, forms: LinearForms, output_layer: nn.
     The original weights are released as their packed copies are made; tied weights stay, because the embedding needs
     them.
     """
+    if isinstance(output_layer, GatheredLinear):
+        output_layer = output_layer.linear
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

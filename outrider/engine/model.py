@@ -7,6 +7,7 @@ own attention on a few tokens.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from outrider.engine.attention import ATTENTION_NAME, QueryBlock, plan_step
+from outrider.engine.attention import ATTENTION_NAME, plan_step
 from outrider.engine.decoder import FusedDecoder, why_not
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.linear import LinearForms, make_batch_invariant
+from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
+from outrider.engine.rank_group import Order, RankGroup
+from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
+from outrider.engine.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
 from outrider.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -61,30 +66,18 @@ class EngineConfig:
             raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
-    """New tokens of one sequence for one step.
+class Engine:
+    """A model, its KV cache and the allocator of its blocks. Not thread-safe: one thread runs it.
 
-    Room for them is reserved by `KVSequence.extend` beforehand: they are entries `[kv.length - len(token_ids),
-    kv.length)`. Logits are computed for the last `num_logits` of them.
+    In a tensor-parallel group every rank has one, with its shard of the model and of the KV. What is called on rank 0
+    is done on all of them, once `lead` has been called there and `follow` on the others.
     """
 
-    kv: KVSequence
-    token_ids: Sequence[int]
-    num_logits: int
-    tree_start: int = 0  # for nodes of a hint tree, as in `QueryBlock`
-    paths: Sequence[Sequence[int]] | None = None
-
-    def query_block(self) -> QueryBlock:
-        return QueryBlock(self.kv, len(self.token_ids), self.tree_start, self.paths)
-
-
-class Engine:
-    """A model, its KV cache and the allocator of its blocks. Not thread-safe: one thread runs it."""
-
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+    def __init__(self, model: nn.Module, config: EngineConfig, group: RankGroup | None = None) -> None:
         self.model = model
         self.config = config
+        self.group = group
+        self._is_leading = False
         hf_config: Any = model.config
         self.vocab_size: int = hf_config.vocab_size
         self.max_model_len = _max_model_len(hf_config, config.max_model_len)
@@ -92,7 +85,7 @@ class Engine:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.eos_token_ids = _eos_token_ids(model)
         num_heads: int = hf_config.num_attention_heads
-        num_kv_heads: int = getattr(hf_config, "num_key_value_heads", None) or num_heads
+        num_kv_heads = max(num_kv_heads_of(hf_config) // (1 if group is None else group.size), 1)
         head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = 2 * self.num_layers * num_kv_heads * head_dim * dtype.itemsize
@@ -114,13 +107,34 @@ class Engine:
         num_positions = self.max_model_len + LOOKAHEAD_ENTRIES
         self._fused = FusedDecoder(self.model, self.caches, num_positions, self.config.block_size, forms)
 
-    @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Runs one step and returns float32 logits.  # [sum of num_logits, vocab_size]
 
         Logits come in the order of `chunks`, each chunk's in the order of its tokens. When no chunk wants any, there
         is one row without meaning.
         """
+        if self._is_leading:
+            self._order(Order.FORWARD, encode_step(chunks))
+        return self._forward(chunks)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole KV blocks, as `KVSequence.extend` asks for."""
+        if copies and self._is_leading:
+            self._order(
+                Order.COPY_BLOCKS, encode_pairs([pair[0] for pair in copies], [pair[1] for pair in copies])
+            )
+        self._copy_blocks(copies)
+
+    def move_entries(
+        self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]
+    ) -> None:
+        """Moves KV entries between slots; sources and destinations may overlap."""
+        if self._is_leading:
+            self._order(Order.MOVE_ENTRIES, encode_pairs(source_slots, destination_slots))
+        self._move_entries(source_slots, destination_slots)
+
+    @torch.inference_mode()
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         token_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids])
         wanted = _wanted_rows(chunks)
         blocks = [chunk.query_block() for chunk in chunks]
@@ -141,8 +155,8 @@ class Engine:
             )
         return logits[0].float()
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole KV blocks, as `KVSequence.extend` asks for."""
+    @torch.inference_mode()
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         size = self.config.block_size
         for source, destination in copies:
             for cache in (tensor for layer in self.caches for tensor in layer):
@@ -151,13 +165,50 @@ class Engine:
                 ]
 
     @torch.inference_mode()
-    def move_entries(
+    def _move_entries(
         self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]
     ) -> None:
-        """Moves KV entries between slots; sources and destinations may overlap."""
         sources, destinations = torch.from_numpy(source_slots), torch.from_numpy(destination_slots)
         for cache in (tensor for layer in self.caches for tensor in layer):
             cache.index_copy_(0, destinations, cache.index_select(0, sources))
+
+    def _order(self, order: Order, numbers: npt.NDArray[np.int32]) -> None:
+        assert self.group is not None
+        self.group.send(order, numbers)
+
+    def lead(self) -> None:
+        """From now on the other ranks do what is done here; they must have called `follow`."""
+        self._is_leading = self.group is not None
+
+    def rest(self) -> None:
+        """There is nothing to do, and rank 0 lives: to be said now and then, or the other ranks end."""
+        if self._is_leading:
+            self._order(Order.REST, np.empty(0, dtype=np.int32))
+
+    def dismiss(self) -> None:
+        """Ends the other ranks' `follow`. One that is gone needs no telling."""
+        if self._is_leading:
+            self._is_leading = False
+            with contextlib.suppress(RuntimeError):
+                self._order(Order.STOP, np.empty(0, dtype=np.int32))
+
+    def follow(self) -> None:
+        """Does what rank 0 says until it says that this is the end. Raises RuntimeError when it is gone."""
+        assert self.group is not None
+        while True:
+            order, numbers = self.group.receive()
+            match order:
+                case Order.FORWARD:
+                    self._forward(decode_step(numbers, self.allocator))
+                case Order.COPY_BLOCKS:
+                    sources, destinations = decode_pairs(numbers)
+                    self._copy_blocks(list(zip(sources.tolist(), destinations.tolist(), strict=True)))
+                case Order.MOVE_ENTRIES:
+                    self._move_entries(*decode_pairs(numbers))
+                case Order.REST:
+                    pass
+                case Order.STOP:
+                    return
 
     def new_sequence(self) -> KVSequence:
         return KVSequence(self.allocator)
@@ -210,8 +261,11 @@ def _eos_token_ids(model: nn.Module) -> frozenset[int]:
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
 
 
-def load_model(config: EngineConfig) -> Engine:
-    """Loads weights, makes them batch-invariant and checks the result. Raises ModelLoadError with the cause."""
+def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
+    """Loads weights, makes them batch-invariant and checks the result. Raises ModelLoadError with the cause.
+
+    With a group each rank calls it, and has its shard.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -233,6 +287,7 @@ def load_model(config: EngineConfig) -> Engine:
             attn_implementation="sdpa",
             local_files_only=True,
             output_loading_info=True,
+            distributed_config=None if group is None else _distribution(config, group),
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load {config.model_dir}: {error}") from error
@@ -243,9 +298,13 @@ def load_model(config: EngineConfig) -> Engine:
         )
     _refuse_moving_frequencies(model, config)
     model.eval().requires_grad_(False).to(config.device)
+    if group is not None and num_kv_heads_of(model.config) < group.size:
+        keep_own_heads(model, group, num_kv_heads_of(model.config))
     expected = _reference_logits(model)
+    if group is not None:
+        take_shards(model, group)
     model.set_attn_implementation(ATTENTION_NAME)
-    engine = Engine(model, config)
+    engine = Engine(model, config, group)
     forms = LinearForms(config.quantization)
     obstacle = why_not(model) if config.use_kernels else "told not to"
     if obstacle is None:
@@ -256,6 +315,21 @@ def load_model(config: EngineConfig) -> Engine:
     logger.info("linear layers: %s", forms.report)
     _check_against(engine, expected)
     return engine
+
+
+def _distribution(config: EngineConfig, group: RankGroup) -> Any:
+    """transformers' description of how the model is cut. Raises ModelLoadError."""
+    from transformers import AutoConfig
+    from transformers.distributed import DistributedConfig
+
+    hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+    num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
+    if num_heads % group.size or (num_kv_heads % group.size and group.size % num_kv_heads):
+        raise ModelLoadError(
+            f"{group.size} ranks cannot share {num_heads} attention heads and {num_kv_heads} KV heads: their number "
+            "must divide both, or divide the first and be a multiple of the second"
+        )
+    return DistributedConfig(tp_size=group.size, tp_plan=plan_overrides(hf_config, group.size) or None)
 
 
 def _refuse_moving_frequencies(model: Any, config: EngineConfig) -> None:

@@ -1,0 +1,122 @@
+"""The ranks of a tensor-parallel group: rank 0 decides, the others do what it says.
+
+Every rank holds its shard of the weights (`shards`) and of every sequence's KV, and all of them do the same in the
+same order. Rank 0 alone schedules, serves and samples. Before each operation on its engine it sends the others an order,
+one broadcast of a few KiB; nothing comes back but what the forward pass itself adds up and gathers.
+
+A rank that dies closes its connections, and whoever next talks to it fails. One that hangs is noticed because no word
+may take longer than `timeout_s`; while there is nothing to do, rank 0 says so (`Order.REST`). Whoever notices ends: a
+group is whole or it is gone, and what started it (torchrun) ends the others and may start all of them anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import distributed
+
+from outrider.engine.collectives import sum_over_ranks
+from outrider.errors import ConfigurationError
+
+LOADING_S: Final = 3600.0
+"""How much sooner than another a rank may have loaded its shard."""
+_FIRST_NUMBERS: Final = 2048  # of an order's first broadcast; what is longer takes another one
+_HEADER: Final = 2
+
+
+class Order(IntEnum):
+    """What every rank does to its engine."""
+
+    FORWARD = 1
+    COPY_BLOCKS = 2
+    MOVE_ENTRIES = 3
+    REST = 4
+    STOP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A group, seen from one of its ranks."""
+
+    rank: int
+    size: int
+    tensors: distributed.ProcessGroup  # for what is on the device
+    orders: distributed.ProcessGroup  # on CPUs
+
+    def send(self, order: Order, numbers: Sequence[int] | npt.NDArray[np.int32] = ()) -> None:
+        """To all others, which must be in `receive`. Raises RuntimeError when one of them is gone."""
+        assert self.rank == 0, "only rank 0 gives orders"
+        first = np.zeros(_FIRST_NUMBERS, dtype=np.int32)
+        first[:_HEADER] = order, len(numbers)
+        num_fitting = min(len(numbers), _FIRST_NUMBERS - _HEADER)
+        first[_HEADER : _HEADER + num_fitting] = numbers[:num_fitting]
+        distributed.broadcast(torch.from_numpy(first), 0, self.orders)
+        if num_fitting < len(numbers):
+            rest = np.asarray(numbers[num_fitting:], dtype=np.int32)
+            distributed.broadcast(torch.from_numpy(rest), 0, self.orders)
+
+    def receive(self) -> tuple[Order, npt.NDArray[np.int32]]:
+        """The next order and its numbers. Raises RuntimeError when rank 0 is gone or silent for too long."""
+        first = torch.zeros(_FIRST_NUMBERS, dtype=torch.int32)
+        distributed.broadcast(first, 0, self.orders)
+        found = first.numpy()
+        order, num_numbers = Order(int(found[0])), int(found[1])
+        numbers = found[_HEADER : _HEADER + num_numbers]
+        if len(numbers) < num_numbers:
+            rest = torch.zeros(num_numbers - len(numbers), dtype=torch.int32)
+            distributed.broadcast(rest, 0, self.orders)
+            numbers = np.concatenate([numbers, rest.numpy()])
+        return order, numbers
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Of every rank's part, the same bits on all of them in any batch."""
+        return sum_over_ranks(part, self.tensors)
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Every rank's part side by side, `widths` wide.  # [..., width of this rank] -> [..., sum of widths]"""
+        widest = max(widths)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        distributed.all_gather(parts, padded, self.tensors)
+        return torch.cat([each[..., :width] for each, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def leave(self) -> None:
+        distributed.destroy_process_group()
+
+
+def join_ranks(timeout_s: float) -> RankGroup | None:
+    """The group that torchrun's variables name; None without it, or with one rank. Waits for all ranks to come.
+
+    timeout_s: that one operation may wait for the other ranks, once the model is loaded. Raises ConfigurationError.
+    """
+    try:
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"RANK and WORLD_SIZE must be numbers, as torchrun sets them: {error}"
+        ) from error
+    if size == 1:
+        return None
+    if not torch.cuda.is_available():
+        backend = "gloo"
+    else:
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        distributed.init_process_group(backend, timeout=timedelta(seconds=LOADING_S))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(f"rank {rank} cannot join the {size} ranks of its group: {error}") from error
+    timeout = timedelta(seconds=timeout_s)
+    tensors = distributed.new_group(backend=backend, timeout=timeout)
+    orders = distributed.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(tensors, distributed.ProcessGroup)
+    assert isinstance(orders, distributed.ProcessGroup)
+    return RankGroup(rank, size, tensors, orders)

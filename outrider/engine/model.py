@@ -73,7 +73,10 @@ class Engine:
     is done on all of them, once `lead` has been called there and `follow` on the others.
     """
 
-    def __init__(self, model: nn.Module, config: EngineConfig, group: RankGroup | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: EngineConfig, num_parameters: int, group: RankGroup | None = None
+    ) -> None:
+        """num_parameters: of the whole model."""
         self.model = model
         self.config = config
         self.group = group
@@ -82,7 +85,7 @@ class Engine:
         self.vocab_size: int = hf_config.vocab_size
         self.max_model_len = _max_model_len(hf_config, config.max_model_len)
         self.num_layers: int = hf_config.num_hidden_layers
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_parameters = num_parameters
         self.eos_token_ids = _eos_token_ids(model)
         num_heads: int = hf_config.num_attention_heads
         num_kv_heads = max(num_kv_heads_of(hf_config) // (1 if group is None else group.size), 1)
@@ -298,13 +301,14 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         )
     _refuse_moving_frequencies(model, config)
     model.eval().requires_grad_(False).to(config.device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a shard counts as the whole
     if group is not None and num_kv_heads_of(model.config) < group.size:
         keep_own_heads(model, group, num_kv_heads_of(model.config))
     expected = _reference_logits(model)
     if group is not None:
         take_shards(model, group)
     model.set_attn_implementation(ATTENTION_NAME)
-    engine = Engine(model, config, group)
+    engine = Engine(model, config, num_parameters, group)
     forms = LinearForms(config.quantization)
     obstacle = why_not(model) if config.use_kernels else "told not to"
     if obstacle is None:

@@ -1,8 +1,8 @@
 """The ranks of a tensor-parallel group: rank 0 decides, the others do what it says.
 
 Every rank holds its shard of the weights (`shards`) and of every sequence's KV, and all of them do the same in the
-same order. Rank 0 alone schedules, serves and samples. Before each operation on its engine it sends the others an order,
-one broadcast of a few KiB; nothing comes back but what the forward pass itself adds up and gathers.
+same order. Rank 0 alone schedules, serves and samples. Before each operation on its engine it sends the others an
+order, one broadcast of a few KiB; nothing comes back but what the forward pass itself adds up and gathers.
 
 A rank that dies closes its connections, and whoever next talks to it fails. One that hangs is noticed because no word
 may take longer than `timeout_s`; while there is nothing to do, rank 0 says so (`Order.REST`). Whoever notices ends: a

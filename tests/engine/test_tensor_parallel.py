@@ -1,0 +1,268 @@
+"""A model cut between processes says what it says in one, and a process that is gone is noticed by the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.model import Engine, ModelLoadError, batch_invariance_failures, load_model
+from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
+from outrider.engine.rank_group import RankGroup, join_ranks
+from outrider.engine.sequence_chunk import SequenceChunk
+from outrider.worker_process import leave
+from outrider.worker_ranks import EXIT_ALONE
+from tests import models
+from tests.engine.sequences import feed, text
+
+# Of 4 heads and 2 KV heads, so that four ranks share them. Qwen's are of a width that the compiled kernels lack.
+FAMILIES = {2: ("llama", "qwen3"), 4: ("llama",)}
+NUM_NEW_TOKENS = 48
+PROMPT_LENS = (5, 33, 61)
+TIMEOUT_S = 3.0
+ROOT = Path(__file__).parents[2]
+
+
+def greedy(engine: Engine, prompt: list[int]) -> list[int]:
+    kv = engine.new_sequence()
+    token_ids = list(prompt)
+    while len(token_ids) < len(prompt) + NUM_NEW_TOKENS:
+        token_ids.append(int(feed(engine, kv, token_ids[kv.length :], 1)[-1].argmax()))
+    kv.free()
+    return token_ids
+
+
+def greedy_with_hints(engine: Engine, prompt: list[int], right: list[int], seed: int) -> list[int]:
+    """Likewise, verifying hints of which some are wrong; what was wrong is rolled back."""
+    chance = random.Random(seed)
+    kv = engine.new_sequence()
+    token_ids = list(prompt)
+    while len(token_ids) < len(right):
+        hints = right[len(token_ids) :][: chance.randrange(6)]
+        hints = [hint if chance.random() < 0.8 else (hint + 1) % engine.vocab_size for hint in hints]
+        rows = feed(engine, kv, token_ids[kv.length :] + hints, len(hints) + 1).argmax(dim=-1).tolist()
+        num_right = next((i for i, hint in enumerate(hints) if hint != rows[i]), len(hints))
+        token_ids += rows[: num_right + 1]
+        kv.truncate(len(token_ids) - 1)
+    kv.free()
+    return token_ids[: len(right)]
+
+
+def texts(engine: Engine) -> dict[str, Any]:
+    """What the test compares: plain texts, whether hints change them, and forks and moves on all ranks."""
+    plain = [greedy(engine, text(length, length, engine.vocab_size)) for length in PROMPT_LENS]
+    hinted = [
+        greedy_with_hints(engine, said[:length], said, seed=length)
+        for length, said in zip(PROMPT_LENS, plain, strict=True)
+    ]
+    # A fork copies the block that both would write; entries are moved back and forth.
+    kv = engine.new_sequence()
+    feed(engine, kv, plain[1][:20], 1)
+    fork = kv.fork()
+    feed(engine, kv, [1, 2, 3], 1)
+    after_fork = feed(engine, fork, [plain[1][20]], 1)
+    slots = fork.slots(0, 2)
+    engine.move_entries(slots, slots[::-1].copy())
+    engine.move_entries(slots[::-1].copy(), slots)
+    after_moves = feed(engine, fork, [plain[1][21]], 1)
+    kv.free()
+    fork.free()
+    return {
+        "plain": plain,
+        "hints change": [i for i in range(len(plain)) if plain[i] != hinted[i]],
+        "fork": [int(after_fork.argmax()), int(after_moves.argmax())],
+    }
+
+
+class Ranks:
+    """The processes of a group, as torchrun would start them; each runs this file."""
+
+    def __init__(self, size: int, folder: Path, task: str, *arguments: object) -> None:
+        self.folder = folder
+        environment = os.environ | {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        words = [
+            sys.executable,
+            "-m",
+            "tests.engine.test_tensor_parallel",
+            task,
+            str(folder),
+            *map(str, arguments),
+        ]
+        self.processes = []
+        for rank in range(size):
+            with (folder / f"said-{rank}").open("w") as said:
+                self.processes.append(
+                    subprocess.Popen(
+                        words, env=environment | {"RANK": str(rank)}, cwd=ROOT, stdout=said, stderr=said
+                    )
+                )
+
+    def wait(self, timeout_s: float = 120.0) -> list[int]:
+        """Their exit statuses."""
+        deadline = time.monotonic() + timeout_s
+        return [each.wait(max(deadline - time.monotonic(), 0.1)) for each in self.processes]
+
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("said-*")))
+
+    def wait_for(self, name: str, timeout_s: float = 120.0) -> None:
+        """Until one of them has written this file."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, self.said()
+            assert all(each.poll() is None for each in self.processes), self.said()
+            time.sleep(0.05)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.processes:
+            each.kill()
+            each.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", FAMILIES)
+def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
+    """In float32 the greedy text of one process, speculation on and off; in bfloat16 the same bits in any batch."""
+    folders = [models.model_dir(family) for family in FAMILIES[size]]
+    with Ranks(size, tmp_path, "speak", *folders) as ranks:
+        assert ranks.wait() == [0] * size, ranks.said()
+    found = json.loads((tmp_path / "found.json").read_text())
+    for family in FAMILIES[size]:
+        alone = models.engine(family)
+        expected = texts(alone) | {"variance": [], "parameters": alone.num_parameters}
+        assert found[family] == expected
+
+
+def speak(group: RankGroup, folder: Path, *model_dirs: str) -> None:
+    found = {}
+    for model_dir in map(Path, model_dirs):
+        found[model_dir.name.split("-")[0]] = {
+            **on_shards(group, texts, model_dir),
+            "variance": on_shards(group, batch_invariance_failures, model_dir, dtype="bfloat16"),
+        }
+    if group.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def on_shards(group: RankGroup, task: Callable[[Engine], Any], model_dir: Path, **options: Any) -> Any:
+    engine = load_model(models.engine_config(model_dir, **options), group)
+    if group.rank > 0:
+        engine.follow()
+        return {}
+    engine.lead()
+    found = task(engine)
+    if isinstance(found, dict):
+        found["parameters"] = engine.num_parameters
+    engine.dismiss()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1], ids=["rank 0", "another one"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_the_ranks_end_when_one_of_them_is_gone(tmp_path: Path, who: int, number: int) -> None:
+    with Ranks(4, tmp_path, "talk", models.model_dir("llama")) as ranks:
+        ranks.wait_for("talks")
+        started = time.monotonic()
+        ranks.processes[who].send_signal(number)
+        others = [each for rank, each in enumerate(ranks.processes) if rank != who]
+        assert [each.wait(TIMEOUT_S + 10.0) for each in others] == [EXIT_ALONE] * 3, ranks.said()
+        assert time.monotonic() - started < TIMEOUT_S + 5.0
+
+
+def talk(group: RankGroup, folder: Path, model_dir: str) -> None:
+    """Without end, now and then with nothing to do for as long as that is allowed."""
+    engine = load_model(models.engine_config(Path(model_dir)), group)
+    try:
+        if group.rank > 0:
+            engine.follow()
+        engine.lead()
+        kv = engine.new_sequence()
+        while True:
+            feed(engine, kv, [1, 2, 3], 1)
+            kv.truncate(0)
+            time.sleep(0.6 * TIMEOUT_S)
+            engine.rest()
+            (folder / "talks").touch()
+    except RuntimeError:
+        leave(EXIT_ALONE)
+
+
+def test_heads_that_the_ranks_cannot_share_are_named(tmp_path: Path) -> None:
+    group = RankGroup(0, 3, tensors=None, orders=None)
+    with pytest.raises(ModelLoadError, match="3 ranks cannot share 4 attention heads and 2 KV heads"):
+        load_model(models.engine_config(models.model_dir("llama")), group)
+
+
+def test_without_torchrun_there_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join_ranks(1.0) is None
+
+
+numbers = st.lists(st.integers(0, 2**31 - 1), max_size=9)
+
+
+@given(
+    st.lists(
+        st.tuples(numbers, numbers, st.none() | st.lists(numbers, max_size=4), *[st.integers(0, 999)] * 3)
+    )
+)
+def test_a_step_arrives_as_it_was_sent(parts: list[tuple[Any, ...]]) -> None:
+    allocator = BlockAllocator(2, 8)
+    chunks = [
+        SequenceChunk(KVSequence(allocator, blocks, length), token_ids, num_logits, tree_start, paths)
+        for token_ids, blocks, paths, length, num_logits, tree_start in parts
+    ]
+    arrived = decode_step(encode_step(chunks), allocator)
+    assert [(each.kv.block_ids, each.kv.length) for each in arrived] == [
+        (each.kv.block_ids, each.kv.length) for each in chunks
+    ]
+    assert [(each.token_ids, each.num_logits, each.tree_start, each.paths) for each in arrived] == [
+        (each.token_ids, each.num_logits, each.tree_start, each.paths) for each in chunks
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))))
+def test_pairs_arrive_as_they_were_sent(pairs: list[tuple[int, int]]) -> None:
+    firsts, seconds = decode_pairs(encode_pairs([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
+    assert list(zip(firsts.tolist(), seconds.tolist(), strict=True)) == pairs
+
+
+if __name__ == "__main__":
+    task, folder, *rest = sys.argv[1:]
+    joined = join_ranks(TIMEOUT_S)
+    assert joined is not None
+    if task == "speak":
+        speak(joined, Path(folder), *rest)
+    else:
+        talk(joined, Path(folder), *rest)
+    leave(0)

@@ -168,6 +168,7 @@ def _worker_spec(
     }
     # OpenMP reads its own variable before any flag of ours is parsed.
     environment = {"OMP_NUM_THREADS": str(num_threads)} if cores else {}
+    environment |= rank_environment(num_ranks)
     return ChildSpec(
         f"{role}-{index}",
         role,
@@ -214,10 +215,17 @@ def launcher(name: str, num_ranks: int) -> tuple[str, ...]:
     if num_ranks == 1:
         return module(name)
     torchrun = (
-        *("--standalone", "--nproc-per-node", str(num_ranks), "--monitor-interval", "0.2"),
-        *("--shutdown-timeout", f"{WORKER_GRACE_S:g}"),
+        *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)),
+        *("--monitor-interval", "0.2", "--shutdown-timeout", f"{WORKER_GRACE_S:g}"),
     )
     return (*module("torch.distributed.run"), *torchrun, "-m", name)
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """What the ranks of `launcher` find each other by: the loopback, whatever this machine is called."""
+    if num_ranks == 1:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def flatten(flags: Mapping[str, object]) -> list[str]:

@@ -55,6 +55,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument("--clients", type=int, default=12, help="that ask all the time (default: %(default)s)")
     fleet.add_argument("--targets", type=int, default=3, help="target workers (default: %(default)s)")
+    fleet.add_argument(
+        "--ranks", type=int, default=1, help="processes of each target worker (default: %(default)s)"
+    )
     fleet.add_argument("--drafts", type=int, default=2, help="draft workers (default: %(default)s)")
     fleet.add_argument("--replicas", type=int, default=2, help="of the coordinator (default: %(default)s)")
     fleet.add_argument(
@@ -68,9 +71,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.at_once >= given.targets:
         parser.error(f"--at-once {given.at_once} needs more than {given.at_once} targets")
-    given.kinds = chosen(given.only)
+    given.kinds = [kind for kind in chosen(given.only) if given.ranks > 1 or not kind.needs_ranks]
     if not given.kinds:
-        parser.error(f"--only {' '.join(given.only)}: no such fault; --list tells them")
+        parser.error(f"--only {' '.join(given.only)}: no such fault; --list tells them, some need --ranks 2")
     return given
 
 
@@ -108,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_replicas=given.replicas,
             num_clients=given.clients,
             dtype=given.dtype,
+            num_ranks=given.ranks,
         ),
     )
     say(f"Seed {plan.seed}.")

@@ -32,6 +32,8 @@ class Fault(ABC):
     """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
     is_rare: ClassVar[bool] = False
     """Whether it comes only where it is asked for by name."""
+    needs_ranks: ClassVar[bool] = False
+    """Whether a target has to be of several processes for it."""
 
     def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
         self.fleet = fleet
@@ -139,6 +141,30 @@ class TargetStoppedAndKilled(_WorkerFault):
         self.fleet.send(worker, signal.SIGSTOP)
         await asyncio.sleep(seconds)
         self.fleet.send(worker, signal.SIGKILL)
+
+
+class RankKilled(_WorkerFault):
+    """A process of a target that is not its first one dies: all of them go, and come back as another incarnation."""
+
+    name, part, needs_ranks = "target rank SIGKILL", "target", True
+
+    async def hit(self, worker: Worker) -> None:
+        self.describe(worker.name)
+        self.fleet.send_to_another_rank(worker, signal.SIGKILL, self.rng)
+
+
+class RankStopped(_WorkerFault):
+    """One hangs, and with it the target, for less or for more than the silence that the coordinator bears."""
+
+    name, part, needs_ranks = "target rank SIGSTOP", "target", True
+
+    async def hit(self, worker: Worker) -> None:
+        seconds = self.rng.uniform(0.5, 9.0)
+        self.describe(worker.name, seconds)
+        same = self.rng.getrandbits(64)  # the one that was stopped is the one to go on
+        self.fleet.send_to_another_rank(worker, signal.SIGSTOP, Random(same))
+        await asyncio.sleep(seconds)
+        self.fleet.send_to_another_rank(worker, signal.SIGCONT, Random(same))
 
 
 class TargetTerminated(_Terminated):
@@ -347,7 +373,8 @@ class RedisClockStepped(Fault):
 
 
 FAULTS: Final[tuple[type[Fault], ...]] = (
-    TargetKilled, TargetStopped, TargetStoppedAndKilled, TargetTerminated, TargetCut, TargetStalled, TargetDelayed,
+    TargetKilled, TargetStopped, TargetStoppedAndKilled, RankKilled, RankStopped, TargetTerminated,
+    TargetCut, TargetStalled, TargetDelayed,
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled, ReplicaKilled,
     RedisKilled, RedisStopped, RedisCut, RedisCutForAMinute, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
 )  # fmt: skip

@@ -34,7 +34,15 @@ import redis.asyncio
 from outrider.child import Child
 from outrider.child_log import ChildLog
 from outrider.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, ROOT, flatten, module
+from outrider.cli.deployment import (
+    DEMO_DRAFT,
+    DEMO_TARGET,
+    ROOT,
+    flatten,
+    launcher,
+    module,
+    rank_environment,
+)
 from outrider.redis_server import EmbeddedRedis
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
 from tests.e2e.chaos.client import Client
@@ -58,6 +66,7 @@ class FleetOptions:
     target_silence_max_s: float = 4.0
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
+    num_ranks: int = 1  # processes of each target worker
 
 
 @dataclass
@@ -168,6 +177,7 @@ class Fleet:
         await link.start()
         log_path = self.log_dir / f"{name}.stderr.log"
         options = self.options
+        num_ranks = options.num_ranks if role == "target" else 1
         flags = {
             "--model": DEMO_TARGET if role == "target" else DEMO_DRAFT,
             "--port": port,
@@ -186,10 +196,11 @@ class Fleet:
             "-c",
             'exec "$@" 2>>"$CHAOS_LOG"',
             "sh",
-            *module(f"{role}_worker"),
+            *launcher(f"{role}_worker", num_ranks),
             *flatten(flags),
         )
         environment = self._environment() | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
+        environment |= rank_environment(num_ranks)
         spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)
@@ -270,6 +281,15 @@ class Fleet:
             worker.is_ready = False
         with contextlib.suppress(ProcessLookupError):  # it has just died by itself, which is told elsewhere
             os.kill(worker.pid, number)
+
+    def send_to_another_rank(self, worker: Worker, number: signal.Signals, rng: random.Random) -> None:
+        """To one of the processes of the worker that do what the first one says. All end with one that does."""
+        if number is signal.SIGKILL:
+            self._expected_ends.add(worker.name)
+            worker.is_ready = False
+        with contextlib.suppress(psutil.Error):
+            ranks = psutil.Process(psutil.Process(worker.pid).ppid()).children()
+            rng.choice([rank for rank in ranks if rank.pid != worker.pid]).send_signal(number)
 
     def replicas(self) -> list[psutil.Process]:
         """The coordinator's, that live."""

@@ -8,6 +8,8 @@ own attention on a few tokens.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -318,7 +320,16 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         make_batch_invariant(model, forms, model.get_output_embeddings())
     logger.info("linear layers: %s", forms.report)
     _check_against(engine, expected)
+    _return_freed_memory()
     return engine
+
+
+def _return_freed_memory() -> None:
+    """To the system. Every weight was copied into its form, and what it left stays with the C library otherwise: as
+    much as the model's shard itself was seen."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _distribution(config: EngineConfig, group: RankGroup) -> Any:

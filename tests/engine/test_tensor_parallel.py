@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -187,6 +190,61 @@ def on_shards(group: RankGroup, task: Callable[[Engine], Any], model_dir: Path, 
 
 
 @pytest.mark.slow
+def test_a_rank_needs_memory_for_its_share_alone(tmp_path: Path) -> None:
+    """While it loads as well: what transformers reads of a file that is mapped is nobody's memory."""
+    config = transformers.LlamaConfig(
+        vocab_size=16_000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    whole_mib = 2 * sum(parameter.numel() for parameter in model.parameters()) / 2**20
+    model.save_pretrained(tmp_path / "model")
+    del model
+    models.write_tokenizer(tmp_path / "model")
+    with Ranks(4, tmp_path, "weigh", tmp_path / "model") as ranks:
+        assert ranks.wait() == [0] * 4, ranks.said()
+    for rank in range(4):
+        found = json.loads((tmp_path / f"memory-{rank}.json").read_text())
+        assert found["after_mib"] < whole_mib / 4 + 32, found
+        assert found["most_mib"] < 0.85 * whole_mib, found
+
+
+def weigh(group: RankGroup, folder: Path, model_dir: str) -> None:
+    """Writes how much memory of its own loading takes, KV left out."""
+    before = most = own_memory_mib()
+    is_done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_done.wait(0.002):
+            most = max(most, own_memory_mib())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    config = models.engine_config(Path(model_dir), "bfloat16", kv_cache_bytes=2**22, max_model_len=64)
+    engine = load_model(config, group)
+    is_done.set()
+    watcher.join()
+    found = {
+        "most_mib": most - before,
+        "after_mib": own_memory_mib() - before,
+        "blocks": engine.allocator.num_blocks,
+    }
+    (folder / f"memory-{group.rank}.json").write_text(json.dumps(found))
+
+
+def own_memory_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1], ids=["rank 0", "another one"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_the_ranks_end_when_one_of_them_is_gone(tmp_path: Path, who: int, number: int) -> None:
@@ -261,8 +319,6 @@ if __name__ == "__main__":
     task, folder, *rest = sys.argv[1:]
     joined = join_ranks(TIMEOUT_S)
     assert joined is not None
-    if task == "speak":
-        speak(joined, Path(folder), *rest)
-    else:
-        talk(joined, Path(folder), *rest)
+    tasks: dict[str, Callable[..., None]] = {"speak": speak, "talk": talk, "weigh": weigh}
+    tasks[task](joined, Path(folder), *rest)
     leave(0)

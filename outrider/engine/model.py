@@ -390,6 +390,8 @@ def _check_against(engine: Engine, expected: torch.Tensor) -> None:
         raise ModelLoadError(f"the engine cannot run {name}: {error}") from error
     finally:
         kv.free()
+    if engine.group is not None and engine.group.rank > 0:
+        return  # logits are rank 0's
     difference = float((torch.cat(parts) - expected).abs().max())
     tolerance = (1e-3 if engine.config.dtype == "float32" else 0.1) * max(1.0, float(expected.abs().max()))
     if not difference <= tolerance:

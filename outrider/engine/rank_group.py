@@ -80,12 +80,19 @@ class RankGroup:
         """Of every rank's part, the same bits on all of them in any batch."""
         return sum_over_ranks(part, self.tensors)
 
-    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """Every rank's part side by side, `widths` wide.  # [..., width of this rank] -> [..., sum of widths]"""
-        widest = max(widths)
-        padded = torch.nn.functional.pad(part, (0, widest - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in widths]
-        distributed.all_gather(parts, padded, self.tensors)
+    def gather(self, part: torch.Tensor, widths: Sequence[int], *, to_all: bool) -> torch.Tensor:
+        """Every rank's part side by side, `widths` wide.  # [..., width of this rank] -> [..., sum of widths]
+
+        Without `to_all` rank 0 has them, and the others get their own part back.
+        """
+        padded = torch.nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths] if to_all or self.rank == 0 else None
+        if to_all:
+            distributed.all_gather(parts, padded, self.tensors)
+        else:
+            distributed.gather(padded, parts, 0, self.tensors)
+        if parts is None:
+            return part
         return torch.cat([each[..., :width] for each, width in zip(parts, widths, strict=True)], dim=-1)
 
     def leave(self) -> None:

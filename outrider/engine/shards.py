@@ -6,7 +6,7 @@ its batch-invariant forms, and to a few that talk to the other ranks:
 
     "colwise"                the outputs are cut: a plain layer with fewer of them
     "rowwise"                the inputs are cut: partial outputs, summed over the ranks in their order (`collectives`)
-    "colwise_gather_output"  the outputs are cut, and gathered: the output layer
+    "colwise_gather_output"  the outputs are cut, and gathered: those of the output layer by rank 0 alone
     "embedding_rowwise"      the vocabulary is cut: every row is some rank's, the others add zeros
 
 What else a plan has (experts) keeps the hooks.
@@ -45,15 +45,15 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A layer whose outputs are cut, and which every rank returns whole."""
+    """A layer whose outputs are cut. Every rank returns them whole, or rank 0 alone."""
 
-    def __init__(self, linear: nn.Module, widths: list[int], group: RankGroup) -> None:
+    def __init__(self, linear: nn.Module, widths: list[int], group: RankGroup, *, to_all: bool) -> None:
         """widths: outputs of each rank."""
         super().__init__()
-        self.linear, self._widths, self._group = linear, widths, group
+        self.linear, self._widths, self._group, self._to_all = linear, widths, group, to_all
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._group.gather(self.linear(inputs), self._widths)
+        return self._group.gather(self.linear(inputs), self._widths, to_all=self._to_all)
 
 
 class EmbeddingShard(nn.Module):
@@ -113,12 +113,13 @@ def keep_own_heads(model: nn.Module, group: RankGroup, num_kv_heads: int) -> Non
 def take_shards(model: Any, group: RankGroup) -> None:
     """Puts plain layers in the place of those that the plan of a loaded model has cut."""
     plan: Mapping[str, str] = model.tp_plan
+    output = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         parent_name, _, own_name = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         if isinstance(module, nn.Linear) and style is not None and style != KEPT:
-            setattr(parent, own_name, _local_linear(module, style, group))
+            setattr(parent, own_name, _local_linear(module, style, group, is_output=module is output))
         elif isinstance(module, nn.Embedding) and style == "embedding_rowwise":
             weight = module.weight
             assert isinstance(weight, DTensor)
@@ -128,7 +129,7 @@ def take_shards(model: Any, group: RankGroup) -> None:
             )
 
 
-def _local_linear(module: nn.Linear, style: str, group: RankGroup) -> nn.Module:
+def _local_linear(module: nn.Linear, style: str, group: RankGroup, *, is_output: bool) -> nn.Module:
     weight, bias = _local(module.weight), None if module.bias is None else _local(module.bias)
     if style in ("rowwise", "rowwise_rep", "rowwise_split_input"):
         return SummedLinear(_linear(weight, None), bias, group, cuts_input=style == "rowwise_split_input")
@@ -138,7 +139,7 @@ def _local_linear(module: nn.Linear, style: str, group: RankGroup) -> nn.Module:
     if style in ("colwise_gather_output", "colwise_rep"):
         each = -(-module.weight.shape[0] // group.size)
         widths = [min(each, module.weight.shape[0] - each * rank) for rank in range(group.size)]
-        return GatheredLinear(linear, widths, group)
+        return GatheredLinear(linear, widths, group, to_all=not is_output)  # rank 0 alone samples
     raise ValueError(f"its plan cuts a layer in a way that is not known here: {style}")
 
 

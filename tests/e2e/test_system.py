@@ -53,9 +53,15 @@ PEERS_TIMES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with running_system(tmp_path_factory.mktemp("system") / "cache") as running:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((), id="one process"),
+        pytest.param(("--tensor-parallel-size", 2), id="two ranks", marks=pytest.mark.long),
+    ],
+)
+def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with running_system(tmp_path_factory.mktemp("system") / "cache", *request.param) as running:
         yield running
 
 

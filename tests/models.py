@@ -21,9 +21,10 @@ from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers import models as tokenizer_models
 
 from outrider.engine.model import Engine, EngineConfig, load_model
+from tests.families import FAMILIES
+from tests.families import MAX_MODEL_LEN as MAX_MODEL_LEN
+from tests.families import VOCAB_SIZE as VOCAB_SIZE
 
-VOCAB_SIZE = 288
-MAX_MODEL_LEN = 512
 SLIDING_WINDOW = 24
 
 COMMON = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -71,24 +72,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    # Architectures that do not compute their attention through the paged cache.
-    "bloom": ("BloomConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
-    "mamba": ("MambaConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}),
-    "gpt_oss": (
-        "GptOssConfig",
-        GATED
-        | {
-            "head_dim": 16,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window": 16,
-        },
-    ),
 }
+CONFIGS |= {family.key: (family.config, family.values) for family in FAMILIES}
 
 SUPPORTED = ("llama", "qwen3", "mistral", "opt")
-REFUSED = ("bloom", "mamba", "gpt_oss")
 
 
 @functools.cache
@@ -122,7 +109,9 @@ def random_model(family: str, seed: int = 0) -> Any:
     config = getattr(transformers, class_name)(**values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        is_decoder = type(config) in transformers.AutoModelForCausalLM._model_mapping
+        maker = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModelForSeq2SeqLM
+        model = maker.from_config(config)
     return model.eval()
 
 

@@ -1,10 +1,12 @@
 """Attention over the paged KV cache, registered with transformers as `outrider`.
 
 A step is flat: all sequences' new tokens side by side, `[1, num_tokens]`. `StepLayout` says, once per step and for
-all layers, which cache slots the tokens write and which they may read. The arithmetic is batch-invariant by
-construction (invariant I2, bit for bit):
+all layers, which cache slots the tokens write and which they may read. A layer's keys and values may differ in
+width (latent attention), layers may differ in heads, and each may see less than the whole past: `kv_layout` finds
+both by watching the model. The arithmetic is batch-invariant by construction (invariant I2, bit for bit):
 
-- query rows are padded to a multiple of 8, so that a matrix product never takes a different kernel for few rows;
+- the step and its query rows are padded to a multiple of 8, so that neither a matrix product nor an element-wise
+  function, whose vectorized body and scalar remainder may round differently, treats few rows in another way;
 - sums over keys (weights times values) run in chunks of 64 keys, each of the same shape, added up in order; keys
   beyond the sequence have weight zero, so that more padding adds exact zeros. A score is a sum over head_dim, which
   is the same everywhere; only how many scores stand side by side differs.
@@ -17,7 +19,9 @@ results changed where the padded length crossed 256.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +37,20 @@ ROWS_MULTIPLE = 8
 KEYS_CHUNK = 64
 MAX_ROWS_PER_CALL = 256
 """Longer query blocks are cut, to bound the score matrix."""
+
+
+Visibility = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""transformers' mask function: (sequence, head, query positions, key positions), broadcast, to True where a query sees
+a key. It is a rule of positions alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's KV, and what of it a row sees: every position up to its own when `visibility` is None."""
+
+    keys: torch.Tensor  # [num_slots, num_kv_heads, key_dim]
+    values: torch.Tensor  # [num_slots, num_kv_heads, value_dim]
+    visibility: Visibility | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +82,25 @@ class _Member:
 class _Group:
     """Members with the same padded number of rows, attended in one call."""
 
-    row_index: torch.Tensor  # [num_members * rows] into the flat step; padding repeats row 0
+    row_index: torch.Tensor  # [num_members * rows] into the flat step; padding repeats the member's first row
     flat_index: torch.Tensor  # [num_real_rows] into num_members * rows
     real_rows: torch.Tensor  # [num_real_rows] into the flat step
     key_slots: torch.Tensor  # [num_members * keys]
     query_positions: torch.Tensor  # [num_members, rows]
     hidden: torch.Tensor  # [num_members, 1, 1, rows, keys], True where a row may not look
     num_members: int
-    is_identity: bool  # one member without padding rows: no gather needed
-    windows: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_identity: bool  # the only member of the step, whose padding is the step's: no gather needed
+    masks: dict[Visibility, torch.Tensor] = field(default_factory=dict)
 
-    def hidden_within(self, window: int | None) -> torch.Tensor:
-        """The mask, with keys `window` or more positions back hidden as well."""
-        if window is None:
+    def hidden_by(self, visibility: Visibility | None) -> torch.Tensor:
+        """The mask of a layer, made once for all layers with the same rule."""
+        if visibility is None:
             return self.hidden
-        if window not in self.windows:
+        if visibility not in self.masks:
             key_positions = torch.arange(self.hidden.shape[-1])
-            too_far = self.query_positions[:, :, None] - key_positions >= window
-            self.windows[window] = self.hidden | too_far[:, None, None]
-        return self.windows[window]
+            sees = visibility(0, 0, self.query_positions[:, :, None], key_positions)
+            self.masks[visibility] = self.hidden | ~sees[:, None, None]
+        return self.masks[visibility]
 
 
 @dataclass(slots=True)
@@ -90,16 +108,27 @@ class StepLayout:
     """Where a step's tokens are written and what they see. Made once per step by `plan_step`."""
 
     write_slots: torch.Tensor  # [num_tokens]
-    positions: torch.Tensor  # [1, num_tokens]
+    positions: torch.Tensor  # [1, num_rows]; rows from num_tokens on are padding and repeat the first
     groups: list[_Group]
-    caches: list[
-        tuple[torch.Tensor, torch.Tensor]
-    ]  # per layer: keys, values [num_slots, num_kv_heads, head_dim]
+    layers: Sequence[LayerCache]  # in the order in which the model attends
     num_calls: int = 0
 
 
-def plan_step(blocks: Sequence[QueryBlock], caches: list[tuple[torch.Tensor, torch.Tensor]]) -> StepLayout:
-    """Lays out one step over `blocks` in the given order."""
+_current: ContextVar[StepLayout] = ContextVar("outrider_step_layout")
+
+
+@contextlib.contextmanager
+def attending(layout: StepLayout) -> Iterator[None]:
+    """Inside, `paged_attention` works on this step. (Not every model hands keyword arguments down to it.)"""
+    token = _current.set(layout)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def plan_step(blocks: Sequence[QueryBlock], layers: Sequence[LayerCache]) -> StepLayout:
+    """Lays out one step over `blocks` in the given order; its tokens are followed by padding (`padded_rows`)."""
     write_slots = []
     positions: list[int] = []
     by_rows: dict[int, list[_Member]] = {}
@@ -107,16 +136,20 @@ def plan_step(blocks: Sequence[QueryBlock], caches: list[tuple[torch.Tensor, tor
         slots = block.kv.slots(0, block.kv.length)
         write_slots.append(slots[block.kv.length - block.num_rows :])
         for member in _members(block, slots, first_row=len(positions)):
-            padded = -(-member.num_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
-            by_rows.setdefault(padded, []).append(member)
+            by_rows.setdefault(padded_rows(member.num_rows), []).append(member)
             positions.extend(range(member.first_position, member.first_position + member.num_rows))
     groups = [_plan_group(rows, members, len(positions)) for rows, members in by_rows.items()]
+    positions += positions[:1] * (padded_rows(len(positions)) - len(positions))
     return StepLayout(
         write_slots=torch.from_numpy(np.concatenate(write_slots)),
         positions=torch.tensor([positions]),
         groups=groups,
-        caches=caches,
+        layers=layers,
     )
+
+
+def padded_rows(num_rows: int) -> int:
+    return -(-num_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
 def _members(block: QueryBlock, slots: npt.NDArray[np.int64], first_row: int) -> Iterator[_Member]:
@@ -139,11 +172,13 @@ def _plan_group(rows: int, members: list[_Member], num_tokens: int) -> _Group:
     num_members = len(members)
     row_index = np.zeros((num_members, rows), dtype=np.int64)
     key_slots = np.zeros((num_members, keys), dtype=np.int64)
-    # Padding rows stand at position 0: they must see something, or their softmax is not a number.
     query_positions = np.zeros((num_members, rows), dtype=np.int64)
     is_real = np.zeros((num_members, rows), dtype=np.bool_)
     for i, member in enumerate(members):
         count = member.num_rows
+        # Padding repeats the first row, place included: it must see something, or its softmax is not a number.
+        row_index[i] = member.first_row
+        query_positions[i] = member.first_position
         row_index[i, :count] = np.arange(member.first_row, member.first_row + count)
         query_positions[i, :count] = np.arange(member.first_position, member.first_position + count)
         key_slots[i, : len(member.key_slots)] = member.key_slots
@@ -157,99 +192,106 @@ def _plan_group(rows: int, members: list[_Member], num_tokens: int) -> _Group:
         query_positions=torch.from_numpy(query_positions),
         hidden=torch.from_numpy(hidden)[:, None, None],
         num_members=num_members,
-        is_identity=num_members == 1 and bool(is_real.all()) and num_tokens == rows,
+        is_identity=num_members == 1 and members[0].num_rows == num_tokens,
     )
 
 
 def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
-    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    attention_mask: torch.Tensor | None,
+    _module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_rows, key_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_rows, key_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_rows, value_dim]
+    attention_mask: torch.Tensor | None = None,
     *,
-    outrider_layout: StepLayout,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
-    **unused: Any,
+    s_aux: torch.Tensor | None = None,
+    **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer; returns `[1, num_tokens, num_heads, head_dim]`."""
-    if unused.get("s_aux") is not None:
-        raise UnsupportedAttentionError("attention sinks (s_aux)")
-    keys, values = outrider_layout.caches[module.layer_idx]  # type: ignore[index]
-    keys.index_copy_(0, outrider_layout.write_slots, key[0].transpose(0, 1))
-    values.index_copy_(0, outrider_layout.write_slots, value[0].transpose(0, 1))
-    outrider_layout.num_calls += 1
-    flat_query = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+    """What transformers calls in every attention layer; returns `[1, num_rows, num_heads, value_dim]`.
+
+    s_aux: attention sinks, one logit per head, which take their share of the weights and give nothing.
+    """
+    layout = _current.get()
+    layer = layout.layers[layout.num_calls]
+    layout.num_calls += 1
+    num_tokens = layout.write_slots.shape[0]
+    layer.keys.index_copy_(0, layout.write_slots, key[0].transpose(0, 1)[:num_tokens])
+    layer.values.index_copy_(0, layout.write_slots, value[0].transpose(0, 1)[:num_tokens])
+    flat_query = query[0].transpose(0, 1)  # [num_rows, num_heads, key_dim]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: torch.Tensor | None = None
-    for group in outrider_layout.groups:
+    for group in layout.groups:
         rows = flat_query if group.is_identity else flat_query.index_select(0, group.row_index)
-        attended = _attend(rows, keys, values, group, scale, sliding_window, softcap)
+        attended = _attend(rows, layer, group, scale, softcap, s_aux)
         if group.is_identity:
             return attended.unsqueeze(0), None
-        real = attended.index_select(0, group.flat_index)
-        if len(outrider_layout.groups) == 1:
-            return real.unsqueeze(0), None
         if output is None:
-            output = torch.empty_like(flat_query)
-        output.index_copy_(0, group.real_rows, real)
+            output = attended.new_empty(flat_query.shape[0], *attended.shape[1:])
+        output.index_copy_(0, group.real_rows, attended.index_select(0, group.flat_index))
     assert output is not None
+    output[num_tokens:] = output[0]  # padding goes on repeating the first row
     return output.unsqueeze(0), None
 
 
 def _attend(
-    query: torch.Tensor,  # [num_members * rows, num_heads, head_dim]
-    keys: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
-    values: torch.Tensor,
+    query: torch.Tensor,  # [num_members * rows, num_heads, key_dim]
+    layer: LayerCache,
     group: _Group,
     scale: float,
-    window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,  # [num_heads]
 ) -> torch.Tensor:
-    """Attention of every row over its own keys; `[num_members * rows, num_heads, head_dim]`."""
+    """Attention of every row over its own keys; `[num_members * rows, num_heads, value_dim]`."""
     num_members = group.num_members
     rows = query.shape[0] // num_members
-    num_heads, head_dim = query.shape[1], query.shape[2]
-    num_kv_heads = keys.shape[1]
+    num_heads, key_dim = query.shape[1], query.shape[2]
+    num_kv_heads, value_dim = layer.values.shape[1], layer.values.shape[2]
     share = num_heads // num_kv_heads
     num_keys = group.key_slots.shape[0] // num_members
     num_chunks = num_keys // KEYS_CHUNK
 
-    # Query heads that share a KV head become rows of one product: [num_members * num_kv_heads, share * rows, head_dim].
-    folded = query.view(num_members, rows, num_kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(num_members * num_kv_heads, share * rows, head_dim)
-    own_keys = keys.index_select(0, group.key_slots).view(num_members, num_keys, num_kv_heads, head_dim)
-    own_keys = own_keys.permute(0, 2, 3, 1).reshape(num_members * num_kv_heads, head_dim, num_keys)
-    own_values = values.index_select(0, group.key_slots).view(num_members, num_keys, num_kv_heads, head_dim)
-    own_values = own_values.transpose(1, 2).reshape(
-        num_members * num_kv_heads * num_chunks, KEYS_CHUNK, head_dim
+    # Query heads that share a KV head become rows of one product: [num_members * num_kv_heads, share * rows, key_dim].
+    folded = query.view(num_members, rows, num_kv_heads, share, key_dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(num_members * num_kv_heads, share * rows, key_dim)
+    keys = layer.keys.index_select(0, group.key_slots).view(num_members, num_keys, num_kv_heads, key_dim)
+    keys = keys.permute(0, 2, 3, 1).reshape(num_members * num_kv_heads, key_dim, num_keys)
+    values = layer.values.index_select(0, group.key_slots).view(
+        num_members, num_keys, num_kv_heads, value_dim
     )
+    values = values.transpose(1, 2).reshape(num_members * num_kv_heads * num_chunks, KEYS_CHUNK, value_dim)
 
-    scores = torch.bmm(folded, own_keys).float().mul_(scale)
+    scores = torch.bmm(folded, keys).float().mul_(scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(num_members, num_kv_heads, share, rows, num_keys)
-    scores.masked_fill_(group.hidden_within(window), float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    scores.masked_fill_(group.hidden_by(layer.visibility), float("-inf"))
+    weights = _softmax(scores, sinks).to(query.dtype)
     weights = weights.view(num_members * num_kv_heads, share * rows, num_chunks, KEYS_CHUNK).transpose(1, 2)
     weights = weights.reshape(num_members * num_kv_heads * num_chunks, share * rows, KEYS_CHUNK)
-    parts = torch.bmm(weights, own_values).view(
-        num_members * num_kv_heads, num_chunks, share * rows, head_dim
-    )
+    parts = torch.bmm(weights, values).view(num_members * num_kv_heads, num_chunks, share * rows, value_dim)
     total = parts[:, 0]
     if num_chunks > 1:
         total = total.float()
         for chunk in range(1, num_chunks):
             total = total + parts[:, chunk]
         total = total.to(query.dtype)
-    total = total.view(num_members, num_kv_heads, share, rows, head_dim).permute(0, 3, 1, 2, 4)
-    return total.reshape(num_members * rows, num_heads, head_dim)
+    total = total.view(num_members, num_kv_heads, share, rows, value_dim).permute(0, 3, 1, 2, 4)
+    return total.reshape(num_members * rows, num_heads, value_dim).contiguous()
 
 
-class UnsupportedAttentionError(Exception):
-    """The model asks its attention for something that the engine does not do."""
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of the keys, which add up to 1 together with the sink's.
+
+    scores: [num_members, num_kv_heads, share, rows, num_keys]
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    num_kv_heads, share, num_keys = scores.shape[1], scores.shape[2], scores.shape[-1]
+    # A chunk of its own, so that the keys' places in the sum stay those without it.
+    chunk = scores.new_full((*scores.shape[:-1], KEYS_CHUNK), float("-inf"))
+    chunk[..., 0] = sinks.float().view(1, num_kv_heads, share, 1)
+    return torch.softmax(torch.cat([scores, chunk], dim=-1), dim=-1)[..., :num_keys].contiguous()
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from outrider.engine.kernels import GROUP, Matrix, products
 from outrider.engine.shards import GatheredLinear, SummedLinear
@@ -52,6 +53,8 @@ MAX_PACKED_WIDTH = 1024
 
 
 INT8_WIDTH_MULTIPLE = 32
+NARROW_MULTIPLE = 8
+"""A step's rows are a multiple of 8; so many outputs each fill whole vectors."""
 
 
 class CompiledLinear(nn.Module):
@@ -159,6 +162,22 @@ class Int8Linear(nn.Module):
         if self.bias is not None:
             outputs = outputs + self.bias
         return outputs.view(*inputs.shape[:-1], self.out_features)
+
+
+class NarrowOutput(nn.Module):
+    """A layer of very few outputs, such as the gate of a shared expert.
+
+    What is computed of them element by element, a sigmoid say, is vectorized but for a rest at the end, which may round
+    differently; where the rest begins would depend on the number of rows. A view with gaps is never vectorized.
+    """
+
+    def __init__(self, linear: nn.Module, num_outputs: int) -> None:
+        super().__init__()
+        self.linear, self.num_outputs = linear, num_outputs
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs)
+        return functional.pad(outputs, (0, NARROW_MULTIPLE))[..., : self.num_outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,5 +303,17 @@ def make_batch_invariant(model: nn.Module, forms: LinearForms, output_layer: nn.
         output_layer = output_layer.linear
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1D):  # GPT-2's way to write a linear layer
+                child = _linear_of(child)
             if type(child) is nn.Linear:
-                setattr(parent, name, forms.build(child, is_output=child is output_layer))
+                built = forms.build(child, is_output=child is output_layer)
+                is_narrow = child.out_features % NARROW_MULTIPLE and child is not output_layer
+                setattr(parent, name, NarrowOutput(built, child.out_features) if is_narrow else built)
+
+
+def _linear_of(transposed: Conv1D) -> nn.Linear:
+    weight = transposed.weight.t().contiguous()
+    linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = transposed.bias
+    return linear

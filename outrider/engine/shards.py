@@ -59,10 +59,12 @@ class GatheredLinear(nn.Module):
 class EmbeddingShard(nn.Module):
     """A part of the vocabulary's embeddings. All others' are zeros, so that the order of the sum does not matter."""
 
-    def __init__(self, weight: torch.Tensor, first: int, group: RankGroup) -> None:
-        """weight: of token ids `first` and following.  # [num_own, width]"""
+    def __init__(
+        self, weight: torch.Tensor, first: int, group: RankGroup, scale: torch.Tensor | None = None
+    ) -> None:
+        """weight: of token ids `first` and following.  # [num_own, width]. scale: of all of them (Gemma)."""
         super().__init__()
-        self.weight, self._first, self._group = weight, first, group
+        self.weight, self._first, self._group, self._scale = weight, first, group, scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self._first
@@ -70,7 +72,7 @@ class EmbeddingShard(nn.Module):
         rows = self.weight[local.masked_fill(is_other, 0)]
         rows.masked_fill_(is_other.unsqueeze(-1), 0.0)
         distributed.all_reduce(rows, group=self._group.tensors)
-        return rows
+        return rows if self._scale is None else rows * self._scale.to(rows.dtype)
 
 
 def plan_overrides(hf_config: Any, size: int) -> dict[str, str]:
@@ -123,10 +125,9 @@ def take_shards(model: Any, group: RankGroup) -> None:
         elif isinstance(module, nn.Embedding) and style == "embedding_rowwise":
             weight = module.weight
             assert isinstance(weight, DTensor)
-            own = weight.to_local()
-            setattr(
-                parent, own_name, EmbeddingShard(own, group.rank * -(-weight.shape[0] // group.size), group)
-            )
+            first = group.rank * -(-weight.shape[0] // group.size)
+            scale: torch.Tensor | None = getattr(module, "embed_scale", None)
+            setattr(parent, own_name, EmbeddingShard(weight.to_local(), first, group, scale))
 
 
 def _local_linear(module: nn.Linear, style: str, group: RankGroup, *, is_output: bool) -> nn.Module:

@@ -1,142 +1,140 @@
-"""The engine says what transformers' own `generate` says (float32, greedy), however its work is cut up."""
+"""The engine says what transformers says, family by family, however its work is cut up (float32)."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import re
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
-from outrider.engine.kv_cache import KVSequence
-from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.kv_layout import bytes_per_token, layout_of_config
+from outrider.engine.model import ModelLoadError, load_model
 from tests import models
-from tests.engine.sequences import feed, text
+from tests.engine import conformance
+from tests.engine.sequences import feed, logits_of, text
+from tests.engine.test_tree_attention import grow, random_tree
+from tests.families import FAMILIES, GREEN, REFUSED, WINDOW, Family
 
-NUM_NEW_TOKENS = 64
-PROMPT_LENS = (1, 7, 20, 33, 61)
+
+def named(families: tuple[Family, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("family", families, ids=[family.model_type for family in families])
 
 
-@functools.cache
-def expected_texts(family: str) -> list[list[int]]:
-    """transformers' own continuation of each prompt, one prompt at a time."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        models.model_dir(family), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    texts = []
-    for prompt in prompts():
-        output = model.generate(
+@named(GREEN)
+class TestGreenFamilies:
+    """I2, and the acceptance test of design section 8: identical tokens."""
+
+    def test_logits_are_those_of_transformers(self, family: Family) -> None:
+        assert conformance.logits_differ(family.key) <= conformance.LOGITS_TOLERANCE
+
+    def test_greedy_text_of_ragged_batches_with_rollbacks_and_forks(self, family: Family) -> None:
+        assert conformance.disturbed_departs(family.key) is None
+
+    def test_rows_have_the_same_bits_in_any_company(self, family: Family) -> None:
+        assert conformance.invariance_failures(family.key) == []
+
+    def test_tree_nodes_have_the_bits_of_their_paths(self, family: Family) -> None:
+        engine = models.engine(family.key)
+        tree = random_tree(np.random.default_rng(5), engine.vocab_size, 27, 9)
+        kv = engine.new_sequence()
+        rows = grow(engine, kv, tree, [4, 5])
+        kv.free()
+        for node in range(9):
+            assert torch.equal(rows[node], logits_of(engine, tree.linear(node), prefill=27)[-1])
+
+    def test_the_kv_of_a_token_is_known_without_weights(self, family: Family) -> None:
+        engine = models.engine(family.key)
+        layers = layout_of_config(models.random_model(family.key).config)
+        shapes = [(each.num_kv_heads, each.key_dim, each.num_kv_heads, each.value_dim) for each in layers]
+        assert shapes == [(*keys.shape[1:], *values.shape[1:]) for keys, values in engine.caches]
+        assert bytes_per_token(layers, torch.float32) == engine.kv_bytes_per_token
+
+
+@pytest.mark.slow
+@named(GREEN)
+def test_greedy_text_of_ragged_batches(family: Family) -> None:
+    assert conformance.greedy_departs(family.key) is None
+
+
+@named(REFUSED)
+def test_what_cannot_be_served_is_refused_with_name_and_cause(family: Family) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(models.engine_config(models.model_dir(family.key)))
+    assert family.refused is not None
+    assert family.refused in str(caught.value)
+    assert family.config.removesuffix("Config").lower() in str(caught.value).lower()
+
+
+def test_a_family_is_named_once_and_most_are_green() -> None:
+    assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+    assert len(GREEN) >= 25
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "llama4_text", "deepseek_v3"])
+def test_one_pass_over_the_finished_text_finds_what_generate_writes(model_type: str) -> None:
+    """`first_departure` stands in for transformers' own generation, which takes a hundred times as long."""
+    key = f"family-{model_type}"
+    texts = conformance.write_together(models.engine(key), np.random.default_rng(3), disturb=False)
+    for prompt, token_ids in zip(conformance.prompts(), texts, strict=True):
+        written = conformance.reference(key).generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NUM_NEW_TOKENS,
-            min_new_tokens=NUM_NEW_TOKENS,
+            max_new_tokens=conformance.NUM_NEW_TOKENS,
+            min_new_tokens=conformance.NUM_NEW_TOKENS,
             do_sample=False,
             pad_token_id=0,
         )
-        texts.append(output[0].tolist())
-    return texts
+        assert written[0].tolist() == token_ids
+    spoilt = [*texts[:-1], [*texts[-1][:-1], (texts[-1][-1] + 1) % models.VOCAB_SIZE]]
+    assert conformance.first_departure(key, spoilt) == "token 63 after a prompt of 61"
+    assert max(len(set(token_ids)) for token_ids in texts) >= 8
 
 
-def prompts() -> list[list[int]]:
-    # Token 1 is the padding of OPT's default; it is avoided only because `generate` warns about it.
-    return [[3 + t % (models.VOCAB_SIZE - 3) for t in text(n, n, models.VOCAB_SIZE)] for n in PROMPT_LENS]
+@pytest.mark.parametrize(
+    ("model_type", "reach"), [("mistral", 2 * (WINDOW - 1)), ("gemma2", None), ("llama4_text", None)]
+)
+def test_windows_and_chunks_are_shorter_than_the_text_and_matter(model_type: str, reach: int | None) -> None:
+    """Otherwise the suite would show nothing of them. reach: positions back that all layers together see."""
+    engine = models.engine(f"family-{model_type}")
+    assert any(layer.visibility is not None for layer in engine.layers) or engine.is_fused
+    base = text(4 * WINDOW, 5, engine.vocab_size)
+    changed = list(base)
+    changed[0] = (changed[0] + 1) % engine.vocab_size
+    outputs = [logits_of(engine, token_ids)[-1] for token_ids in (base, changed)]
+    assert torch.equal(*outputs) == (reach is not None)
 
 
-@dataclass
-class Writer:
-    """One sequence that grows greedily."""
+def test_latent_attention_and_layers_of_different_shape_are_found() -> None:
+    def found(model_type: str) -> list[tuple[int, int, int]]:
+        layers = layout_of_config(models.random_model(f"family-{model_type}").config)
+        return [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
 
-    kv: KVSequence
-    token_ids: list[int]
-    final_len: int
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.token_ids) - self.kv.length
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.token_ids) == self.final_len
+    assert found("deepseek_v3") == [(4, 24, 12)] * 2
+    assert found("gemma4_text") == [(2, 16, 16), (2, 32, 32)]
+    assert found("gpt_bigcode") == [(1, 16, 16)] * 2
+    assert sorted(found("mimo_v2_flash")) == [(2, 24, 16), (4, 24, 16)]
 
 
-def write_together(engine: Engine, rng: np.random.Generator, *, disturb: bool) -> list[list[int]]:
-    """Greedy texts of all prompts in ragged steps: chunks of random size, and sequences that pause at random.
-
-    With `disturb`, KV is rolled back and forked in between, and forks write nonsense beside their originals.
-    """
-    writers = [Writer(engine.new_sequence(), list(p), len(p) + NUM_NEW_TOKENS) for p in prompts()]
-    while not all(writer.is_done for writer in writers):
-        active = [writer for writer in writers if not writer.is_done and rng.random() < 0.85]
-        if not active:
-            continue
-        chunks = []
-        for writer in active:
-            size = int(rng.integers(1, writer.num_pending + 1)) if rng.random() < 0.5 else writer.num_pending
-            start = writer.kv.length
-            engine.copy_blocks(writer.kv.extend(size))
-            is_last = writer.num_pending == 0
-            chunks.append(SequenceChunk(writer.kv, writer.token_ids[start : start + size], int(is_last)))
-        rows = iter(engine.forward(chunks))
-        for writer, chunk in zip(active, chunks, strict=True):
-            if chunk.num_logits:
-                writer.token_ids.append(int(next(rows).argmax()))
-        if disturb:
-            for writer in writers:
-                _disturb(engine, writer, rng)
-    for writer in writers:
-        writer.kv.free()
-    engine.allocator.check_integrity([])
-    return [writer.token_ids for writer in writers]
+def test_a_rule_of_visibility_is_that_of_the_configuration() -> None:
+    layers = layout_of_config(models.random_model("family-gemma2").config)
+    assert layers[1].visibility is None
+    rule = models.engine("family-gemma2").layers[0].visibility
+    assert rule is not None
+    sees = rule(0, 0, torch.tensor([[40]]), torch.arange(60))[0]
+    assert sees.nonzero().flatten().tolist() == list(range(41 - WINDOW, 41))
 
 
-def _disturb(engine: Engine, writer: Writer, rng: np.random.Generator) -> None:
-    if rng.random() < 0.05:
-        writer.kv.truncate(int(rng.integers(max(0, writer.kv.length - 12), writer.kv.length + 1)))
-    if rng.random() < 0.05 and writer.kv.length:
-        fork = writer.kv.fork()
-        if rng.random() < 0.5:  # go on with the fork; the original writes nonsense
-            fork, writer.kv = writer.kv, fork
-        fork.truncate(int(rng.integers(max(0, fork.length - 4), fork.length + 1)))
-        feed(engine, fork, text(int(rng.integers(1, 12)), int(rng.integers(1000)), engine.vocab_size), 1)
-        fork.free()
-
-
-@pytest.mark.parametrize("family", models.SUPPORTED)
-class TestGreedyTextIsThatOfTransformers:
-    """I2, and the acceptance test of design section 8: identical tokens."""
-
-    def test_reference_text_is_varied_enough_to_tell_models_apart(self, family: str) -> None:
-        new = {tuple(t[n:]) for n, t in zip(PROMPT_LENS, expected_texts(family), strict=True)}
-        assert len(new) == len(PROMPT_LENS)
-        assert max(len(set(tokens)) for tokens in new) >= 8
-
-    def test_ragged_batches_and_chunked_prefill(self, family: str) -> None:
-        engine = models.engine(family)
-        assert write_together(engine, np.random.default_rng(1), disturb=False) == expected_texts(family)
-
-    def test_rollback_and_forks_in_between(self, family: str) -> None:
-        engine = models.engine(family)
-        assert write_together(engine, np.random.default_rng(2), disturb=True) == expected_texts(family)
-
-
-def test_sliding_window_is_shorter_than_the_text_and_matters() -> None:
-    """Otherwise the conformance test of Mistral would show nothing."""
-    engine = models.engine("mistral")
-    window = engine.model.config.sliding_window
-    assert window == models.SLIDING_WINDOW < min(PROMPT_LENS) + NUM_NEW_TOKENS
-    base = text(4 * window, 5, engine.vocab_size)
-    within, beyond = list(base), list(base)
-    within[-window] = (within[-window] + 1) % engine.vocab_size
-    beyond[0] = (beyond[0] + 1) % engine.vocab_size  # two layers see 2 * window - 1 back
-    outputs = []
-    for token_ids in (base, within, beyond):
-        kv = engine.new_sequence()
-        outputs.append(feed(engine, kv, token_ids, 1)[0])
-        kv.free()
-    assert not torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+def test_llama_4_is_refused_where_its_queries_would_be_scaled_by_their_place_in_the_batch() -> None:
+    directory = models.model_dir("family-llama4_text")
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(re.sub(r'"floor_scale": \d+', '"floor_scale": 100', config))
+    try:
+        with pytest.raises(ModelLoadError, match="max-model-len to 99"):
+            load_model(models.engine_config(directory))
+        assert load_model(models.engine_config(directory, max_model_len=99)).max_model_len == 99
+    finally:
+        (directory / "config.json").write_text(config)
 
 
 def test_a_long_prefill_in_one_piece_equals_one_in_many() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from outrider.engine import decoder
 from outrider.engine.decoder import FAMILIES, why_not
 from outrider.engine.kernels import available, products
+from outrider.engine.kv_layout import find_layout
 from outrider.engine.linear import Int8Linear, LinearForms
 from outrider.engine.model import (
     LOOKAHEAD_ENTRIES,
@@ -435,7 +436,9 @@ class TestWeights:
             key: weakref.ref(parameter) for key, parameter in model.named_parameters() if key.endswith(joined)
         }
         assert len(copied) == 15
-        engine = Engine(model, models.engine_config(model_dir(name), dtype), num_parameters=0)
+        engine = Engine(
+            model, models.engine_config(model_dir(name), dtype), find_layout(model), num_parameters=0
+        )
         with torch.inference_mode():
             engine.fuse(LinearForms())
         gc.collect()

@@ -1,0 +1,151 @@
+"""Mixtures of experts whose every row has the same bits in any batch (invariant I2).
+
+transformers' own experts multiply all rows of an expert at once, and how many those are depends on the company. Here
+each expert's two products become layers of their own, in a batch-invariant form (`linear`); only the experts that some
+row chose are run, and each row adds up its experts' answers in the order in which its router named them.
+
+What else multiplies by weights of its own, routers above all, runs in blocks of a fixed number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+EXPERTS_NAME: Final = "outrider"
+BLOCK_ROWS: Final = 32
+DENSE_BLOCK_ROWS: Final = 8  # where all experts see all rows, padding is dear
+
+
+class Expert(nn.Module):
+    """The two products of one expert."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(_is_experts(module) or _has_weights(module, 3) for module in model.modules())
+
+
+def split_experts(model: Any, build: Callable[[nn.Linear], nn.Module]) -> None:
+    """Makes every expert's products layers of their own, built by `build`, in place.
+
+    The joint weights are released.
+    """
+    found = [module for module in model.modules() if _is_experts(module)]
+    for module in found:
+        module.outrider_experts = nn.ModuleList(
+            Expert(build(up), build(down)) for up, down in _experts_of(module)
+        )
+        for name in ("gate_up_proj", "up_proj", "down_proj"):
+            if isinstance(getattr(module, name, None), nn.Parameter):
+                delattr(module, name)
+    if found:
+        model.set_experts_implementation(EXPERTS_NAME)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether transformers lets the computation of these experts be replaced (`use_experts_implementation`)."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
+
+
+def _experts_of(module: Any) -> Iterator[tuple[nn.Linear, nn.Linear]]:
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    for index in range(getattr(module, first).shape[0]):
+        yield _linear_of(module, first, index), _linear_of(module, "down_proj", index)
+
+
+def _linear_of(module: Any, name: str, index: int) -> nn.Linear:
+    weight = getattr(module, name)[index]
+    if module.is_transposed:
+        weight = weight.t().contiguous()
+    bias = getattr(module, f"{name}_bias")[index] if module.has_bias else None
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+    return linear
+
+
+def run_experts(
+    module: Any,
+    hidden_states: torch.Tensor,  # [num_rows, width]
+    top_k_index: torch.Tensor,  # [num_rows, top_k]
+    top_k_weights: torch.Tensor,  # [num_rows, top_k]
+) -> torch.Tensor:
+    """What transformers calls in every layer of experts; returns `[num_rows, width]`."""
+    top_k = top_k_index.shape[1]
+    chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    experts, counts = torch.unique_consecutive(chosen, return_counts=True)
+    answers = []
+    for number, places in zip(experts.tolist(), order.split(counts.tolist()), strict=True):
+        expert = module.outrider_experts[number]
+        inner = expert.up(hidden_states[places // top_k])
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        answers.append(expert.down(inner))
+    joined = torch.cat(answers)
+    by_row = torch.empty_like(joined)
+    by_row[order] = joined
+    if module.has_post_expert_norm:
+        by_row = module.post_expert_norm(by_row)
+    weighted = (by_row * top_k_weights.reshape(-1, 1)).view(-1, top_k, hidden_states.shape[-1])
+    total = weighted[:, 0]
+    for place in range(1, top_k):
+        total = total + weighted[:, place]
+    return total.to(hidden_states.dtype)
+
+
+class InBlocks:
+    """A module's forward pass, over `num_rows` rows of its first argument at a time; the last block is padded with its
+    first row."""
+
+    def __init__(self, forward: Callable[..., Any], num_rows: int) -> None:
+        self._forward, self._num_rows = forward, num_rows
+
+    def __call__(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """hidden_states: [num_rows, width] or [1, num_rows, width]; so is what comes back, alone or in a tuple."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        total = rows.shape[0]
+        if missing := -total % self._num_rows:
+            rows = torch.cat([rows, rows[:1].expand(missing, -1)])
+        parts = []
+        for block in rows.split(self._num_rows):
+            shaped = block if hidden_states.ndim == 2 else block.unsqueeze(0)
+            parts.append(self._forward(shaped, *arguments, **options))
+        if isinstance(parts[0], torch.Tensor):
+            return self._joined(parts, total)
+        return tuple(self._joined(each, total) for each in zip(*parts, strict=True))
+
+    def _joined(self, parts: Sequence[torch.Tensor], total: int) -> torch.Tensor:
+        dim = 0 if parts[0].shape[0] == self._num_rows else 1
+        return torch.cat(list(parts), dim=dim).narrow(dim, 0, total)
+
+
+def run_in_blocks(model: nn.Module) -> None:
+    """Wraps, in place, what multiplies by its own weights without being a linear layer: the routers beside experts, and
+    whole mixtures whose experts transformers does not let be replaced."""
+    for module in model.modules():
+        children = list(module.children())
+        if any(_has_weights(child, 3) and not _is_experts(child) for child in children):
+            module.forward = InBlocks(module.forward, DENSE_BLOCK_ROWS)
+        elif any(map(_is_experts, children)):
+            for child in filter(_is_router, children):
+                child.forward = InBlocks(child.forward, BLOCK_ROWS)
+
+
+def _is_router(module: nn.Module) -> bool:
+    if isinstance(module, nn.Linear):
+        return type(module).forward is not nn.Linear.forward
+    return _has_weights(module, 2) and not _is_experts(module)
+
+
+def _has_weights(module: nn.Module, num_dims: int) -> bool:
+    return any(parameter.ndim == num_dims for parameter in module.parameters(recurse=False))
+
+
+ExpertsInterface.register(EXPERTS_NAME, run_experts)

@@ -2,6 +2,9 @@
 
 Each step feeds pending committed tokens (prefill) and, of all the sessions that are listened to, the nodes that are
 most likely to be reached. A session whose tree is as large as its bounds allow rests until commits arrive.
+
+Sessions whose texts begin alike share KV blocks, as they do on a target worker: where a hit lets the target decode at
+once, hints are there at once as well.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from draft_worker.messages import (
 from draft_worker.session import DraftSession
 from outrider.confidence import calibrations
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.prefix_cache import TextBlocks
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hint_tree import Hint
 from outrider.turnover import Turnover, retry_after_s
@@ -44,6 +48,7 @@ class DraftScheduler:
         self.vocab_size = vocab_size
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
+        self.num_cached_tokens = 0  # so far, whose KV was there already
         self._calibrations = calibrations()
         self._num_sessions_of: Counter[str] = Counter()  # by target address
         # Targets that did not listen when last heard of, of those with sessions.
@@ -99,7 +104,7 @@ class DraftScheduler:
             event.speculation,
             event.grammar,
             event.seed,
-            KVSequence(self.allocator),
+            TextBlocks(KVSequence(self.allocator)),
             self.limits,
             self._calibrations.get(event.sampling.decoding_mode),
             attached_at=now,
@@ -196,14 +201,38 @@ class DraftScheduler:
         for session, node_ids in chosen:
             items.append(session.grow_item(node_ids, likeliest_left))
             budget -= len(node_ids)
-        for session in growing:
-            if session.num_pending and budget > 0:
-                items.append(session.prefill_item(budget, likeliest_left))
-                budget -= len(items[-1].token_ids)
+        for session in self._prefilling(growing):
+            if budget <= 0:
+                break
+            items.append(session.prefill_item(budget, likeliest_left))
+            budget -= len(items[-1].token_ids)
         if not items:
             return None
         moves, self._moves = self._moves, []
         return Step(moves, items)
+
+    def _prefilling(self, growing: list[DraftSession]) -> list[DraftSession]:
+        """Sessions with pending tokens, the fewest first: one whose tree was left lacks a few, and nobody is to wait for
+        a long prompt with it.
+
+        One whose text is just being computed for another session waits, and then shares the result.
+        """
+        pending = [session for session in growing if session.num_pending]
+        begun = [session for session in pending if session.has_begun]
+        for session in pending:
+            if not session.has_begun and not self._is_prefix_under_way(session, begun):
+                if self.limits.enable_prefix_caching:
+                    self.num_cached_tokens += session.begin()
+                session.has_begun = True
+                begun.append(session)
+        return sorted(begun, key=lambda session: session.num_pending)
+
+    def _is_prefix_under_way(self, session: DraftSession, begun: list[DraftSession]) -> bool:
+        if not begun or not self.limits.enable_prefix_caching:
+            return False
+        return session.blocks.is_under_way(
+            session.token_ids, [(other.blocks, other.token_ids) for other in begun]
+        )
 
     def _most_probable(self, growing: list[DraftSession]) -> list[tuple[DraftSession, list[int]]]:
         """Up to `max_nodes_per_step` nodes to feed, those first that are most likely to be reached.
@@ -232,6 +261,8 @@ class DraftScheduler:
             session = self._sessions[item.session_id]  # events are handled between steps only
             if item.paths is None:
                 session.finish_prefill(len(item.token_ids))
+            if self.limits.enable_prefix_caching:
+                session.publish()  # here, since the moves of entries are done with the step
             hints = session.expand(item.node_ids, expanded)
             if hints:
                 actions.append(self._send(session, hints))

@@ -333,7 +333,7 @@ class Scheduler:
             if verdict is not None:
                 actions += self._commit(session, item, verdict, result.step_ms, prices, now)
             if self._places.shares_prefix(session):
-                session.blocks.publish(session.token_ids)
+                session.blocks.publish(session.token_ids, session.kv.length)
         if self._recent is not None:
             self._recent.read_some()
         if step.only_decodes and self._pace.whole_ms > 0.0:

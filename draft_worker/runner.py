@@ -278,8 +278,9 @@ class DraftCore:
             return [], None
         started = time.perf_counter()
         expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives, self.has_events)
-        self._metrics.step_ms.observe((time.perf_counter() - started) * 1e3)
-        return self.scheduler.finish_step(step, expansions), 0.0
+        step_ms = (time.perf_counter() - started) * 1e3
+        self._metrics.step_ms.observe(step_ms)
+        return self.scheduler.finish_step(step, expansions, step_ms), 0.0
 
     def _observe_load(self) -> None:
         self._metrics.num_sessions.set(self.scheduler.num_sessions)

@@ -32,11 +32,15 @@ from draft_worker.messages import (
 )
 from draft_worker.session import DraftSession
 from outrider.confidence import calibrations
+from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk, ChunkCost
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.prefix_cache import TextBlocks
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hint_tree import Hint
 from outrider.turnover import Turnover, retry_after_s
+
+PLAIN_DECAY = 0.9
+"""Per step without prompts: what one takes is that of the last ten or so."""
 
 
 class DraftScheduler:
@@ -49,6 +53,8 @@ class DraftScheduler:
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
         self.num_cached_tokens = 0  # so far, whose KV was there already
+        self._chunk_cost = ChunkCost()
+        self._plain_ms = 0.0  # of a step without prompts, smoothed; 0.0: unknown
         self._calibrations = calibrations()
         self._num_sessions_of: Counter[str] = Counter()  # by target address
         # Targets that did not listen when last heard of, of those with sessions.
@@ -201,21 +207,41 @@ class DraftScheduler:
         for session, node_ids in chosen:
             items.append(session.grow_item(node_ids, likeliest_left))
             budget -= len(node_ids)
-        for session in self._prefilling(growing):
-            if budget <= 0:
-                break
-            items.append(session.prefill_item(budget, likeliest_left))
-            budget -= len(items[-1].token_ids)
+        for session, num_tokens in self._chunks(growing, budget):
+            items.append(session.prefill_item(num_tokens, likeliest_left))
         if not items:
             return None
         moves, self._moves = self._moves, []
         return Step(moves, items)
 
-    def _prefilling(self, growing: list[DraftSession]) -> list[DraftSession]:
-        """Sessions with pending tokens, the fewest first: one whose tree was left lacks a few, and nobody is to wait for
-        a long prompt with it.
+    def _chunks(self, growing: list[DraftSession], budget: int) -> list[tuple[DraftSession, int]]:
+        """Whose pending tokens to feed, and how many, within `budget`.
 
-        One whose text is just being computed for another session waits, and then shares the result.
+        Beside sessions that have trees long prompts get as much time as a step takes without them: their hints come
+        half as often as before at the least.
+        """
+        has_company = any(session.num_sent_nodes for session in growing)
+        budget_ms = self._plain_ms
+        chunks: list[tuple[DraftSession, int]] = []
+        is_first = True
+        for session in self._prefilling(growing):
+            start, num_tokens = session.num_prefix, min(session.num_pending, budget)
+            if has_company and session.num_pending > MIN_CHUNK_LEN:
+                in_time = self._chunk_cost.num_tokens_within(budget_ms, start)
+                num_tokens = min(num_tokens, max(in_time, MIN_CHUNK_LEN if is_first else 0))
+                budget_ms -= self._chunk_cost.ms(Chunk(start, num_tokens))
+                is_first = False
+            if num_tokens <= 0:
+                break
+            chunks.append((session, num_tokens))
+            budget -= num_tokens
+        return chunks
+
+    def _prefilling(self, growing: list[DraftSession]) -> list[DraftSession]:
+        """Sessions with pending tokens, those with the fewest first: one whose tree was left lacks a few, and does not
+        wait for long prompts.
+
+        One whose text is just being computed for another session waits for that, and then shares the result.
         """
         pending = [session for session in growing if session.num_pending]
         begun = [session for session in pending if session.has_begun]
@@ -253,9 +279,12 @@ class DraftScheduler:
                 heapq.heappop(heap)
         return [(growing[i], node_ids) for i, node_ids in chosen.items()]
 
-    def finish_step(self, step: Step, expansions: list[list[Expansion]]) -> list[Action]:
+    def finish_step(
+        self, step: Step, expansions: list[list[Expansion]], step_ms: float = 0.0
+    ) -> list[Action]:
         """Attaches the new nodes; `expansions[i]` belongs to the nodes of `step.items[i]`, then to those of its chain
-        that were fed."""
+        that were fed. step_ms: that it took, chains included; 0.0 where nobody measures."""
+        self._learn_cost(step, step_ms)
         actions: list[Action] = []
         for item, expanded in zip(step.items, expansions, strict=True):
             session = self._sessions[item.session_id]  # events are handled between steps only
@@ -267,6 +296,17 @@ class DraftScheduler:
             if hints:
                 actions.append(self._send(session, hints))
         return actions
+
+    def _learn_cost(self, step: Step, step_ms: float) -> None:
+        chunks = [
+            Chunk(self._sessions[item.session_id].num_prefix, len(item.token_ids))
+            for item in step.items
+            if item.paths is None
+        ]
+        if sum(chunk.num_tokens for chunk in chunks) > MIN_CHUNK_LEN:
+            self._chunk_cost.observe(chunks, max(step_ms - self._plain_ms, 0.0))
+        else:
+            self._plain_ms += (1.0 - PLAIN_DECAY if self._plain_ms else 1.0) * (step_ms - self._plain_ms)
 
     def _send(self, session: DraftSession, hints: list[Hint]) -> SendHints:
         return SendHints(

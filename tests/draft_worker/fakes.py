@@ -54,11 +54,12 @@ class FakeDraftModel:
         for item in step.items:
             first = item.kv.length - len(item.token_ids)
             slots = item.kv.slots(0, item.kv.length).tolist()
-            own, shared = set(slots[first:]), set(slots[:first])
-            assert written.isdisjoint(slots) and own.isdisjoint(read), "a slot is written that another reads"
-            assert all(allocator.may_write(slot // allocator.block_size) for slot in own)
-            written |= own
-            read |= shared
+            new = set(slots[first:])
+            assert written.isdisjoint(slots), "a slot is read that another writes"
+            assert read.isdisjoint(new), "a slot is written that another reads"
+            assert all(allocator.may_write(slot // allocator.block_size) for slot in new)
+            written |= new
+            read |= set(slots[:first])
             paths: list[Path] = []
             for row, token_id in enumerate(item.token_ids):
                 if item.paths is None:

@@ -39,6 +39,8 @@ from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hint_tree import Hint
 from outrider.turnover import Turnover, retry_after_s
 
+FEW_TOKENS = 4
+"""Pending tokens of all sessions together, which a step without prompts may feed as well."""
 PLAIN_DECAY = 0.9
 """Per step without prompts: what one takes is that of the last ten or so."""
 
@@ -217,24 +219,24 @@ class DraftScheduler:
     def _chunks(self, growing: list[DraftSession], budget: int) -> list[tuple[DraftSession, int]]:
         """Whose pending tokens to feed, and how many, within `budget`.
 
-        Beside sessions that have trees long prompts get as much time as a step takes without them: their hints come
-        half as often as before at the least.
+        Beside sessions that have trees, or whose tree was left just now, prompts get as much time as a step takes
+        without them: hints come half as often as before at the least.
         """
         has_company = any(session.num_sent_nodes for session in growing)
         budget_ms = self._plain_ms
         chunks: list[tuple[DraftSession, int]] = []
         is_first = True
         for session in self._prefilling(growing):
-            start, num_tokens = session.num_prefix, min(session.num_pending, budget)
-            if has_company and session.num_pending > MIN_CHUNK_LEN:
-                in_time = self._chunk_cost.num_tokens_within(budget_ms, start)
-                num_tokens = min(num_tokens, max(in_time, MIN_CHUNK_LEN if is_first else 0))
-                budget_ms -= self._chunk_cost.ms(Chunk(start, num_tokens))
+            chunk = Chunk(session.num_prefix, min(session.num_pending, budget))
+            was_left = session.num_sent_nodes > 0 and session.num_pending <= MIN_CHUNK_LEN
+            if has_company and not was_left:
+                chunk = self._chunk_cost.cut(chunk, budget_ms, is_first=is_first)
+                budget_ms -= self._chunk_cost.ms(chunk)
                 is_first = False
-            if num_tokens <= 0:
+            if chunk.num_tokens <= 0:
                 break
-            chunks.append((session, num_tokens))
-            budget -= num_tokens
+            chunks.append((session, chunk.num_tokens))
+            budget -= chunk.num_tokens
         return chunks
 
     def _prefilling(self, growing: list[DraftSession]) -> list[DraftSession]:
@@ -303,9 +305,10 @@ class DraftScheduler:
             for item in step.items
             if item.paths is None
         ]
-        if sum(chunk.num_tokens for chunk in chunks) > MIN_CHUNK_LEN:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if num_tokens >= MIN_CHUNK_LEN:
             self._chunk_cost.observe(chunks, max(step_ms - self._plain_ms, 0.0))
-        else:
+        elif num_tokens <= FEW_TOKENS:
             self._plain_ms += (1.0 - PLAIN_DECAY if self._plain_ms else 1.0) * (step_ms - self._plain_ms)
 
     def _send(self, session: DraftSession, hints: list[Hint]) -> SendHints:

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from outrider.confidence import calibrations
-from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk, ChunkCost
+from outrider.engine.chunk_cost import Chunk, ChunkCost
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
@@ -312,15 +312,14 @@ class Scheduler:
             budget -= fed
         budget_ms = self._chunk_cost.ms(Chunk(0, max(budget, 0)))
         for session, most in room.prefilling:
-            start = session.kv.length
-            in_time = self._chunk_cost.num_tokens_within(budget_ms, start) if decoding else most
-            is_first = len(items) == len(decoding)
-            num_tokens = min(most, budget, max(in_time, MIN_CHUNK_LEN if is_first else 0))
-            if num_tokens <= 0:
+            chunk = Chunk(session.kv.length, min(most, budget))
+            if decoding:
+                chunk = self._chunk_cost.cut(chunk, budget_ms, is_first=len(items) == len(decoding))
+            if chunk.num_tokens <= 0:
                 break
-            items.append(prefill_item(session, num_tokens, limit))
-            budget -= num_tokens
-            budget_ms -= self._chunk_cost.ms(Chunk(start, num_tokens))
+            items.append(prefill_item(session, chunk.num_tokens, limit))
+            budget -= chunk.num_tokens
+            budget_ms -= self._chunk_cost.ms(chunk)
         return Step(items)
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:

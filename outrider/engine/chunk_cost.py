@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 MIN_CHUNK_LEN = 16
 """Tokens that a prompt gets on by at least: with fewer, it would take most of its time for what any step costs."""
-FORGETTING = 0.95
-"""Per step with chunks: what is learned is that of the last twenty or so."""
+FORGETTING = 0.98
+"""Per step with chunks: what is learned is that of the last fifty or so."""
 OUTLIER = 3.0
 """Times the expected: a step that took longer was held up by something else, and counts as this much."""
 
@@ -61,7 +61,7 @@ class ChunkCost:
         self._solve()
 
     def _solve(self) -> None:
-        prior = 0.01 * self._tokens_tokens  # as if every token had read a hundred, at no cost
+        prior = 1e-3 * self._tokens_tokens  # as if every token had read thirty, at no cost
         determinant = self._tokens_tokens * (self._read_read + prior) - self._tokens_read**2
         if determinant <= 0.0:
             return
@@ -84,3 +84,11 @@ class ChunkCost:
         each_ms = self.token_ms + self.read_ms * start / 1e3
         root = math.sqrt(each_ms**2 + self.read_ms * max(ms, 0.0) / 500)
         return int(2 * max(ms, 0.0) / (each_ms + root) + 1e-6)
+
+    def cut(self, chunk: Chunk, ms: float, *, is_first: bool) -> Chunk:
+        """As much of a chunk as takes at most `ms`: all of it, or MIN_CHUNK_LEN tokens and more, or none. The first
+        chunk of a step gets so many in any case."""
+        num_tokens = self.num_tokens_within(ms, chunk.start)
+        if num_tokens < min(MIN_CHUNK_LEN, chunk.num_tokens):
+            num_tokens = MIN_CHUNK_LEN if is_first else 0
+        return Chunk(chunk.start, min(num_tokens, chunk.num_tokens))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.engine.chunk_cost import OUTLIER, Chunk, ChunkCost
+from outrider.engine.chunk_cost import MIN_CHUNK_LEN, OUTLIER, Chunk, ChunkCost
 
 TOKEN_MS, READ_MS = 0.2, 0.15  # of a token, and of a thousand that it reads
 
@@ -90,3 +90,15 @@ def test_several_prompts_in_one_step_count_together() -> None:
         apart.observe(chunks[:1], true_ms(*chunks[:1]))
     for cost in (apart, together):
         assert cost.ms(Chunk(1500, 300)) == pytest.approx(true_ms(Chunk(1500, 300)), rel=0.05)
+
+
+def test_a_chunk_is_cut_to_no_crumbs() -> None:
+    cost = learned()
+    whole = Chunk(1000, 300)
+    assert cost.cut(whole, 10 * true_ms(whole), is_first=False) == whole
+    half = cost.cut(whole, true_ms(whole) / 2, is_first=False)
+    assert 140 <= half.num_tokens <= 160
+    for ms in (0.0, -5.0, true_ms(Chunk(1000, MIN_CHUNK_LEN - 2))):
+        assert cost.cut(whole, ms, is_first=False).num_tokens == 0
+        assert cost.cut(whole, ms, is_first=True).num_tokens == MIN_CHUNK_LEN
+    assert cost.cut(Chunk(1000, 3), 0.0, is_first=True).num_tokens == 3

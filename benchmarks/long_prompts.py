@@ -202,7 +202,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     flush=True,
                 )
                 rounds.append(await load.round())
-    asked = {name: str(each) if isinstance(each, Path) else each for name, each in vars(arguments).items()}
+    asked = {name: each.name if isinstance(each, Path) else each for name, each in vars(arguments).items()}
     return {"machine": machine(), "load": asked, **summarize(rounds[arguments.warmup :])}
 
 

@@ -16,7 +16,7 @@ from outrider.engine.kv_cache import BlockAllocator
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 60.0
-"""At most; it takes a millisecond for some thousand blocks."""
+"""At most; it takes a millisecond for twenty thousand blocks."""
 
 
 class _Counter(Protocol):

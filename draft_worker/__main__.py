@@ -87,6 +87,7 @@ def limits_from(arguments: argparse.Namespace) -> DraftLimits:
         max_chain_nodes=arguments.max_chain_nodes,
         min_reach=arguments.min_reach,
         min_sampled_reach=arguments.min_sampled_reach,
+        enable_prefix_caching=arguments.enable_prefix_caching,
     )
 
 

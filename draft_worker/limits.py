@@ -29,6 +29,7 @@ class DraftLimits:
     min_reach: float = 0.03
     min_sampled_reach: float = 0.15  # in rejection mode, where each node costs a distribution on the wire
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
+    enable_prefix_caching: bool = True  # texts that begin alike share KV blocks
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError, naming the flag."""

@@ -12,6 +12,7 @@ from draft_worker.limits import NUM_ALTERNATIVES
 from draft_worker.messages import Action, Chain, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
 from outrider.confidence import confidence_level
+from outrider.engine.idle_check import IdleCheck
 from outrider.engine.logit_processing import NEVER, is_idle, process
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling import (
@@ -259,6 +260,8 @@ class DraftCore:
         self.scheduler = scheduler
         self.engine = engine
         self._metrics = metrics
+        self._num_cached_tokens = 0  # counted so far
+        self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
         # Whether there is news, for which a chain breaks off; whoever makes the core's thread says how to know.
         self.has_events: Callable[[], bool] = lambda: False
 
@@ -267,11 +270,20 @@ class DraftCore:
 
     def run_next(self, now: float) -> tuple[list[Action], float | None]:
         step = self.scheduler.next_step()
-        self._metrics.num_sessions.set(self.scheduler.num_sessions)
+        self._observe_load()
         if step is None:
             self.engine.rest()
+            if not self.scheduler.num_sessions:  # else it waits for commits, and has to answer at once
+                self._idle_check.look(now)
             return [], None
         started = time.perf_counter()
         expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives, self.has_events)
-        self._metrics.step_ms.observe((time.perf_counter() - started) * 1e3)
-        return self.scheduler.finish_step(step, expansions), 0.0
+        step_ms = (time.perf_counter() - started) * 1e3
+        self._metrics.step_ms.observe(step_ms)
+        return self.scheduler.finish_step(step, expansions, step_ms), 0.0
+
+    def _observe_load(self) -> None:
+        self._metrics.num_sessions.set(self.scheduler.num_sessions)
+        if (num_cached_tokens := self.scheduler.num_cached_tokens) != self._num_cached_tokens:
+            self._metrics.num_cached_tokens.inc(num_cached_tokens - self._num_cached_tokens)
+            self._num_cached_tokens = num_cached_tokens

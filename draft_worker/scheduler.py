@@ -2,6 +2,9 @@
 
 Each step feeds pending committed tokens (prefill) and, of all the sessions that are listened to, the nodes that are
 most likely to be reached. A session whose tree is as large as its bounds allow rests until commits arrive.
+
+Sessions whose texts begin alike share KV blocks, as they do on a target worker: where a hit lets the target decode at
+once, hints are there at once as well.
 """
 
 from __future__ import annotations
@@ -29,10 +32,17 @@ from draft_worker.messages import (
 )
 from draft_worker.session import DraftSession
 from outrider.confidence import calibrations
+from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk, ChunkCost
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.prefix_cache import TextBlocks
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hint_tree import Hint
 from outrider.turnover import Turnover, retry_after_s
+
+FEW_TOKENS = 4
+"""Pending tokens of all sessions together, which a step without prompts may feed as well."""
+PLAIN_DECAY = 0.9
+"""Per step without prompts: what one takes is that of the last ten or so."""
 
 
 class DraftScheduler:
@@ -44,6 +54,9 @@ class DraftScheduler:
         self.vocab_size = vocab_size
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
+        self.num_cached_tokens = 0  # so far, whose KV was there already
+        self._chunk_cost = ChunkCost()
+        self._plain_ms = 0.0  # of a step without prompts, smoothed; 0.0: unknown
         self._calibrations = calibrations()
         self._num_sessions_of: Counter[str] = Counter()  # by target address
         # Targets that did not listen when last heard of, of those with sessions.
@@ -99,7 +112,7 @@ class DraftScheduler:
             event.speculation,
             event.grammar,
             event.seed,
-            KVSequence(self.allocator),
+            TextBlocks(KVSequence(self.allocator)),
             self.limits,
             self._calibrations.get(event.sampling.decoding_mode),
             attached_at=now,
@@ -196,14 +209,58 @@ class DraftScheduler:
         for session, node_ids in chosen:
             items.append(session.grow_item(node_ids, likeliest_left))
             budget -= len(node_ids)
-        for session in growing:
-            if session.num_pending and budget > 0:
-                items.append(session.prefill_item(budget, likeliest_left))
-                budget -= len(items[-1].token_ids)
+        for session, num_tokens in self._chunks(growing, budget):
+            items.append(session.prefill_item(num_tokens, likeliest_left))
         if not items:
             return None
         moves, self._moves = self._moves, []
         return Step(moves, items)
+
+    def _chunks(self, growing: list[DraftSession], budget: int) -> list[tuple[DraftSession, int]]:
+        """Whose pending tokens to feed, and how many, within `budget`.
+
+        Beside sessions that have trees, or whose tree was left just now, prompts get as much time as a step takes
+        without them: hints come half as often as before at the least.
+        """
+        has_company = any(session.num_sent_nodes for session in growing)
+        budget_ms = self._plain_ms
+        chunks: list[tuple[DraftSession, int]] = []
+        is_first = True
+        for session in self._prefilling(growing):
+            chunk = Chunk(session.num_prefix, min(session.num_pending, budget))
+            was_left = session.num_sent_nodes > 0 and session.num_pending <= MIN_CHUNK_LEN
+            if has_company and not was_left:
+                chunk = self._chunk_cost.cut(chunk, budget_ms, is_first=is_first)
+                budget_ms -= self._chunk_cost.ms(chunk)
+                is_first = False
+            if chunk.num_tokens <= 0:
+                break
+            chunks.append((session, chunk.num_tokens))
+            budget -= chunk.num_tokens
+        return chunks
+
+    def _prefilling(self, growing: list[DraftSession]) -> list[DraftSession]:
+        """Sessions with pending tokens, those with the fewest first: one whose tree was left lacks a few, and does not
+        wait for long prompts.
+
+        One whose text is just being computed for another session waits for that, and then shares the result.
+        """
+        pending = [session for session in growing if session.num_pending]
+        begun = [session for session in pending if session.has_begun]
+        for session in pending:
+            if not session.has_begun and not self._is_prefix_under_way(session, begun):
+                if self.limits.enable_prefix_caching:
+                    self.num_cached_tokens += session.begin()
+                session.has_begun = True
+                begun.append(session)
+        return sorted(begun, key=lambda session: session.num_pending)
+
+    def _is_prefix_under_way(self, session: DraftSession, begun: list[DraftSession]) -> bool:
+        if not begun or not self.limits.enable_prefix_caching:
+            return False
+        return session.blocks.is_under_way(
+            session.token_ids, [(other.blocks, other.token_ids) for other in begun]
+        )
 
     def _most_probable(self, growing: list[DraftSession]) -> list[tuple[DraftSession, list[int]]]:
         """Up to `max_nodes_per_step` nodes to feed, those first that are most likely to be reached.
@@ -224,18 +281,35 @@ class DraftScheduler:
                 heapq.heappop(heap)
         return [(growing[i], node_ids) for i, node_ids in chosen.items()]
 
-    def finish_step(self, step: Step, expansions: list[list[Expansion]]) -> list[Action]:
+    def finish_step(
+        self, step: Step, expansions: list[list[Expansion]], step_ms: float = 0.0
+    ) -> list[Action]:
         """Attaches the new nodes; `expansions[i]` belongs to the nodes of `step.items[i]`, then to those of its chain
-        that were fed."""
+        that were fed. step_ms: that it took, chains included; 0.0 where nobody measures."""
+        self._learn_cost(step, step_ms)
         actions: list[Action] = []
         for item, expanded in zip(step.items, expansions, strict=True):
             session = self._sessions[item.session_id]  # events are handled between steps only
             if item.paths is None:
                 session.finish_prefill(len(item.token_ids))
+            if self.limits.enable_prefix_caching:
+                session.publish()  # here, since the moves of entries are done with the step
             hints = session.expand(item.node_ids, expanded)
             if hints:
                 actions.append(self._send(session, hints))
         return actions
+
+    def _learn_cost(self, step: Step, step_ms: float) -> None:
+        chunks = [
+            Chunk(self._sessions[item.session_id].num_prefix, len(item.token_ids))
+            for item in step.items
+            if item.paths is None
+        ]
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if num_tokens >= MIN_CHUNK_LEN:
+            self._chunk_cost.observe(chunks, max(step_ms - self._plain_ms, 0.0))
+        elif num_tokens <= FEW_TOKENS:
+            self._plain_ms += (1.0 - PLAIN_DECAY if self._plain_ms else 1.0) * (step_ms - self._plain_ms)
 
     def _send(self, session: DraftSession, hints: list[Hint]) -> SendHints:
         return SendHints(

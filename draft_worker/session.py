@@ -2,7 +2,8 @@
 
 The tree hangs below the committed tokens. Its nodes are of two kinds: *fed* nodes have gone through the model, so
 their KV entry and their children exist; the others are the frontier. KV entries `[0, num_prefix)` belong to
-committed tokens, those after it to fed nodes, in the order they were fed; `entry_nodes` names them.
+committed tokens, those after it to fed nodes, in the order they were fed; `entry_nodes` names them. What is committed
+is final: its entries never move again, so that full blocks of it can be offered to other sessions. Nodes never are.
 
 An alternative becomes a node, and is sent, only when its turn to be fed has come: without a continuation it would be
 of no use to the target. Until then its parent remembers it.
@@ -24,6 +25,7 @@ from draft_worker.messages import Chain, Expansion, KVMove, StepItem
 from outrider.acceptance import AcceptanceHistory
 from outrider.confidence import Calibration
 from outrider.engine.kv_cache import KVSequence
+from outrider.engine.prefix_cache import TextBlocks
 from outrider.engine.text_before import TextBefore
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hint_tree import ROOT_ID, DraftDistribution, Hint
@@ -60,7 +62,7 @@ class DraftSession:
     speculation: SpeculationSettings
     grammar: GrammarState | None  # having read all committed output
     seed: int
-    kv: KVSequence
+    blocks: TextBlocks
     limits: DraftLimits
     calibration: Calibration | None = None  # of all that decode this way; none under rejection sampling
     attached_at: float = 0.0  # shell's clock, seconds
@@ -75,6 +77,7 @@ class DraftSession:
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)  # of primary children
     num_owed: int = 0  # primary children of the nodes that are being fed
     is_listened_to: bool = True
+    has_begun: bool = False  # to be computed, or to share what others have
     num_roots: int = 1
     num_sent_nodes: int = 0
 
@@ -89,6 +92,10 @@ class DraftSession:
                 self.grammar.advance(output_token_ids)
             except GrammarViolation:
                 self.grammar = None
+
+    @property
+    def kv(self) -> KVSequence:
+        return self.blocks.kv
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -255,6 +262,15 @@ class DraftSession:
 
     def wants_to_grow(self) -> bool:
         return self.is_listened_to and len(self.token_ids) < self.limits.max_model_len - 1
+
+    def begin(self) -> int:
+        """Takes over what other sessions have published of the committed text; returns how many entries that are."""
+        self.num_prefix = self.blocks.adopt(self.token_ids)
+        return self.num_prefix
+
+    def publish(self) -> None:
+        """Offers committed text to other sessions; no `KVMove` of this session may be outstanding."""
+        self.blocks.publish(self.token_ids, self.num_prefix)
 
     def prefill_item(self, budget: int, min_chain_reach: float) -> StepItem:
         """Feeds up to `budget` pending tokens; the last one expands the cursor."""

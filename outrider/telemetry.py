@@ -20,6 +20,11 @@ class _Metrics:
         self.registry = CollectorRegistry()
         self._values = (model_name, worker_id)
 
+        self.num_integrity_failures = self._counter(
+            "kv_cache_integrity_failures",
+            "Times that an idle worker found KV blocks lost or owned twice; anything but 0 is a defect",
+        )
+
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"outrider_{name}", text, LABELS, registry=self.registry).labels(*self._values)
 
@@ -96,6 +101,9 @@ class DraftMetrics(_Metrics):
         super().__init__(model_name, worker_id)
         self.num_sessions = self._gauge("draft_sessions", "Sessions attached")
         self.num_sent_nodes = self._counter("draft_nodes_sent", "Hint tree nodes sent")
+        self.num_cached_tokens = self._counter(
+            "draft_prefix_cache_hits", "Tokens whose KV an earlier session had left"
+        )
         self.step_ms = self._histogram("draft_step_milliseconds", "Forward pass of a batch of nodes")
 
 

@@ -109,6 +109,12 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         "when it is used up (default %(default)s)",
     )
     engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="texts that begin alike share the KV that was computed for them (default on)",
+    )
+    engine.add_argument(
         "--max-model-len", type=int, default=None, help="prompt plus output; default: the model's"
     )
     engine.add_argument(

@@ -83,12 +83,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="never pause a draft worker whose hints cost more than they gain; for measurements",
     )
-    parser.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=DEFAULTS.enable_prefix_caching,
-        help="prompts that begin alike share what was computed for them (default on)",
-    )
     return parser.parse_args(arguments)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.engine.chunk_cost import Chunk
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.text_before import TextBefore
 from outrider.engine.verdict import Verdict
@@ -201,6 +202,12 @@ class StepItem:
     @property
     def num_fed_hints(self) -> int:
         return max(self.num_decided - 1, 0)
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """Of its text, where more than one committed token is fed. To be asked before anything is rolled back."""
+        num_tokens = len(self.token_ids) - self.num_fed_hints
+        return Chunk(self.kv.length - len(self.token_ids), num_tokens) if num_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,14 +144,11 @@ class Places:
     def _is_prefix_under_way(self, session: Session) -> bool:
         """Whether a running session's prefill is about to compute the first block that this one lacks."""
         computing = [
-            other for other in self.running.values() if other.num_pending > 1 and self.shares_prefix(other)
+            (other.blocks, other.token_ids)
+            for other in self.running.values()
+            if other.num_pending > 1 and self.shares_prefix(other)
         ]
-        if not computing:
-            return False
-        missing = session.blocks.first_missing(session.token_ids)
-        return missing is not None and any(
-            missing in other.blocks.digests(other.token_ids, other.committed_len) for other in computing
-        )
+        return bool(computing) and session.blocks.is_under_way(session.token_ids, computing)
 
     def make_room(self) -> StepRoom:
         """Sees to it that the next step gets the blocks it needs, and says whom it may feed how much.

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from outrider.engine.idle_check import IdleCheck
 from outrider.engine.logit_processing import is_idle
 from outrider.engine.logprobs import token_logprobs
 from outrider.engine.model import Engine, SequenceChunk
@@ -100,6 +101,7 @@ class TargetCore:
         self._metrics = metrics
         self._last_end: float | None = None
         self._num_preemptions = 0  # counted so far
+        self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = self.scheduler.handle(event, now)
@@ -111,6 +113,7 @@ class TargetCore:
         decision = self.scheduler.next_step(now)
         if decision is None:
             self.engine.rest()
+            self._idle_check.look(now)
             self._last_end = None
             return [], None
         if isinstance(decision, WaitForHints):

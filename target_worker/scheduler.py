@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 from outrider.confidence import calibrations
+from outrider.engine.chunk_cost import Chunk, ChunkCost
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
@@ -75,6 +76,7 @@ class Scheduler:
         self.allocator = allocator
         self.vocab_size = vocab_size
         self.cost = StepCost()
+        self._chunk_cost = ChunkCost()
         self._listening = BatchListening(may_rest=limits.may_rest)
         self._pace = Pace()
         self._wait = HintWait(limits)
@@ -290,7 +292,11 @@ class Scheduler:
         return self._wait.until(now, hoping, self.num_running, self._line(), usual_rate)
 
     def _compose(self) -> Step:
-        """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`."""
+        """Decoding sessions first, then prefill chunks, within `max_num_batched_tokens`.
+
+        While somebody decodes all chunks of a step together take no longer than one that begins a prompt and uses up
+        the tokens: so much later, at most, comes what a running session says next.
+        """
         room = self._places.make_room()
         decoding = room.decoding
         budget = self.limits.max_num_batched_tokens - len(decoding)
@@ -304,11 +310,16 @@ class Scheduler:
         for session, path, fed in zip(decoding, paths, num_fed, strict=True):
             items.append(deciding_item(session, path, fed))
             budget -= fed
+        budget_ms = self._chunk_cost.ms(Chunk(0, max(budget, 0)))
         for session, most in room.prefilling:
-            if budget <= 0:
+            chunk = Chunk(session.kv.length, min(most, budget))
+            if decoding:
+                chunk = self._chunk_cost.cut(chunk, budget_ms, is_first=len(items) == len(decoding))
+            if chunk.num_tokens <= 0:
                 break
-            items.append(prefill_item(session, min(most, budget), limit))
-            budget -= len(items[-1].token_ids)
+            items.append(prefill_item(session, chunk.num_tokens, limit))
+            budget -= chunk.num_tokens
+            budget_ms -= self._chunk_cost.ms(chunk)
         return Step(items)
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
@@ -319,6 +330,7 @@ class Scheduler:
         audience = self._listening.audience(self._places.running.values())
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         prices = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
+        self._learn_chunk_cost(step, result.step_ms)
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
         if step.only_decodes:
             self._pace.commit(num_committed, len(step.items))
@@ -333,7 +345,7 @@ class Scheduler:
             if verdict is not None:
                 actions += self._commit(session, item, verdict, result.step_ms, prices, now)
             if self._places.shares_prefix(session):
-                session.blocks.publish(session.token_ids)
+                session.blocks.publish(session.token_ids, session.kv.length)
         if self._recent is not None:
             self._recent.read_some()
         if step.only_decodes and self._pace.whole_ms > 0.0:
@@ -348,6 +360,16 @@ class Scheduler:
         self.cost.observe(step.num_tokens, step_ms, num_context)
         line = self.cost.line(num_context)
         return _Prices(line.step_ms(num_sessions) / num_sessions, line.token_ms)
+
+    def _learn_chunk_cost(self, step: Step, step_ms: float) -> None:
+        chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]
+        if not chunks:
+            return
+        if self.cost.coefficients is not None:
+            decoding = [item for item in step.items if item.chunk is None]
+            line = self.cost.line(sum(item.kv.length for item in decoding))
+            step_ms -= line.step_ms(sum(len(item.token_ids) for item in decoding))
+        self._chunk_cost.observe(chunks, max(step_ms, 0.0))
 
     def _line(self) -> StepLine:
         """Cost of the next step over the number of tokens it feeds."""

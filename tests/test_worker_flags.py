@@ -21,8 +21,11 @@ def test_without_flags_a_worker_has_the_limits_that_the_code_has() -> None:
 
 def test_flags_reach_the_limits() -> None:
     flags = ["--model", "m", "--max-num-seqs", "3", "--min-reach", "0.2", "--max-alternatives", "1"]
+    flags.append("--no-enable-prefix-caching")
     limits = draft_worker.limits_from(draft_worker.parse_arguments(flags))
-    assert limits == DraftLimits(max_num_seqs=3, min_reach=0.2, max_alternatives=1)
+    assert limits == DraftLimits(
+        max_num_seqs=3, min_reach=0.2, max_alternatives=1, enable_prefix_caching=False
+    )
     flags = [
         "--model",
         "m",

@@ -118,11 +118,7 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
     }
-    switches = {
-        "--no-enable-prefix-caching": not deployment.enable_prefix_caching,
-        "--no-lookup": not deployment.enable_lookup,
-    }
-    target_words = [switch for switch, is_given in switches.items() if is_given]
+    target_words = [] if deployment.enable_lookup else ["--no-lookup"]
     specs = [
         _worker_spec(
             *("target", i, deployment.target, deployment, own, deployment.tensor_parallel_size),
@@ -166,13 +162,16 @@ def _worker_spec(
         "--cpu-affinity": ",".join(map(str, cores)) or None,
         **extra,
     }
+    words = [*flatten(flags), *extra_words]
+    if not deployment.enable_prefix_caching:
+        words.append("--no-enable-prefix-caching")
     # OpenMP reads its own variable before any flag of ours is parsed.
     environment = {"OMP_NUM_THREADS": str(num_threads)} if cores else {}
     environment |= rank_environment(num_ranks)
     return ChildSpec(
         f"{role}-{index}",
         role,
-        (*launcher(f"{role}_worker", num_ranks), *flatten(flags), *extra_words),
+        (*launcher(f"{role}_worker", num_ranks), *words),
         environment,
         ready_timeout_s=WORKER_READY_TIMEOUT_S,
         stop_grace_s=WORKER_GRACE_S,

@@ -123,9 +123,11 @@ class BlockAllocator:
         assert references == self._num_references, "block references differ from what the sequences hold"
         assert sorted([*self._free, *self._unused]) == [
             block_id for block_id in range(1, self.num_blocks) if references[block_id] == 0
-        ]
-        assert self._digests == {block_id: digest for digest, block_id in self._published.items()}
-        assert all(block_id in self._digests for block_id in self._unused)
+        ], "what is free is not what nobody references"
+        assert self._digests == {block_id: digest for digest, block_id in self._published.items()}, (
+            "published blocks and their digests differ"
+        )
+        assert all(block_id in self._digests for block_id in self._unused), "a block is kept for no text"
 
 
 @dataclass(slots=True, eq=False)

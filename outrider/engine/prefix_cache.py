@@ -3,12 +3,15 @@
 A full block of final text is published under a digest of all text up to its end; a later sequence that begins with
 the same text takes it over instead of computing it again. That changes no bit of what follows, because KV entries do
 not depend on how they were computed (invariant I2).
+
+Both kinds of worker do this by the same code, each with its own cache: what one of them finds says nothing about the
+other, and neither ever reads what it has not computed itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,11 +56,16 @@ class TextBlocks:
         self.kv.free()
         self._num_published = 0
 
-    def publish(self, token_ids: Sequence[int]) -> None:
-        """Offers the blocks that have been filled since; `token_ids` is the text, final as far as there is KV."""
-        num_full = self.kv.length // self.kv.allocator.block_size
+    def publish(self, token_ids: Sequence[int], num_final: int) -> None:
+        """Offers the blocks that have been filled since.
+
+        Entries [0, num_final) are those of the text, and will never be written again; the text may go on beyond them,
+        and there may be entries beyond them that are no text.
+        """
+        assert num_final <= self.kv.length, "only what has been computed can be offered"
+        num_full = num_final // self.kv.allocator.block_size
         if num_full > self._num_published:
-            self.kv.publish(self.digests(token_ids, self.kv.length), self._num_published)
+            self.kv.publish(self.digests(token_ids, num_final), self._num_published)
             self._num_published = num_full
 
     def first_missing(self, token_ids: Sequence[int]) -> Digest | None:
@@ -65,6 +73,16 @@ class TextBlocks:
         digests = self.digests(token_ids, len(token_ids) - 1)
         num_published = self.kv.allocator.num_published(digests)
         return digests[num_published] if num_published < len(digests) else None
+
+    def is_under_way(
+        self, token_ids: Sequence[int], computing: Iterable[tuple[TextBlocks, Sequence[int]]]
+    ) -> bool:
+        """Whether one of those that are being computed, each with its text, is about to publish the first block that
+        this text lacks."""
+        missing = self.first_missing(token_ids)
+        return missing is not None and any(
+            missing in other.digests(others_ids, len(others_ids)) for other, others_ids in computing
+        )
 
     def digests(self, token_ids: Sequence[int], length: int) -> list[Digest]:
         """Of the full blocks of a text's first `length` tokens; the text must go on as those before it did."""

@@ -91,7 +91,7 @@ class DraftPool(Pool):
     max_lookahead: int = whole(20, "hints ahead of the target, at most", 1, 256)
     max_alternatives: int = whole(4, "other guesses beside the first", 0, 32)
 
-    def limits(self, max_model_len: int) -> DraftLimits:
+    def limits(self, max_model_len: int, *, has_shared_prefixes: bool) -> DraftLimits:
         return DraftLimits(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
@@ -99,6 +99,7 @@ class DraftPool(Pool):
             max_chain_nodes=self.max_chain_nodes,
             max_lookahead=self.max_lookahead,
             max_alternatives=self.max_alternatives,
+            enable_prefix_caching=has_shared_prefixes,
         )
 
 
@@ -177,7 +178,14 @@ class Fleet:
                 raise InvalidRequest("shared_prefix", "[[request]] shared_prefix is longer than the prompt")
 
     def target_limits(self) -> SchedulerLimits:
-        return self.target.limits(has_shared_prefixes=any(kind.shared_prefix for kind in self.kinds))
+        return self.target.limits(has_shared_prefixes=self._has_shared_prefixes)
+
+    def draft_limits(self) -> DraftLimits:
+        return self.draft.limits(self.target.max_model_len, has_shared_prefixes=self._has_shared_prefixes)
+
+    @property
+    def _has_shared_prefixes(self) -> bool:
+        return any(kind.shared_prefix for kind in self.kinds)
 
     @property
     def concurrency(self) -> int:

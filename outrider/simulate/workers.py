@@ -178,11 +178,12 @@ class DraftWorker(Worker):
         super().__init__(*counted)
         self._number, self._pool, self._texts = number, fleet.draft, texts
         self._report, self._link_to_target, self._target_at = report, link_to_target, target_at
-        limits = fleet.draft.limits(fleet.target.max_model_len)
+        limits = fleet.draft_limits()
         blocks_each = -(-(limits.max_model_len + limits.max_nodes) // BLOCK_SIZE)
         allocator = BlockAllocator(limits.max_num_seqs * blocks_each + 1, BLOCK_SIZE)
         self.scheduler = DraftScheduler(limits, allocator, VOCAB_SIZE)
         self._links: dict[str, _HintLink] = {}
+        self._step_began_s = 0.0
 
     def hear(self, address: str, commits: list[CommitPublished]) -> None:
         """A message of a target's."""
@@ -205,6 +206,7 @@ class DraftWorker(Worker):
                 Growth(item, self._texts[item.session_id], self._pool.max_alternatives) for item in step.items
             ]
             num_tokens = sum(len(item.token_ids) for item in step.items)
+            self._step_began_s = self.clock.now_s
             self._run_for(self._pass_ms(num_tokens, growths), self._end_pass, step, growths)
 
     def _pass_ms(self, num_tokens: int, growths: list[Growth]) -> float:
@@ -218,7 +220,8 @@ class DraftWorker(Worker):
                 growth.feed_one()
             self._run_for(self._pass_ms(len(growing), growing), self._end_pass, step, growths)
             return
-        self._send(self.scheduler.finish_step(step, [growth.expansions for growth in growths]))
+        step_ms = (self.clock.now_s - self._step_began_s) * MS_PER_S
+        self._send(self.scheduler.finish_step(step, [growth.expansions for growth in growths], step_ms))
         self._is_busy = False
         self._turn()
 

@@ -13,7 +13,8 @@ Path = tuple[int, ...]
 
 
 class FakeDraftModel:
-    """Every KV entry holds the tokens that led to it, itself included; a step must see exactly its own path.
+    """Every KV entry holds the tokens that led to it, itself included; a step must see exactly its own path, and write
+    what is its own alone.
 
     `alignment` of 256 continuations are the target's own; of the rest the right token is often an alternative.
     """
@@ -42,15 +43,23 @@ class FakeDraftModel:
 
     def run(self, step: Step) -> list[list[Expansion]]:
         self.num_steps += 1
+        allocator = step.items[0].kv.allocator
         for move in step.moves:
             self.move(move)
+            into = {int(slot) // allocator.block_size for slot in move.destination_slots}
+            assert into.isdisjoint(allocator._digests), "a published block is written"
         written: set[int] = set()
+        read: set[int] = set()
         expansions = []
         for item in step.items:
             first = item.kv.length - len(item.token_ids)
             slots = item.kv.slots(0, item.kv.length).tolist()
-            assert written.isdisjoint(slots), "two sessions of one step share a slot"
-            written |= set(slots)
+            new = set(slots[first:])
+            assert written.isdisjoint(slots), "a slot is read that another writes"
+            assert read.isdisjoint(new), "a slot is written that another reads"
+            assert all(allocator.may_write(slot // allocator.block_size) for slot in new)
+            written |= new
+            read |= set(slots[:first])
             paths: list[Path] = []
             for row, token_id in enumerate(item.token_ids):
                 if item.paths is None:
@@ -89,6 +98,7 @@ class FakeDraftModel:
                 break
             item.kv.extend(1)
             slots = item.kv.slots(0, item.kv.length).tolist()
+            assert item.kv.allocator.may_write(slots[-1] // item.kv.allocator.block_size)
             held = [self.cache[slot] for slot in slots[: chain.tree_start] + [slots[e] for e in entries]]
             assert held == [path[: i + 1] for i in range(len(path))], "a chain sees another path's KV"
             entries.append(item.kv.length - 1)

@@ -21,6 +21,7 @@ from draft_worker.runner import NUM_CHILDREN, expand
 from draft_worker.runner import run_step as run_draft_step
 from draft_worker.scheduler import DraftScheduler
 from outrider.confidence import confidence_level
+from outrider.engine.kv_cache import BlockAllocator
 from outrider.engine.logit_processing import TextBefore
 from outrider.engine.model import Engine, load_model
 from outrider.engine.sampling import coupled_choice, probabilities
@@ -61,7 +62,7 @@ def generate(
         num_speculative_tokens=5,
         hint_wait_ms_max=0.0,
     )
-    target = Scheduler(limits, target_engine.allocator, target_engine.vocab_size)
+    target = Scheduler(limits, new_allocator(target_engine), target_engine.vocab_size)
     prompts = {f"s{i}": text(5 + 20 * i, i, target_engine.vocab_size) for i in range(NUM_SESSIONS)}
     texts = {name: list(prompt) for name, prompt in prompts.items()}
     ended: list[SessionEnded] = []
@@ -74,7 +75,7 @@ def generate(
     if draft_engine is not None:
         draft = DraftScheduler(
             DraftLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=500, max_nodes=48),
-            draft_engine.allocator,
+            new_allocator(draft_engine),
             draft_engine.vocab_size,
         )
         for name, prompt in prompts.items():
@@ -105,12 +106,17 @@ def generate(
                     )
                 )
                 assert not any(isinstance(a, DraftSubscribe) for a in asked)
-    target_engine.allocator.check_integrity([])
-    if draft_engine is not None:
-        draft_engine.allocator.check_integrity([])
+    for scheduler in (target, draft):
+        if scheduler is not None:
+            scheduler.allocator.check_integrity([])
     num_verified = sum(end.stats.num_draft_tokens for end in ended)
     num_accepted = sum(end.stats.num_accepted_draft_tokens for end in ended)
     return list(texts.values()), num_accepted / max(num_verified, 1), num_verified
+
+
+def new_allocator(engine: Engine) -> BlockAllocator:
+    """Blocks in which nothing is to be found: all tests write into the engine's KV, each by its own allocator."""
+    return BlockAllocator(engine.allocator.num_blocks, engine.allocator.block_size)
 
 
 @functools.cache
@@ -173,7 +179,7 @@ class TestChains:
         limits = DraftLimits(
             max_num_seqs=1, max_nodes=60, max_lookahead=8, min_reach=0.0, max_chain_nodes=max_chain_nodes
         )
-        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
+        scheduler = DraftScheduler(limits, new_allocator(engine), engine.vocab_size)
         scheduler.handle(AttachSession("a", 1, "target:1", text(20, 3, engine.vocab_size), params, 5))
         num_steps = 0
         while (step := scheduler.next_step()) is not None:
@@ -185,7 +191,7 @@ class TestChains:
         for hint in session.live_hints():
             branches[hint.node_id] = (*branches[hint.parent_id], hint.token_id)
         scheduler.handle(DetachSession("a", 1))
-        engine.allocator.check_integrity([])
+        scheduler.allocator.check_integrity([])
         return set(branches.values()), num_steps
 
     @pytest.mark.parametrize(

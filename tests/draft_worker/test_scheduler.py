@@ -28,6 +28,7 @@ from draft_worker.messages import (
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import NUM_NEAR_NODES, DraftSession
 from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.prefix_cache import block_digests
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.hint_tree import ROOT_ID, Hint
 from outrider.randomness import mix
@@ -134,6 +135,13 @@ class World:
             held = [cache[slot] for slot in move.source_slots]
             for slot, path in zip(move.destination_slots, held, strict=True):
                 cache[slot] = path
+        size = self.allocator.block_size
+        for digest, block_id in self.allocator._published.items():
+            held = self.model.cache[block_id * size : (block_id + 1) * size]
+            text_so_far = held[-1]
+            assert text_so_far is not None
+            assert block_digests(text_so_far, size)[-1] == digest, "a block is offered for another's text"
+            assert held == [text_so_far[: len(text_so_far) - size + i + 1] for i in range(size)]
         for session in sessions:
             text = session.token_ids
             assert text == self.texts[session.session_id][: len(text)]

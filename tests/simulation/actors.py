@@ -434,14 +434,14 @@ class Draft(Worker):
         if step is None:
             return None
         expansions = self._model.run(step)
-        num_nodes = sum(map(len, expansions))
+        duration_s = self.shape.draft_step_s * max(sum(map(len, expansions)), 1)
 
         def finish(end_s: float) -> list[DraftAction]:
-            actions = self.scheduler.finish_step(step, expansions)
+            actions = self.scheduler.finish_step(step, expansions, duration_s * 1e3)
             self._on_step(self)
             return actions
 
-        return self.shape.draft_step_s * max(num_nodes, 1), finish
+        return duration_s, finish
 
 
 class Letters:

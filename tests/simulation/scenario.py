@@ -104,7 +104,7 @@ def _draw_shape(chance: random.Random, *, is_crowded: bool) -> WorkerShape:
             may_rest=chance.random() < 0.5,
             max_early_sessions=4,
             end_of_sequence_ids=frozenset({END}),
-            enable_prefix_caching=chance.random() < 0.7,
+            enable_prefix_caching=(shares_prefixes := chance.random() < 0.7),
         ),
         # From one session's to plenty.
         num_blocks=1 + (1 if is_crowded else chance.choice((1, 2, max_num_seqs))) * (_MAX_MODEL_LEN // 4),
@@ -117,6 +117,7 @@ def _draw_shape(chance: random.Random, *, is_crowded: bool) -> WorkerShape:
             max_lookahead=8,
             max_nodes_per_step=4,
             end_of_sequence_ids=frozenset({END}),
+            enable_prefix_caching=shares_prefixes,
         ),
         draft_step_s=chance.choice((0.002, 0.01)),
         alignment=chance.choice((60, 200, 250)),

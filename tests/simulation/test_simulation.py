@@ -16,6 +16,7 @@ import pytest
 from coordinator import grpc_api
 from coordinator.request_session import RequestSession
 from coordinator.resumption import ResumePoint
+from draft_worker.session import DraftSession
 from outrider.hint_tree import Hint, HintTree
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2
@@ -112,6 +113,13 @@ def keep_the_blocks(self: Session) -> None:
     self.num_preemptions += 1
 
 
+def begin_with_what_is_not_there(self: DraftSession) -> int:
+    """As `begin`, for a draft worker that believes that it has what its target has."""
+    self.kv.extend(len(self.token_ids) - 1)
+    self.num_prefix = self.kv.length
+    return self.num_prefix
+
+
 PREEMPT = Session.preempt
 READ_POSITION = grpc_api._read_position
 ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
@@ -128,6 +136,7 @@ ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
         (grpc_api, "_read_position", skip_one_too_many, "tokens"),
         (Session, "preempt", forget_what_it_said, "I1"),
         (Session, "preempt", keep_the_blocks, "I8"),
+        (DraftSession, "begin", begin_with_what_is_not_there, "another path's KV"),
     ],
     ids=[
         "no incarnation check",
@@ -137,6 +146,7 @@ ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
         "a wrong resume offset",
         "a preempted session forgets its text",
         "a preempted session keeps its blocks",
+        "a draft worker reads KV that was never computed",
     ],
 )
 def test_a_planted_bug_is_found(owner: object, name: str, planted: object, problem: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from coordinator.settings import CoordinatorSettings
 from draft_worker.messages import SendHints
+from outrider.engine.kv_cache import KVSequence
 from outrider.hint_tree import ROOT_ID
 from target_worker.session import Session
 from tests.simulation.actors import REDIS, Coordinator, Draft, Redis, Target, Worker
@@ -249,11 +250,7 @@ class _World:
         num_places = limits.max_num_seqs + limits.max_num_waiting
         if scheduler.num_running > limits.max_num_seqs or len(scheduler._sessions) > num_places:
             self.wrong(f"I7: {target.name} holds {scheduler.num_running} + {scheduler.num_waiting} sessions")
-        running = scheduler._places.running.values()
-        try:
-            target.allocator.check_integrity([session.kv for session in running])
-        except AssertionError as error:
-            self.wrong(f"I8: blocks of {target.name}: {str(error)[:80]}")
+        self._check_blocks(target, [session.kv for session in scheduler._places.running.values()])
         if len(scheduler._early) > limits.max_early_sessions:
             self.wrong(f"I7: {target.name} keeps early events of {len(scheduler._early)} sessions")
 
@@ -261,7 +258,15 @@ class _World:
 
     def _check_draft(self, draft: Draft) -> None:
         """After each step of a draft worker."""
+        self._check_blocks(draft, [session.kv for session in draft.scheduler._sessions.values()])
         self._check_callers(draft, draft.scheduler._sessions)
+
+    def _check_blocks(self, worker: Target | Draft, sequences: list[KVSequence]) -> None:
+        """Every block has as many owners as there are sequences that hold it, and no block is lost."""
+        try:
+            worker.allocator.check_integrity(sequences)
+        except AssertionError as error:
+            self.wrong(f"I8: blocks of {worker.name}: {str(error)[:80]}")
 
     def _check_callers(self, worker: Target | Draft, sessions: Mapping[str, object]) -> None:
         for session_id, session in sessions.items():
@@ -310,6 +315,12 @@ class _World:
                     self.wrong(f"I8: {each}")
                 return
             await asyncio.sleep(0.25)
+        self._check_idle_workers()
+
+    def _check_idle_workers(self) -> None:
+        for process in self.network.processes.values():
+            if isinstance(process, Target | Draft):
+                self._check_blocks(process, [])
 
     def _what_is_left(self) -> list[str]:
         left = []

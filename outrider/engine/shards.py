@@ -125,7 +125,7 @@ def take_shards(model: Any, group: RankGroup) -> None:
             weight = module.weight
             assert isinstance(weight, DTensor)
             first = group.rank * -(-weight.shape[0] // group.size)
-            scale: torch.Tensor | None = getattr(module, "embed_scale", None)  # type: ignore[assignment]
+            scale: torch.Tensor | None = getattr(module, "embed_scale", None)
             setattr(parent, own_name, EmbeddingShard(weight.to_local(), first, group, scale))
 
 

@@ -17,8 +17,12 @@ _REPLACEMENT: Final = "\ufffd"
 _PENDING_TOKENS_MAX: Final = 8
 # A run of tokens without text (special ones, skipped) must not make every later decode longer.
 _WINDOW_TOKENS_MAX: Final = 32
-# Enough of the prompt for a decoder to see whether the first generated word follows a space.
+# Enough of the prompt for a decoder to see whether the first generated word follows a space; more of it where these
+# begin within a character.
 _CONTEXT_TOKENS: Final = 6
+_CONTEXT_TOKENS_MAX: Final = 32
+# Tokens at the end of a prompt that may be the beginning of a character.
+_UNFINISHED_TOKENS_MAX: Final = 3
 
 
 class Decoder(Protocol):
@@ -39,10 +43,15 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids = list(context_token_ids[-_CONTEXT_TOKENS:])
         self._prefix = 0
-        self._read = len(self._token_ids)
-        self._has_shown = False
+        start, self._read = self._readable_part(context_token_ids)
+        self._token_ids = list(context_token_ids[start:])
+        self._read -= start
+        # What the prompt shows of these tokens, until more than that is shown.
+        prompt, readable = self._decode(self._token_ids), self._decode(self._token_ids[: self._read])
+        self._shown_before: str | None = (
+            prompt.rstrip(_REPLACEMENT) if prompt.startswith(readable) else readable
+        )
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
@@ -57,19 +66,36 @@ class IncrementalDetokenizer:
         """The rest, at the end of the text; an unfinished character shows as U+FFFD."""
         return self._show(self._pending_text())
 
+    def _readable_part(self, context: Sequence[int]) -> tuple[int, int]:
+        """From where to where the end of a prompt reads as whole characters; what follows begins another one."""
+        num_tokens = len(context)
+        ends = range(num_tokens, max(num_tokens - _UNFINISHED_TOKENS_MAX, 0) - 1, -1)
+        first = max(num_tokens - _CONTEXT_TOKENS, 0)
+        for end in ends:
+            for start in range(min(first, end), max(num_tokens - _CONTEXT_TOKENS_MAX, 0) - 1, -1):
+                if _REPLACEMENT not in self._decode(context[start:end]):
+                    return start, end
+        # The prompt itself holds something unreadable.
+        for end in ends:
+            if not self._decode(context[first:end]).endswith(_REPLACEMENT):
+                return first, end
+        return first, num_tokens
+
     def _pending_text(self) -> str:
-        shown = self._decode(self._token_ids[self._prefix : self._read])
-        if not self._has_shown:
-            # The prompt may itself end within a character; its visible bytes are then part of the first new
-            # one.
-            shown = shown.rstrip(_REPLACEMENT)
-        return self._decode(self._token_ids[self._prefix :])[len(shown) :]
+        shown = self._shown_before
+        if shown is None:
+            shown = self._decode(self._token_ids[self._prefix : self._read])
+        text = self._decode(self._token_ids[self._prefix :])
+        if text.startswith(shown):
+            return text[len(shown) :]
+        # A vocabulary that spells bytes takes a whole run of them for unreadable when the last is: what has been shown
+        # of the run was readable all the same.
+        return self._decode(self._token_ids[self._read :])
 
     def _show(self, text: str) -> str:
-        if text:
-            self._has_shown = True
         if text or len(self._token_ids) - self._prefix > _WINDOW_TOKENS_MAX:
             self._prefix = self._read
+            self._shown_before = None
         self._read = len(self._token_ids)
         # Forget what no later decode will look at.
         del self._token_ids[: self._prefix]

@@ -154,7 +154,8 @@ class Tokenizer:
         if piece is None:
             return b""
         if token_id in self._added_tokens:
-            return str(piece).encode()
+            # The vocabulary's entry is what the normalizer makes of it: Llama 2's puts a space sign before.
+            return str(self._added_tokens[token_id].content).encode()
         if "ByteLevel" in self._decoder_types:
             return b"".join(
                 bytes([_BYTES_BY_CHARACTER[character]])
@@ -231,7 +232,8 @@ class Tokenizer:
     def _special_tokens(self) -> dict[str, str]:
         """`bos_token` and its like by name. Files hold either the text or a description with `content`."""
         found = {}
-        for name, value in self._config.items():
+        extra = self._config.get("extra_special_tokens")
+        for name, value in [*self._config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
                 found[name] = text

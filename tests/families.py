@@ -117,7 +117,7 @@ FAMILIES: Final = (
     Family("mistral", "Mistral 7B, Mistral Nemo", "MistralConfig", GATED | {"sliding_window": WINDOW}),
     Family("mixtral", "Mixtral 8x7B, 8x22B", "MixtralConfig", GATED | EXPERTS),
     Family("ministral", "Ministral 8B", "MinistralConfig", GATED | ONE_LAYER_SLIDES | HEADS_16),
-    Family("ministral3", "Ministral 3, Devstral 2 (text)", "Ministral3Config", GATED | HEADS_16 | SCALED_FAR),
+    Family("ministral3", "Ministral 3 (text)", "Ministral3Config", GATED | HEADS_16 | SCALED_FAR),
     Family("gemma", "Gemma 2B, 7B", "GemmaConfig", GATED | HEADS_32),
     Family(
         "gemma2",
@@ -127,9 +127,28 @@ FAMILIES: Final = (
     ),
     Family(
         "gemma3_text",
-        "Gemma 3 (text)",
+        "Gemma 3 270M, 1B",
         "Gemma3TextConfig",
         GATED | HEADS_32 | ONE_LAYER_SLIDES | {"query_pre_attn_scalar": 24},
+    ),
+    Family(
+        "gemma3",
+        "Gemma 3 4B, 12B, 27B (text alone)",
+        "Gemma3Config",
+        {
+            "text_config": GATED | HEADS_32 | ONE_LAYER_SLIDES | {"query_pre_attn_scalar": 24},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "image_token_index": 280,
+            "boi_token_index": 281,
+            "eoi_token_index": 282,
+        },
     ),
     Family(
         "gemma4_text",

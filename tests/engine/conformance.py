@@ -159,27 +159,23 @@ COLUMNS = (
     "kernels",
     "tensor-parallel plan",
 )
+REFUSAL_COLUMNS = ("refused", "example models", "why")
 
 
 def row(family: Family) -> tuple[str, ...]:
-    """A family's line of the table."""
-    name = f"`{family.model_type}`"
-    try:
-        engine = models.engine(family.key)
-    except ModelLoadError as error:
-        reason = str(error).partition(": ")[2]
-        return (name, family.examples, f"refused: {reason}", *[""] * (len(COLUMNS) - 3))
+    """The line of a family that is served."""
+    engine = models.engine(family.key)
     difference = logits_differ(family.key)
     failures = invariance_failures(family.key)
     return (
-        name,
+        f"`{family.model_type}`",
         family.examples,
         "yes" if difference <= LOGITS_TOLERANCE else f"no: {difference:.1e} apart",
         _yes_unless(greedy_departs(family.key)),
         _yes_unless(disturbed_departs(family.key)),
         "yes" if not failures else f"no: {family.variant or failures[0]}",
         "fused" if engine.is_fused else "plain",
-        "yes" if engine.model.config.base_model_tp_plan else "no",
+        "yes" if engine.model.config.get_text_config().base_model_tp_plan else "no",  # type: ignore[operator]
     )
 
 
@@ -187,10 +183,24 @@ def _yes_unless(departure: str | None) -> str:
     return "yes" if departure is None else f"no: {departure}"
 
 
-def table(families: Sequence[Family] = FAMILIES) -> str:
-    """Green families first."""
-    rows = [row(family) for family in sorted(families, key=lambda family: not family.is_green)]
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+def refusal_row(family: Family) -> tuple[str, ...]:
+    """The line of a family that `load_model` refuses."""
+    try:
+        models.engine(family.key)
+    except ModelLoadError as error:
+        return f"`{family.model_type}`", family.examples, str(error).partition(": ")[2]
+    raise AssertionError(f"{family.model_type} is not refused")
+
+
+def tables(families: Sequence[Family] = FAMILIES) -> str:
+    """What is served, green families first, and what is not."""
+    served = [row(each) for each in sorted(families, key=lambda each: not each.is_green) if not each.refused]
+    refused = [refusal_row(each) for each in families if each.refused]
+    return f"{_table(COLUMNS, served)}\n\n{_table(REFUSAL_COLUMNS, refused)}"
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -202,10 +212,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     chosen = [each for each in FAMILIES if not arguments.family or each.model_type in arguments.family]
     if arguments.markdown:
-        print(table(chosen))
+        print(tables(chosen))
         return
     for family in chosen:
-        print(*row(family), sep="  ", flush=True)
+        print(*(refusal_row(family) if family.refused else row(family)), sep="  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from tests.engine import conformance
 from tests.engine.sequences import feed, logits_of, text
 from tests.engine.test_tree_attention import grow, random_tree
 from tests.families import FAMILIES, GREEN, REFUSED, WINDOW, Family
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def named(families: tuple[Family, ...]) -> pytest.MarkDecorator:
@@ -64,6 +67,25 @@ def test_what_cannot_be_served_is_refused_with_name_and_cause(family: Family) ->
     assert family.refused is not None
     assert family.refused in str(caught.value)
     assert family.config.removesuffix("Config").lower() in str(caught.value).lower()
+
+
+def readme_rows(first_column: str) -> list[list[str]]:
+    """The cells below a table's head in the README."""
+    text_of_table = README.partition(f"\n| {first_column} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text_of_table.splitlines()[2:]]
+
+
+def test_the_readme_names_the_families_that_this_suite_runs() -> None:
+    """Its tables are the output of `python -m tests.engine.conformance --markdown`."""
+    served = {cells[0]: cells[1:] for cells in readme_rows("family")}
+    green = [name for name, cells in served.items() if not any(cell.startswith("no:") for cell in cells)]
+    assert green == [f"`{family.model_type}`" for family in GREEN]
+    refused = {cells[0]: cells[1:] for cells in readme_rows("refused")}
+    for family in FAMILIES:
+        examples, *verdict = (refused if family.refused else served)[f"`{family.model_type}`"]
+        assert examples == family.examples
+        assert (family.refused or family.variant or "yes") in " ".join(verdict)
+    assert len(served) + len(refused) == len(FAMILIES)
 
 
 def test_a_family_is_named_once_and_most_are_green() -> None:

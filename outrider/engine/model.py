@@ -33,7 +33,7 @@ from outrider.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "fp8")
 
 
 class ModelLoadError(ConfigurationError):
@@ -60,8 +60,10 @@ class EngineConfig:
             raise ModelLoadError(
                 f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
             )
-        if self.quantization == "int8" and self.dtype != "bfloat16":
-            raise ModelLoadError("int8 weights are computed in bfloat16: set --dtype bfloat16")
+        if self.quantization != "none" and self.dtype != "bfloat16":
+            raise ModelLoadError(
+                f"{self.quantization} weights are computed in bfloat16: set --dtype bfloat16"
+            )
         if self.dtype not in DTYPES:
             raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
@@ -266,8 +268,10 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
 
     With a group each rank calls it, and has its shard.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
+
+    from outrider.engine.published_loading import read_as_plain
 
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(config.num_threads)
@@ -281,8 +285,16 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         )
     model: Any
     try:
+        hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+        published = read_as_plain(hf_config)
+        if published is not None and group is not None:
+            raise ValueError(
+                f"its weights are quantized ({published.name}), and such a checkpoint cannot be cut between ranks: "
+                "serve it with one rank, or the model as it was before with --quantization"
+            )
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.model_dir,
+            config=hf_config,
             dtype=DTYPES[config.dtype],
             attn_implementation="sdpa",
             local_files_only=True,
@@ -291,6 +303,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load {config.model_dir}: {error}") from error
+    if published is not None:
+        logger.info("weights were published as %s; read into %s", published.name, config.dtype)
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(
             f"{config.model_dir} lacks {len(missing)} tensors of its model, such as {missing[0]}; "
@@ -348,6 +362,8 @@ def _refuse_moving_frequencies(model: Any, config: EngineConfig) -> None:
 
 
 PROBE_LENGTH = 24
+TOLERANCES = {"none": 0.1, "int8": 0.1, "fp8": 0.25}
+"""In bfloat16, by how the weights are rounded: differences of logits, in parts of the largest."""
 
 
 def _probe_token_ids(vocab_size: int) -> list[int]:
@@ -376,11 +392,19 @@ def _check_against(engine: Engine, expected: torch.Tensor) -> None:
     finally:
         kv.free()
     difference = float((torch.cat(parts) - expected).abs().max())
-    tolerance = (1e-3 if engine.config.dtype == "float32" else 0.1) * max(1.0, float(expected.abs().max()))
+    quantization = engine.config.quantization
+    share = 1e-3 if engine.config.dtype == "float32" else TOLERANCES[quantization]
+    tolerance = share * max(1.0, float(expected.abs().max()))
+    logger.info(
+        "logits differ from transformers' by at most %.3g, the largest is %.3g",
+        difference,
+        expected.abs().max(),
+    )
     if not difference <= tolerance:
         raise ModelLoadError(
             f"the engine cannot run {name}: its logits differ from transformers' by {difference:.3g} "
             f"(permitted {tolerance:.3g}); its attention is not the one the paged cache computes"
+            + ("" if quantization == "none" else f", or {quantization} is too coarse for its weights")
         )
 
 

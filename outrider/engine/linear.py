@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from outrider.engine.kernels import GROUP, Matrix, products
@@ -149,7 +150,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
-        self.scales = _scales(weight, INT8_LARGEST, _to_int8)
+        self.scales = _scales(weight, "int8")
         rounded = _to_int8(weight.float() / self.scales.float().unsqueeze(1)).to(torch.int8)
         # The kernel reads whole groups of inputs and does not look where they end.
         self.num_padding = -self.in_features % INT8_WIDTH_MULTIPLE
@@ -178,7 +179,7 @@ class Fp8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
-        self.scales = _scales(weight, (FP8_LARGEST,), _to_fp8)
+        self.scales = _scales(weight, "fp8")
         self.weight = _to_fp8(weight.float() / self.scales.float().unsqueeze(1)).to(torch.float8_e4m3fn)
         self.bias = linear.bias
         self._multiply = _multiply_fp8 if has_fp8_products(weight) else _multiply_widened
@@ -250,14 +251,20 @@ def _to_fp8(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).float()
 
 
-def _scales(
-    weight: torch.Tensor, largest: tuple[float, ...], rounded: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+# What an output's largest weight may become, and the rounding of weights in units of their scale.
+_ROUNDINGS: dict[str, tuple[tuple[float, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "int8": (INT8_LARGEST, _to_int8),
+    "fp8": ((FP8_LARGEST,), _to_fp8),
+}
+
+
+def _scales(weight: torch.Tensor, quantization: str) -> torch.Tensor:
     """One scale per output, in the weights' own type.  # [out_features, in_features] -> [out_features]
 
-    An output's largest weight becomes the first of `largest`. But weights that were published in 8 bits lie on a grid
-    already, and keep theirs: its scale is what makes them come out of the rounding as they went in.
+    An output's largest weight becomes the largest value there is. But weights that were published in 8 bits lie on a
+    grid already, and keep theirs: its scale is what makes them come out of the rounding as they went in.
     """
+    largest, rounded = _ROUNDINGS[quantization]
     maxima = weight.abs().amax(dim=1).float()
     smallest = torch.finfo(weight.dtype).tiny
     scales = (maxima / largest[0]).clamp_min(smallest).to(weight.dtype)
@@ -386,6 +393,20 @@ class LinearForms:
             label = f"{linear.out_features}x{linear.in_features}"
             self.report[label] = self._chosen[shape].name + ("" if holds else " (NOT batch-invariant)")
         return self._chosen[shape].build(linear)
+
+
+@torch.inference_mode()
+def round_weights(model: nn.Module, quantization: str, output_layer: nn.Module | None = None) -> None:
+    """Rounds all weights that `LinearForms` will quantize, in place, to what they will be.
+
+    What transformers computes of them is then what the forms have to compute. Of a model that is cut, each rank rounds
+    its own part, as it will quantize it.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not output_layer:
+            weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+            scales = _scales(weight, quantization).float().unsqueeze(1)
+            weight.copy_(_ROUNDINGS[quantization][1](weight.float() / scales) * scales)
 
 
 def make_batch_invariant(model: nn.Module, forms: LinearForms, output_layer: nn.Module | None = None) -> None:

@@ -18,8 +18,10 @@ PROMPTS: Final = (
 )
 NUM_TOKENS: Final = 48  # of each text
 TIMEOUT_S: Final = 120.0
+NUM_ROUNDS_MAX: Final = 3  # of all texts
+NUM_STEPS_WANTED: Final = 24  # steps with hints, after which no further text is asked for
 NUM_STEPS_MIN: Final = 8
-"""Steps with hints from which a verdict is drawn."""
+"""Fewer make no verdict."""
 USELESS_BELOW: Final = 0.02
 """Tokens gained per step with hints."""
 
@@ -41,9 +43,12 @@ class ProbeResult:
 
     def report(self, draft: str) -> str:
         """One line for the operator."""
-        if not self.num_draft_tokens:
-            return f"The draft {draft} hinted at nothing in a short probe: it is slower than the target, or not heard."
         counts = f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens} hints in a short probe"
+        if self.num_spec_steps < NUM_STEPS_MIN:
+            return (
+                f"The draft {draft} was accepted for {counts}, which is too few hints to tell: the draft is slower than "
+                "the target, or the machine is busy."
+            )
         if not self.is_useless:
             gain = self.num_accepted_draft_tokens / self.num_spec_steps
             return f"The draft {draft} was accepted for {counts}, {gain:.1f} tokens a step."
@@ -58,7 +63,9 @@ async def probe(client: httpx.AsyncClient, model: str) -> ProbeResult | None:
     """Asks an OpenAI API whose address, without /v1, the client has. None where it gives no usable answer."""
     steps = drafted = accepted = 0
     try:
-        for prompt in PROMPTS:
+        for prompt in PROMPTS * NUM_ROUNDS_MAX:
+            if steps >= NUM_STEPS_WANTED:
+                break
             body = {
                 "model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
                 "speculation": {"enabled": True, "always": True},

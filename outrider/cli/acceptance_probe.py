@@ -46,8 +46,8 @@ class ProbeResult:
         counts = f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens} hints in a short probe"
         if self.num_spec_steps < NUM_STEPS_MIN:
             return (
-                f"The draft {draft} was accepted for {counts}, which is too few hints to tell: the draft is slower than "
-                "the target, or the machine is busy."
+                f"The draft {draft} was accepted for {counts}, which is too few to tell: it is slower than the target, "
+                "or the machine is busy."
             )
         if not self.is_useless:
             gain = self.num_accepted_draft_tokens / self.num_spec_steps

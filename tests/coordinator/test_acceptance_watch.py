@@ -74,9 +74,13 @@ async def test_a_request_whose_hints_never_hold_is_an_error_in_the_log_and_a_met
     target = clusters.target(step_s=0.001, num_draft_tokens=3, num_accepted=0)
     async with clusters.open([target], [FakeDraft()]) as cluster:
         await cluster.complete(max_tokens=NUM_DECIDED_FIRST + 50, speculation={"always": True})
+        health = (await cluster.client.get("/health")).json()
         metrics = generate_latest(cluster.service.environment.metrics.registry).decode()
     (error,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "is of no use" in error.getMessage()
+    assert health["useless_drafts"] == [
+        {"worker_id": cluster.service.snapshot().drafts[0].worker_id, "model": "demo"}
+    ]
     (line,) = [each for each in metrics.splitlines() if each.startswith("outrider_draft_acceptance_alarm{")]
     assert line.endswith(" 1.0")
 

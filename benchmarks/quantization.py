@@ -102,7 +102,7 @@ def main() -> None:
         ]
         references = [read(engines["none"], token_ids) for token_ids in texts]
         step_ms = measure(engines, arguments.rounds, (1, 8, 32))
-        found = {
+        found: dict[str, dict[str, object]] = {
             name: {
                 "weights_mib": weights_mib(model_dir, name),
                 **compared(engine, texts, references),
@@ -110,7 +110,7 @@ def main() -> None:
             }
             for name, engine in engines.items()
         }
-        found["draft"] = compared(draft, texts, references)
+        found["draft"] = {**compared(draft, texts, references)}
     print(json.dumps({"machine": machine(), "found": found}, indent=1))
 
 

@@ -56,8 +56,8 @@ INT8_WIDTH_MULTIPLE = 32
 INT8_LARGEST = (127.0, 128.0)
 FP8_LARGEST = 448.0
 FP8_ROWS = 16
-FP8_OUTPUTS = 128
-"""Outputs whose weights are bfloat16 at a time, so that they stay in the cache."""
+FP8_WEIGHTS_AT_ONCE = 1 << 18
+"""That are bfloat16 at a time, so that they stay in the cache."""
 GRID_SAMPLE = 64
 """Weights of an output that are looked at to find out whether they lie on a grid."""
 
@@ -221,8 +221,9 @@ def _multiply_fp8(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
 def _multiply_widened(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """As `_multiply_fp8`, with inputs as they are; rows are a multiple of FP8_ROWS."""
     outputs = rows.new_empty(rows.shape[0], weight.shape[0])
-    for first in range(0, weight.shape[0], FP8_OUTPUTS):
-        part = slice(first, first + FP8_OUTPUTS)
+    num_outputs = max(FP8_WEIGHTS_AT_ONCE // weight.shape[1], 1)
+    for first in range(0, weight.shape[0], num_outputs):
+        part = slice(first, first + num_outputs)
         wide = _widened(weight[part])
         for begin in range(0, rows.shape[0], FP8_ROWS):
             some = slice(begin, begin + FP8_ROWS)

@@ -78,11 +78,11 @@ ENCODERS: dict[str, tuple[Encoder, dict[str, Any]]] = {
 }
 
 
-def write_pair(method: str, directory: Path) -> tuple[Path, Path]:
-    """A quantized checkpoint of the tiny Llama and the plain one that it stands for."""
+def write_pair(method: str, directory: Path, original: Path | None = None) -> tuple[Path, Path]:
+    """A quantized checkpoint of a model, the tiny Llama if none is given, and the plain one that it stands for."""
     encode, described = ENCODERS[method]
     folders = directory / "quantized", directory / "plain"
-    original = models.model_dir("llama")
+    original = original or models.model_dir("llama")
     quantized: Tensors = {}
     plain: Tensors = {}
     for name, tensor in load_file(original / "model.safetensors").items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,7 +22,7 @@ from outrider.engine.kv_cache import KVSequence
 from outrider.engine.linear import Fp8Linear, Int8Linear
 from outrider.engine.model import Engine, ModelLoadError, SequenceChunk, batch_invariance_failures, load_model
 from outrider.engine.published import published_format, unpack
-from outrider.engine.published_loading import _Config, _Quantizer, _Read
+from outrider.engine.published_loading import read_as_plain
 from tests import models
 from tests.engine.quantized_checkpoints import ENCODERS, describe, write_pair
 from tests.engine.sequences import text
@@ -152,15 +153,24 @@ class TestWholeModels:
         with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj\.weight \('scales' is missing\)"):
             load_model(models.engine_config(directory))
 
-    def test_experts_are_read_one_by_one(self) -> None:
-        """As the loader hands them over where a model has them in one tensor."""
-        described, tensors, expected = golden("ct-w8a8")
-        quantizer = _Quantizer(_Config(described))
-        quantizer.update_dtype(torch.bfloat16)
-        patterns = {f"experts.*.up_proj.{name}": [each, each] for name, each in tensors.items()}
-        found = _Read(quantizer).convert(patterns, "experts.gate_up_proj")
-        assert list(found) == ["experts.*.up_proj.weight"]
-        assert all(torch.equal(each, expected) for each in found["experts.*.up_proj.weight"])
+    @pytest.mark.parametrize("method", ENCODERS)
+    def test_experts_are_read_one_by_one(self, method: str, tmp_path: Path) -> None:
+        """Each has tensors of its own in the file; the model has them in one."""
+        config = transformers.Qwen3MoeConfig(
+            **models.COMMON, num_key_value_heads=2, head_dim=16, intermediate_size=96, moe_intermediate_size=96,
+            num_experts=4, num_experts_per_tok=2,
+        )  # fmt: skip
+        original = tmp_path / "original"
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(original)
+        quantized, plain = write_pair(method, tmp_path, original)
+        described = transformers.AutoConfig.from_pretrained(quantized)
+        read_as_plain(described)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        found = load(quantized, config=described, dtype=torch.bfloat16).state_dict()
+        expected = load(plain, dtype=torch.bfloat16).state_dict()
+        assert any("experts" in name for name in found)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 class TestKeepingTheGrid:

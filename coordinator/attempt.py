@@ -52,6 +52,11 @@ class Attempt:
         return self._place.target
 
     @property
+    def draft(self) -> WorkerRecord | None:
+        """The draft worker that follows."""
+        return self._link.worker
+
+    @property
     def is_replay(self) -> bool:
         """Whether it goes on with what another target had begun."""
         return len(self._request.token_ids) > self._request.num_prompt_tokens

@@ -49,6 +49,7 @@ class DraftLink:
         self._on_no_draft = on_no_draft
         self._num_attachments = 0
         self._task: asyncio.Task[None] | None = None
+        self.worker: WorkerRecord | None = None  # that follows now
 
     def attach(self) -> None:
         """Starts following with some draft worker; the worker of an earlier attachment is let go first."""
@@ -84,10 +85,12 @@ class DraftLink:
                 break
             tried.add(key_of(worker))
             environment.router.open_session(worker)
+            self.worker = worker
             try:
                 if await self._follow_one(worker):
                     return
             finally:
+                self.worker = None
                 environment.router.close_session(worker)
                 environment.reservations.give_back(worker, token)
         self._on_no_draft()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from coordinator.acceptance_watch import AcceptanceWatch
 from coordinator.admission import Admission
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
@@ -58,3 +59,4 @@ class Environment:
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex  # of a session at a target; never the same twice
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)
     priors: PriorTable = field(default_factory=PriorTable)
+    watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)

@@ -208,6 +208,10 @@ class HttpApi:
                 {"worker_id": each.worker_id, "pool": each.pool, "reason": each.reason}
                 for each in self._service.exclusions()
             ],
+            "useless_drafts": [
+                {"worker_id": worker_id, "model": model}
+                for worker_id, model in self._service.environment.watch.alarms
+            ],
         }
         return JSONResponse(body, status_code=200 if models else 503)
 

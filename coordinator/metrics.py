@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -105,6 +105,12 @@ class CoordinatorMetrics:
             "journal_degraded", "1 while streams cannot be resumed for want of Redis"
         )
         self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
+        self.draft_acceptance_alarm = gauge(
+            "draft_acceptance_alarm",
+            "1 where hardly any hint of a draft worker holds",
+            *_LABELS,
+            "draft_worker",
+        )
         self.target_replays = counter("target_replays", "Sessions moved to another target")
 
     def waiting(self, model: str) -> Gauge:
@@ -152,6 +158,12 @@ class CoordinatorMetrics:
             self.prior_paused_share.labels(*labels).set(evidence.paused_share)
             self.prior_acceptance.labels(*labels).set(evidence.acceptance)
             self.prior_extra_tokens.labels(*labels).set(evidence.extra_tokens)
+
+    def show_draft_alarms(self, alarms: Iterable[tuple[str, str]]) -> None:
+        """Draft worker and model, of those that stand."""
+        self.draft_acceptance_alarm.clear()
+        for worker_id, model in alarms:
+            self.draft_acceptance_alarm.labels(model, _ENGINE, worker_id).set(1)
 
     def observe_end(
         self, model: str, reason: str, num_prompt_tokens: int, num_output_tokens: int, times: RequestTimes

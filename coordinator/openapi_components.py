@@ -267,6 +267,7 @@ _ANSWERS: Final[Mapping[str, Schema]] = {
             "num_target_workers": _COUNT,
             "num_draft_workers": _COUNT,
             "excluded_workers": _array(_object({"worker_id": TEXT, "pool": TEXT, "reason": TEXT})),
+            "useless_drafts": _array(_object({"worker_id": TEXT, "model": TEXT})),
         }
     ),
     "Tokens": _object({"count": _COUNT, "max_model_len": _or_null(_COUNT), "tokens": _array(_TOKEN_ID)}),

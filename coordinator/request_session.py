@@ -355,6 +355,7 @@ class RequestSession:
         self._environment.admission.count_output(model, self._ticket.tenant, len(step.token_ids))
         if step.num_draft_tokens:
             metrics.observe_step(model, step.num_draft_tokens, step.num_accepted_draft_tokens)
+            self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
         state = self._controller.state
@@ -368,6 +369,15 @@ class RequestSession:
         attempt.apply(actions)
         self._count_move(state)
         return visible
+
+    def _watch(self, draft: WorkerRecord | None, num_draft_tokens: int, num_accepted: int) -> None:
+        environment = self._environment
+        if draft is None:
+            return
+        finding = environment.watch.observe(draft, self._spec.model, num_draft_tokens, num_accepted)
+        if finding is not None:
+            _log.log(logging.ERROR if finding.is_alarm else logging.INFO, "%s", finding)
+            environment.metrics.show_draft_alarms(environment.watch.alarms)
 
     def _show(
         self,

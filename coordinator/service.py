@@ -274,6 +274,8 @@ class GenerationService:
             for pool, workers in (("target", snapshot.targets), ("draft", snapshot.drafts)):
                 usable, _ = self.environment.router.usable(workers, self.environment.now_s())
                 metrics.live_workers.labels(pool).set(len(usable))
+            self.environment.watch.keep(snapshot.drafts)
+            metrics.show_draft_alarms(self.environment.watch.alarms)
             metrics.registry_degraded.set(snapshot.degraded)
             priors = self.environment.priors
             metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)

@@ -132,7 +132,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 record_from_info("draft", info),
                 load=lambda: WorkerLoad(scheduler.num_sessions, round_trips=servicer.round_trips),
                 on_drain=servicer.start_draining,
-                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
+                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": info.dtype},
             )
         finally:
             if thread.stop():

@@ -99,7 +99,7 @@ def worker_info(
         max_model_len=engine.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_waiting=max_num_waiting,
-        dtype=config.dtype,
+        dtype=config.dtype if config.quantization == "none" else config.quantization,
         incarnation=incarnation,
         num_model_parameters=engine.num_parameters,
     )

@@ -149,7 +149,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 record_from_info("target", info),
                 load=lambda: WorkerLoad(scheduler.num_running, scheduler.num_waiting, scheduler.wait_ms),
                 on_drain=servicer.start_draining,
-                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": arguments.dtype},
+                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": info.dtype},
             )
         finally:
             if thread.stop():

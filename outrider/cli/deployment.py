@@ -33,6 +33,7 @@ class Dtype(StrEnum):
 class Quantization(StrEnum):
     NONE = "none"
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class Affinity(StrEnum):
@@ -68,7 +69,8 @@ class Deployment:
     tenant_weights: tuple[str, ...] = ()
     served_model_name: str | None = None
     affinity: Affinity = Affinity.AUTO
-    quantization: Quantization = Quantization.NONE
+    quantization: Quantization = Quantization.NONE  # of the target
+    draft_quantization: Quantization = Quantization.NONE
     seed_requests: bool = False
     proxy: Proxy | None = None
     enable_prefix_caching: bool = True
@@ -118,6 +120,9 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
     }
+    draft_flags: dict[str, object] = {"--quantization": deployment.draft_quantization.value}
+    if deployment.draft_quantization is not Quantization.NONE:
+        draft_flags["--dtype"] = Dtype.BFLOAT16.value  # whatever the target has: hints have no precision
     target_words = [] if deployment.enable_lookup else ["--no-lookup"]
     specs = [
         _worker_spec(
@@ -130,7 +135,7 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         specs += [
             _worker_spec(
                 *("draft", i, deployment.draft, deployment, own, deployment.draft_tensor_parallel_size),
-                *(run_id, {}),
+                *(run_id, draft_flags),
             )
             for i, own in enumerate(plan.drafts)
         ]

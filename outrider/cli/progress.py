@@ -52,6 +52,10 @@ class Progress:
         """A line that stays."""
         self._console.print(Text(message), soft_wrap=True)
 
+    def warn(self, message: str) -> None:
+        """A line that stays and is seen."""
+        self._console.print(Text.assemble(("warning ", "bold red"), message), soft_wrap=True)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """No status line while something else writes to the terminal."""

@@ -6,13 +6,17 @@ import asyncio
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 from rich.console import Console
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Affinity, Deployment, Dtype, Proxy, Quantization
+from outrider.cli.acceptance_probe import probe
+from outrider.cli.deployment import DEMO_TARGET, Affinity, Deployment, Dtype, Proxy, Quantization
+from outrider.cli.draft_choice import UnfitDraft, choose_draft
 from outrider.cli.options import (
     CpuAffinity,
     Draft,
+    DraftQuantizationChoice,
     DraftTensorParallelSize,
     DtypeChoice,
     GrpcPort,
@@ -33,6 +37,7 @@ from outrider.cli.options import (
     QuantizationChoice,
     RedisUrl,
     SeedRequests,
+    SelfDraft,
     ServedModelName,
     Target,
     TenantWeights,
@@ -59,8 +64,10 @@ def serve(
     target: Target = DEMO_TARGET,
     draft: Draft = None,
     no_draft: NoDraft = False,
+    self_draft: SelfDraft = False,
     dtype: DtypeChoice = Dtype.BFLOAT16,
     quantization: QuantizationChoice = Quantization.NONE,
+    draft_quantization: DraftQuantizationChoice = None,
     served_model_name: ServedModelName = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
     no_lookup: NoLookup = False,
@@ -89,11 +96,20 @@ def serve(
 
     With no flag at all it serves the demo pair. A worker that dies is started again; Ctrl-C stops everything.
     """
-    if no_draft and draft is not None:
-        raise typer.BadParameter("--draft and --no-draft exclude each other")
+    try:
+        choice = choose_draft(
+            target,
+            draft,
+            no_draft=no_draft,
+            self_draft=self_draft,
+            target_quantization=quantization,
+            draft_quantization=draft_quantization,
+        )
+    except UnfitDraft as error:
+        raise typer.BadParameter(str(error)) from None
     deployment = Deployment(
         target=target,
-        draft=None if no_draft else draft or DEMO_DRAFT,
+        draft=choice.folder,
         dtype=dtype,
         num_speculative_tokens=num_speculative_tokens,
         host=host,
@@ -112,6 +128,7 @@ def serve(
         served_model_name=served_model_name,
         affinity=cpu_affinity,
         quantization=quantization,
+        draft_quantization=choice.quantization,
         enable_lookup=not no_lookup,
         enable_prefix_caching=not no_prefix_caching,
         seed_requests=seed_requests,
@@ -139,8 +156,28 @@ async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | 
                 flush=True,
             )
             progress.say(f"Serving {deployment.model_name}; Ctrl-C stops it.")
+            probing = asyncio.create_task(_probe_draft(deployment, addresses.http, progress))
             try:
                 await asyncio.Event().wait()
             finally:
+                probing.cancel()
                 progress.say("Stopping.")
     return 0
+
+
+async def _probe_draft(deployment: Deployment, url: str, progress: Progress) -> None:
+    """Says how the draft does; loudly where it is of no use."""
+    if deployment.draft is None:
+        return
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        found = await probe(client, deployment.model_name)
+    if found is None:
+        return
+    is_quantized = deployment.draft_quantization is not Quantization.NONE
+    name = (
+        f"{deployment.draft} ({deployment.draft_quantization.value})"
+        if is_quantized
+        else str(deployment.draft)
+    )
+    tell = progress.warn if found.is_useless else progress.note
+    tell(found.report(name))

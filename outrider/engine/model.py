@@ -33,7 +33,7 @@ from outrider.engine.kv_layout import (
     find_layout,
     refuse_other_states,
 )
-from outrider.engine.linear import LinearForms, make_batch_invariant
+from outrider.engine.linear import LinearForms, make_batch_invariant, round_weights
 from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
 from outrider.engine.rank_group import Order, RankGroup
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
@@ -43,7 +43,7 @@ from outrider.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "fp8")
 
 
 class ModelLoadError(ConfigurationError):
@@ -70,8 +70,10 @@ class EngineConfig:
             raise ModelLoadError(
                 f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
             )
-        if self.quantization == "int8" and self.dtype != "bfloat16":
-            raise ModelLoadError("int8 weights are computed in bfloat16: set --dtype bfloat16")
+        if self.quantization != "none" and self.dtype != "bfloat16":
+            raise ModelLoadError(
+                f"{self.quantization} weights are computed in bfloat16: set --dtype bfloat16"
+            )
         if self.dtype not in DTYPES:
             raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
@@ -297,6 +299,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    from outrider.engine.published_loading import read_as_plain
+
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(config.num_threads)
     if not (config.model_dir / "config.json").is_file():
@@ -309,9 +313,17 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         )
     model: Any
     try:
-        refuse_other_states(AutoConfig.from_pretrained(config.model_dir, local_files_only=True))
+        hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+        refuse_other_states(hf_config)
+        published = read_as_plain(hf_config)
+        if published is not None and group is not None:
+            raise ValueError(
+                f"its weights are quantized ({published.name}), and such a checkpoint cannot be cut between ranks: "
+                "serve it with one rank, or the model as it was before with --quantization"
+            )
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.model_dir,
+            config=hf_config,
             dtype=DTYPES[config.dtype],
             attn_implementation="eager",  # the definition: sdpa, for one, knows no softcap
             local_files_only=True,
@@ -322,6 +334,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         raise ModelLoadError(f"the engine cannot run {config.model_dir}: {error}") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load {config.model_dir}: {error}") from error
+    if published is not None:
+        logger.info("weights were published as %s; read into %s", published.name, config.dtype)
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(
             f"{config.model_dir} lacks {len(missing)} tensors of its model, such as {missing[0]}; "
@@ -333,6 +347,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a shard counts as the whole
     if group is not None and num_kv_heads_of(model.config) < group.size:
         keep_own_heads(model, group, num_kv_heads_of(model.config))
+    if config.quantization != "none":
+        round_weights(model, config.quantization, model.get_output_embeddings())
     try:
         expected = _reference_logits(model)
         if group is not None:

@@ -16,6 +16,7 @@ from outrider.engine.linear import (
     PACKED_FORMS,
     PLAIN_FORMS,
     CompiledLinear,
+    Fp8Linear,
     LinearForm,
     PackedLinear,
     PaddedLinear,
@@ -38,11 +39,15 @@ class TestTheWholeEngine:
         assert batch_invariance_failures(engine) == []
         engine.allocator.check_integrity([])
 
-    def test_self_test_finds_nothing_with_int8_weights(self) -> None:
-        engine = load_model(models.engine_config(models.model_dir("llama"), "bfloat16", quantization="int8"))
+    @pytest.mark.parametrize("family", ["llama", "opt"])
+    @pytest.mark.parametrize("quantization", ["int8", "fp8"])
+    def test_self_test_finds_nothing_with_quantized_weights(self, family: str, quantization: str) -> None:
+        engine = load_model(
+            models.engine_config(models.model_dir(family), "bfloat16", quantization=quantization)
+        )
         assert batch_invariance_failures(engine) == []
         assert not any(type(module) is nn.Linear for module in engine.model.modules())
-        assert type(engine.model.lm_head) is not linear_module.Int8Linear
+        assert type(engine.model.lm_head) not in (linear_module.Int8Linear, Fp8Linear)
 
     def test_self_test_notices_a_linear_that_depends_on_its_batch(self) -> None:
         """The check can fail."""
@@ -114,7 +119,8 @@ class Depends(nn.Module):
 
 class TestLinearLayers:
     @pytest.mark.parametrize(
-        ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")]
+        ("dtype", "quantization"),
+        [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "fp8")],
     )
     @pytest.mark.parametrize(
         ("num_outputs", "width"), [(96, 64), (288, 64), (64, 192), (384, 1024), (192, 1500), (100, 2816)]
@@ -186,6 +192,40 @@ class TestLinearLayers:
             )
         assert outputs.shape == exact.shape
         torch.testing.assert_close(outputs.double(), exact, rtol=2e-2, atol=2e-2)
+
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_fp8_computes_the_layer_of_its_rounded_weights(self, bias: bool) -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(1500, 300, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+        inputs = torch.randn(1, 37, 1500).to(torch.bfloat16)
+        with torch.inference_mode():
+            built = Fp8Linear(plain)
+            weight = built.weight.double() * built.scales.double().unsqueeze(1)
+            exact = nn.functional.linear(inputs.double(), weight, plain.bias.double() if bias else None)
+            torch.testing.assert_close(built(inputs).double(), exact, rtol=2e-2, atol=2e-2)
+        # Three bits behind the leading one: half of an eighth.
+        assert bool(((weight - plain.weight.double()).abs() <= plain.weight.double().abs() / 15 + 1e-4).all())
+        assert built.weight.element_size() == 1
+
+    def test_every_value_of_fp8_is_widened_as_torch_widens_it(self) -> None:
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        numbers = every[~every.float().isnan()]
+        assert torch.equal(linear_module._widened(numbers), numbers.to(torch.bfloat16))
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with products of fp8")
+    @pytest.mark.parametrize(("num_outputs", "width"), [(96, 64), (512, 1024), (100, 40)])
+    def test_fp8_on_a_gpu(self, num_outputs: int, width: int) -> None:
+        """Inputs are rounded there as well; rows still do not depend on their company."""
+        torch.manual_seed(0)
+        plain = nn.Linear(width, num_outputs, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+        inputs = torch.randn(70, width, device="cuda").to(torch.bfloat16)
+        with torch.inference_mode():
+            built = Fp8Linear(plain)
+            exact = nn.functional.linear(inputs.double(), plain.weight.double(), plain.bias.double())
+            torch.testing.assert_close(built(inputs).double(), exact, rtol=0.1, atol=0.1)
+            alone = torch.cat([built(inputs[i : i + 1]) for i in range(len(inputs))])
+            for count in (2, 8, 17, 33, 70):
+                assert torch.equal(built(inputs[:count]), alone[:count])
 
     @needs_products
     @pytest.mark.parametrize("num_outputs", [1, 15, 16, 17, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 5])

@@ -42,7 +42,7 @@ PARAMS = {
 }
 PROMPT_LENGTHS = (1, 7, 40, 90, 150)
 MODES = pytest.mark.parametrize("mode", list(PARAMS))
-WEIGHTS = pytest.mark.parametrize("quantization", ["none", "int8"])
+WEIGHTS = pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from outrider.cli.machine import GIB, available_memory, hardware
+from outrider.machine import GIB, available_memory, hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 

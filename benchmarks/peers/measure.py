@@ -23,7 +23,7 @@ from benchmarks.peers.systems import (
     peer_environment,
 )
 from benchmarks.worker_pair import Generation, WorkerPair, WorkerProcessHandle, attach_draft, worker_pair
-from outrider.cli.machine import GIB, available_memory
+from outrider.machine import GIB, available_memory
 from outrider.sampling_params import SamplingParams
 
 # What a process of each kind needs, measured and rounded up: GiB by itself, and times the target's weights.

@@ -16,6 +16,7 @@ from outrider.cli.bench.command import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
+from outrider.cli.plan import plan
 from outrider.cli.serve import serve
 from outrider.cli.simulate.command import simulate
 from outrider.cli.tune.command import tune
@@ -41,6 +42,7 @@ app.command(rich_help_panel="One machine")(demo)
 app.command(rich_help_panel="One machine")(serve)
 app.command(rich_help_panel="One machine")(chat)
 app.command(rich_help_panel="One machine")(tune)
+app.command(rich_help_panel="One machine")(plan)
 app.command(rich_help_panel="A fleet")(simulate)
 app.command(rich_help_panel="A running server")(audit)
 app.command(rich_help_panel="A running server")(bench)

@@ -89,6 +89,11 @@ def plan_overrides(hf_config: Any, size: int) -> dict[str, str]:
     }
 
 
+def plan_name(name: str) -> str:
+    """A module's or parameter's name as plans have it: `*` for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def num_kv_heads_of(hf_config: Any) -> int:
     num_heads: int = hf_config.num_attention_heads
     return getattr(hf_config, "num_key_value_heads", None) or num_heads
@@ -117,7 +122,7 @@ def take_shards(model: Any, group: RankGroup) -> None:
     plan: Mapping[str, str] = model.tp_plan
     output = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = plan.get(plan_name(name))
         parent_name, _, own_name = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         if isinstance(module, nn.Linear) and style is not None and style != KEPT:

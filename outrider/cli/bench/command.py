@@ -23,7 +23,7 @@ from outrider.cli.bench.run import Run, measure
 from outrider.cli.bench.servers import parse_servers
 from outrider.cli.bench.summary import Slo
 from outrider.cli.demo_prompts import DEMO_PROMPTS
-from outrider.cli.machine import hardware
+from outrider.machine import hardware
 from outrider.cli.system import run_until_signalled
 from outrider.errors import InvalidRequest
 

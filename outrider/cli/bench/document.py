@@ -10,7 +10,7 @@ from outrider import __version__
 from outrider.cli.bench.cells import Cell, TurnResult
 from outrider.cli.bench.run import Run
 from outrider.cli.bench.summary import MS_PER_S, RequestResult
-from outrider.cli.machine import hardware
+from outrider.machine import hardware
 
 
 def document(run: Run, found: Sequence[Cell], *, has_requests: bool, is_cut_short: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from outrider.cli.bench.prompts import parse_prompts
 from outrider.cli.demo_prompts import DEMO_PROMPTS
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Dtype, Quantization
-from outrider.cli.machine import hardware
+from outrider.machine import hardware
 from outrider.cli.preflight import check_model, check_tokenizers
 from outrider.cli.progress import Progress
 from outrider.cli.system import usable_cores

@@ -22,10 +22,10 @@ from outrider.cli.chat import show, summary
 from outrider.cli.client import Answer, new_client, stream
 from outrider.cli.demo_prompts import DEMO_PROMPTS
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Deployment, Dtype, module
-from outrider.machine import GIB, available_memory, hardware
 from outrider.cli.progress import Progress
 from outrider.cli.system import cache_dir, new_log_dir, run_until_signalled, running_system
 from outrider.errors import ConfigurationError
+from outrider.machine import GIB, available_memory, hardware
 
 MODEL_NAME = "outrider-demo"
 GROWN_MEMORY_MIN = 6 * GIB  # the grown target beside its packed copy, Ray and the rest

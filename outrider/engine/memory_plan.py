@@ -175,8 +175,8 @@ def check_memory(model_dir: Path, shape: ServingShape, free: int, kv_bytes: int)
     raise ConfigurationError(
         f"{model_dir} does not fit: weights {in_words(needs.weights)}, a step {in_words(needs.step)}, the process "
         f"{in_words(needs.process)}, KV of one sequence of {needs.max_model_len} tokens {in_words(one_sequence)}, and "
-        f"{in_words(free)} are free for each of {shape.num_ranks} ranks. Cut the model between more ranks, quantize it, "
-        "or lower --max-model-len; `outrider plan` tells what fits"
+        f"{in_words(free)} are free for each of {shape.num_ranks} ranks. Cut the model between more ranks, quantize "
+        "it, or lower --max-model-len; `outrider plan` tells what fits"
     )
 
 

@@ -23,9 +23,9 @@ from outrider.cli.bench.run import Run, measure
 from outrider.cli.bench.servers import parse_servers
 from outrider.cli.bench.summary import Slo
 from outrider.cli.demo_prompts import DEMO_PROMPTS
-from outrider.machine import hardware
 from outrider.cli.system import run_until_signalled
 from outrider.errors import InvalidRequest
+from outrider.machine import hardware
 
 DEFAULT_URL, DEFAULT_CONCURRENCY = "http://127.0.0.1:8000", "1,8"
 

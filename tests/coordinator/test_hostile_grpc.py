@@ -67,7 +67,9 @@ def test_any_message_is_answered(clusters: ClusterFactory, effort: int) -> None:
                 if refusal is None:
                     assert sorted(finished) == list(range(request.n or 1))
                 else:
-                    assert refusal.http_status in (400, 404), refusal
+                    # One that gives itself a millisecond may find it over.
+                    late = {504} if request.deadline_ms else set()
+                    assert refusal.http_status in {400, 404} | late, refusal
 
         kinds = ANY | NEARLY_RIGHT
         try_out(check, effort, 200, raw=kinds.map(lambda each: each.SerializeToString()) | mangled(kinds))

@@ -30,8 +30,7 @@ OPERATIONS = [
     if method != "parameters"
 ]
 CHECKS = [
-    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
-    response_schema_conformance,
+    status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance,
 ]  # fmt: skip
 
 
@@ -72,7 +71,9 @@ def test_answers_are_as_documented(
             if "data" in request:  # bytes, by the name that requests has for them
                 request["content"] = request.pop("data")
             answer = cluster.send(request.pop("method"), request.pop("url"), **request)
-            case.validate_response(answer, checks=checks)
+            # Who gives itself a millisecond is told when it is over, and no fault of the server's.
+            is_late = answer.status_code == 504 and "deadline_ms" in (case.body or {})
+            case.validate_response(answer, checks=checks if is_late else [*checks, not_a_server_error])
 
         num_examples = 60 if method == "POST" else 3
         try_out(check, effort, num_examples, case=operation.as_strategy(mode))

@@ -22,6 +22,7 @@ import grpc.aio
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_wire import HintDecoder
+from outrider.loop_share import LoopShare
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
@@ -57,6 +58,9 @@ MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
 WAITING_STALL_MAX_S = 5.0
 WAITING_EVERY_S = 1.0  # how often a caller who waits for its first token hears that somebody is there
+NEWCOMER_S = (
+    1.0  # how long a draft worker's stream shares its part of the event loop with all others as young
+)
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -121,6 +125,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
+        self._newcomers = LoopShare()
         self._thread: ModelThread[Event, Action] | None = None
         self._is_draining = False
 
@@ -277,37 +282,58 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self, frames: AsyncIterator[hints_pb2.HintFrame], stream_id: StreamId, stream: DraftStream
     ) -> None:
         channels: dict[int, HintChannel] = {}
-        async for frame in frames:
-            self._metrics.num_hint_frames.inc()
-            check_frame(frame)
-            if frame.ping:
-                stream.answer_ping(frame.ping)
-            for session_id in frame.unsubscribe:
-                stream.channels.pop(session_id, None)
-                self._submit(UnsubscribeDraft(stream_id, session_id), is_from_peer=True)
-            for subscribe in frame.subscribe:
-                if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
-                    before = channels.get(subscribe.channel)
-                    if before is not None and stream.channels.get(before.session_id) == subscribe.channel:
-                        del stream.channels[before.session_id]  # its commits would be taken for this one's
-                    channels[subscribe.channel] = HintChannel(subscribe.session_id, subscribe.attachment)
-                    stream.channels[subscribe.session_id] = subscribe.channel
-                    self._submit(
-                        SubscribeDraft(
-                            stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
-                        ),
-                        is_from_peer=True,
-                    )
-            for nodes in frame.nodes:
-                channel = channels.get(nodes.channel)
-                event = None
-                if channel is not None:
-                    event = parse_hints(nodes, channel, self._info.vocab_size, self._now())
-                self._metrics.num_hint_bytes.inc(nodes.ByteSize())
-                if event is None:
-                    self._metrics.num_bad_hints.inc()
-                else:
-                    self._submit(event, is_from_peer=True)
+        own, began_at = LoopShare(), time.monotonic()
+        while True:
+            # Whoever is cut off and comes again finds what it has used up; one that stays has a share of its own.
+            share = own if time.monotonic() - began_at > NEWCOMER_S else self._newcomers
+            await asyncio.sleep(share.wait_s(time.monotonic()))
+            frame = await anext(frames, None)
+            if frame is None:
+                return
+            began_s = time.thread_time()
+            try:
+                self._take_frame(frame, stream_id, stream, channels)
+            finally:
+                share.spend(time.thread_time() - began_s, time.monotonic())
+
+    def _take_frame(
+        self,
+        frame: hints_pb2.HintFrame,
+        stream_id: StreamId,
+        stream: DraftStream,
+        channels: dict[int, HintChannel],
+    ) -> None:
+        self._metrics.num_hint_frames.inc()
+        check_frame(frame)
+        if frame.ping:
+            stream.answer_ping(frame.ping)
+        for session_id in dict.fromkeys(frame.unsubscribe):
+            stream.channels.pop(session_id, None)
+            self._submit(UnsubscribeDraft(stream_id, session_id), is_from_peer=True)
+        # A thousand words on one session cost as much as the last of them.
+        for subscribe in {each.session_id: each for each in frame.subscribe}.values():
+            if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
+                before = channels.get(subscribe.channel)
+                if before is not None and stream.channels.get(before.session_id) == subscribe.channel:
+                    del stream.channels[before.session_id]  # its commits would be taken for this one's
+                channels[subscribe.channel] = HintChannel(subscribe.session_id, subscribe.attachment)
+                stream.channels[subscribe.session_id] = subscribe.channel
+                self._submit(
+                    SubscribeDraft(
+                        stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
+                    ),
+                    is_from_peer=True,
+                )
+        for nodes in frame.nodes:
+            channel = channels.get(nodes.channel)
+            event = None
+            if channel is not None:
+                event = parse_hints(nodes, channel, self._info.vocab_size, self._now())
+            self._metrics.num_hint_bytes.inc(nodes.ByteSize())
+            if event is None:
+                self._metrics.num_bad_hints.inc()
+            else:
+                self._submit(event, is_from_peer=True)
 
     def _count(self, action: Action) -> None:
         if isinstance(action, TokensCommitted):

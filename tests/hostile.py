@@ -19,6 +19,8 @@ from hypothesis.strategies import SearchStrategy
 
 WAIT_S: Final = 30.0
 """Longer than anything here may take, on a busy machine too."""
+LATE_MS: Final = 10_000
+"""Who gives itself less than this may be told that it is over (504), and no fault of the server's; no other one."""
 LONG: Final = 40
 EFFORTS: Final = pytest.mark.parametrize(
     "effort", [1, pytest.param(LONG, marks=pytest.mark.long)], ids=["short", "long"]

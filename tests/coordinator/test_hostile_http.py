@@ -53,7 +53,9 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 def check(cluster: HeldCluster, path: str, content: bytes, **headers: str) -> None:
     answer = cluster.send("POST", path, content=content, headers=headers)
-    assert answer.status_code in (200, 400, 404), answer.text[:500]
+    # One that gives itself a millisecond may find it over.
+    late = {504} if b"deadline_ms" in content else set()
+    assert answer.status_code in {200, 400, 404} | late, answer.text[:500]
     if answer.status_code != 200:
         error_of(answer)
 

@@ -21,7 +21,7 @@ from coordinator.openai_schema import ChatBody, CompletionBody, DetokenizeBody, 
 from coordinator.openapi import openapi_document, openapi_json
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.held import held, routes
-from tests.hostile import EFFORTS, try_out
+from tests.hostile import EFFORTS, LATE_MS, try_out
 
 OPERATIONS = [
     (method.upper(), path)
@@ -30,8 +30,7 @@ OPERATIONS = [
     if method != "parameters"
 ]
 CHECKS = [
-    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
-    response_schema_conformance,
+    status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance,
 ]  # fmt: skip
 
 
@@ -72,7 +71,8 @@ def test_answers_are_as_documented(
             if "data" in request:  # bytes, by the name that requests has for them
                 request["content"] = request.pop("data")
             answer = cluster.send(request.pop("method"), request.pop("url"), **request)
-            case.validate_response(answer, checks=checks)
+            is_late = answer.status_code == 504 and case.body.get("deadline_ms", LATE_MS) < LATE_MS
+            case.validate_response(answer, checks=checks if is_late else [*checks, not_a_server_error])
 
         num_examples = 60 if method == "POST" else 3
         try_out(check, effort, num_examples, case=operation.as_strategy(mode))

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import socket
+from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from outrider.cli.deployment import Deployment
+from outrider.cli.deployment import Deployment, Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
+from outrider.machine import GIB, available_memory
 from outrider.tokenizer import fingerprint
 
 REDIS_TIMEOUT_S = 2.0
+MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -25,6 +28,7 @@ def check(deployment: Deployment) -> None:
     if deployment.draft is not None:
         check_model(deployment.draft, "--draft")
         check_tokenizers(deployment.target, deployment.draft)
+    check_memory(deployment, available_memory())
     if deployment.port == deployment.grpc_port != 0:
         raise ConfigurationError(f"--port and --grpc-port are both {deployment.port}; they must differ")
     check_port(deployment.host, deployment.port, "--port")
@@ -56,6 +60,47 @@ def _weight_files(folder: Path, flag: str) -> list[str]:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
         raise ConfigurationError(f"{flag} {folder}: {WEIGHTS_INDEX} cannot be read: {error}") from error
+
+
+def check_memory(deployment: Deployment, free: int) -> None:
+    """That the weights of all workers find room together. What else a worker takes it looks at itself before it loads
+    (`outrider.engine.memory_plan`), but it knows of no other that is just loading beside it."""
+    item_size = 4 if deployment.dtype is Dtype.FLOAT32 else 2
+    parts = [
+        ("target", deployment.num_target_workers, deployment.target, deployment.quantization),
+        ("draft", deployment.num_draft_workers, deployment.draft, deployment.draft_quantization),
+    ]
+    needed, words = 0, []
+    for role, num_workers, folder, quantization in parts:
+        if folder is None or not num_workers:
+            continue
+        weights = num_parameters(folder, f"--{role}") * (
+            item_size if quantization is Quantization.NONE else 1
+        )
+        needed += num_workers * weights
+        words.append(f"{num_workers} × {weights / GIB:.1f} GiB for the {role} worker{'s'[: num_workers > 1]}")
+    if needed > free:
+        raise ConfigurationError(
+            f"{free / GIB:.1f} GiB are free here, and weights alone take {' and '.join(words)}. Start fewer workers, "
+            "quantize them (--quantization, --draft-quantization) or use a larger machine; `outrider plan` tells what "
+            "fits."
+        )
+
+
+def num_parameters(folder: Path, flag: str) -> int:
+    """Told by the headers of the weights' files (https://huggingface.co/docs/safetensors, "Format")."""
+    total = 0
+    for name in _weight_files(folder, flag):
+        try:
+            with (folder / name).open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
+            total += sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{flag} {folder}: {name} is no safetensors file; was the download finished?"
+            ) from error
+    return total
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:

@@ -163,20 +163,26 @@ def _step_bytes(text_config: Any, layers: Sequence[LayerLayout], shape: ServingS
     return numbers * shape.dtype.itemsize + LOGITS_COPIES * 4 * int(logits)
 
 
-def check_memory(model_dir: Path, shape: ServingShape, free: int, kv_bytes: int) -> None:
-    """Refuses with the numbers what cannot fit: the model, and KV for one sequence of the longest length.
+def check_memory(
+    model_dir: Path, shape: ServingShape, free: int, kv_cache_bytes: int, *, num_ranks_here: int = 1
+) -> None:
+    """Refuses with the numbers what cannot fit: the model, a step's work, and the KV that will be set aside.
 
-    free: bytes that this rank may take. kv_bytes: that were asked for at the most. Raises ConfigurationError.
+    free: bytes of the device, or of the machine, that all ranks on it may take. kv_cache_bytes: of each rank, at the
+    most. Raises ConfigurationError.
     """
     needs = plan_memory(model_dir, shape)
-    one_sequence = needs.kv_per_token * needs.max_model_len
-    if needs.fixed + min(one_sequence, kv_bytes) <= free:
+    kv = min(kv_cache_bytes, needs.kv_per_token * needs.max_model_len * shape.max_num_seqs)
+    missing = num_ranks_here * (needs.fixed + kv) - free
+    if missing <= 0:
         return
+    ranks = f" of each of {num_ranks_here} ranks" if num_ranks_here > 1 else ""
     raise ConfigurationError(
-        f"{model_dir} does not fit: weights {in_words(needs.weights)}, a step {in_words(needs.step)}, the process "
-        f"{in_words(needs.process)}, KV of one sequence of {needs.max_model_len} tokens {in_words(one_sequence)}, and "
-        f"{in_words(free)} are free for each of {shape.num_ranks} ranks. Cut the model between more ranks, quantize "
-        "it, or lower --max-model-len; `outrider plan` tells what fits"
+        f"{model_dir} does not fit: {in_words(free)} are free, and {in_words(missing)} are missing for the weights "
+        f"({in_words(needs.weights)}), a step's work ({in_words(needs.step)}), the process "
+        f"({in_words(needs.process)}) and KV ({in_words(kv)}){ranks}. Lower --kv-cache-gib, --max-model-len or "
+        "--max-num-seqs, quantize the model (--quantization), or cut it between more ranks; `outrider plan` tells "
+        "what fits"
     )
 
 

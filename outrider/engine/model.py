@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +35,13 @@ from outrider.engine.kv_layout import (
     refuse_other_states,
 )
 from outrider.engine.linear import LinearForms, make_batch_invariant, round_weights
+from outrider.engine.memory_plan import ServingShape, check_memory
 from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
 from outrider.engine.rank_group import Order, RankGroup
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
 from outrider.engine.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
 from outrider.errors import ConfigurationError
+from outrider.machine import available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +324,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
                 f"its weights are quantized ({published.name}), and such a checkpoint cannot be cut between ranks: "
                 "serve it with one rank, or the model as it was before with --quantization"
             )
+        _check_memory(config, group)
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.model_dir,
             config=hf_config,
@@ -372,6 +376,24 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
     _check_against(engine, expected)
     _return_freed_memory()
     return engine
+
+
+def _check_memory(config: EngineConfig, group: RankGroup | None) -> None:
+    """Refuses what cannot fit before minutes are spent on loading it, and before the system ends the process for it."""
+    is_cuda = config.device != "cpu"
+    num_ranks = 1 if group is None else group.size
+    shape = ServingShape(
+        DTYPES[config.dtype],
+        config.quantization,
+        num_ranks,
+        "cuda" if is_cuda else "cpu",
+        config.max_model_len,
+        config.max_num_seqs,
+    )
+    # A GPU is a rank's own, a machine's memory is that of all ranks on it; they begin to load at the same time.
+    num_ranks_here = 1 if is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = torch.cuda.mem_get_info()[0] if is_cuda else available_memory()
+    check_memory(config.model_dir, shape, free, config.kv_cache_bytes, num_ranks_here=num_ranks_here)
 
 
 def _return_freed_memory() -> None:

@@ -26,8 +26,15 @@ def write_model(folder: Path, *words: str) -> Path:
     tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary}}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").touch()
+    write_weights(folder)
     return folder
+
+
+def write_weights(folder: Path, num_parameters: int = 100) -> None:
+    """As far as anybody reads it before it is loaded: a header, which says what would follow."""
+    tensor = {"dtype": "BF16", "shape": [num_parameters // 10, 10], "data_offsets": [0, 2 * num_parameters]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 @pytest.fixture

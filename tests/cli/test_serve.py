@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import commands, family, write_model
+from tests.cli.conftest import commands, family, write_model, write_weights
 from tests.cli.fakes import expect_eventually, is_alive
 
 Run = Callable[..., subprocess.Popen[str]]
@@ -112,6 +112,20 @@ def test_missing_folder_names_the_flag(outrider: Run, pair: tuple[Path, Path], t
 def test_missing_weights_are_named(outrider: Run, pair: tuple[Path, Path]) -> None:
     (pair[1] / "model.safetensors").unlink()
     assert "weights are missing: model.safetensors" in refusal(outrider("serve", *models(pair), *FREE_PORTS))
+
+
+def test_weights_that_are_none_are_named(outrider: Run, pair: tuple[Path, Path]) -> None:
+    (pair[1] / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    message = refusal(outrider("serve", *models(pair), *FREE_PORTS))
+    assert f"--draft {pair[1]}: model.safetensors is no safetensors file" in message
+
+
+def test_more_weights_than_memory_are_refused_with_the_numbers(
+    outrider: Run, pair: tuple[Path, Path]
+) -> None:
+    write_weights(pair[0], 10**13)
+    message = refusal(outrider("serve", *models(pair), *FREE_PORTS, "--target-workers", 2))
+    assert "2 × 18626.5 GiB for the target workers and 1 × 0.0 GiB for the draft worker" in message
 
 
 def test_different_tokenizers_are_refused_with_both_fingerprints(

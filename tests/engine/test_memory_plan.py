@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from outrider.engine.memory_plan import GIB, MIB, ServingShape, check_memory, in_words, plan_memory
+from outrider.engine.model import EngineConfig, load_model
 from outrider.errors import ConfigurationError
 from tests import models
 
@@ -63,13 +64,24 @@ def test_tokens_that_fit_are_what_is_left() -> None:
     assert needs.num_sequences(needs.fixed + 10 * needs.kv_per_token, 5) == 2
 
 
-def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
+@pytest.mark.parametrize("num_ranks_here", [1, 2])
+def test_what_cannot_fit_is_refused_with_the_numbers(num_ranks_here: int) -> None:
     folder = models.model_dir("llama")
     needs = plan_memory(folder, BF16)
-    one_sequence = needs.kv_per_token * needs.max_model_len
-    check_memory(folder, BF16, needs.fixed + one_sequence, kv_bytes=GIB)
-    with pytest.raises(ConfigurationError, match=r"does not fit: weights \d.* are free for each of 1 ranks"):
-        check_memory(folder, BF16, needs.fixed + one_sequence - 1, kv_bytes=GIB)
+    kv = needs.kv_per_token * needs.max_model_len * BF16.max_num_seqs
+    there = num_ranks_here * (needs.fixed + kv)
+    check_memory(folder, BF16, there, 10 * kv, num_ranks_here=num_ranks_here)
+    check_memory(folder, BF16, there - num_ranks_here * kv // 2, kv // 2, num_ranks_here=num_ranks_here)
+    with pytest.raises(
+        ConfigurationError, match=r"does not fit: .* are free, and .* missing for the weights"
+    ):
+        check_memory(folder, BF16, there - 1, 10 * kv, num_ranks_here=num_ranks_here)
+
+
+def test_a_worker_looks_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.model.available_memory", lambda: 100 * MIB)
+    with pytest.raises(ConfigurationError, match="does not fit: 100 MiB are free"):
+        load_model(EngineConfig(models.model_dir("llama"), dtype="float32"))
 
 
 def test_a_model_without_a_plan_is_not_cut() -> None:

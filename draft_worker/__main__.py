@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draft_worker.limits import DraftLimits
+from outrider.errors import TokenizerMismatch
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
@@ -19,6 +22,11 @@ from outrider.worker_process import (
 from outrider.worker_ranks import follow, is_follower, own_cores
 from outrider.worker_record import WorkerLoad
 
+if TYPE_CHECKING:
+    from outrider.engine.model import Engine
+
+logger = logging.getLogger("draft_worker")
+
 DEFAULTS = DraftLimits()
 
 
@@ -28,6 +36,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Serves a draft model: rides ahead of target workers and streams hints to them.",
     )
     add_worker_arguments(parser, "draft")
+    parser.add_argument(
+        "--target-tokenizer",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="the target's model folder, or one with its tokenizer.json: hints are named by its token ids; default: "
+        "the draft has the same",
+    )
+    parser.add_argument(
+        "--allow-heterogeneous-vocab",
+        action="store_true",
+        help="with --target-tokenizer, draft though the two cut texts differently: only tokens that both have are "
+        "guessed, so that fewer hints hold; the output stays exact",
+    )
     parser.add_argument(
         "--max-nodes",
         type=int,
@@ -91,6 +113,29 @@ def limits_from(arguments: argparse.Namespace) -> DraftLimits:
     )
 
 
+def learn_language(engine: Engine, arguments: argparse.Namespace) -> Path:
+    """Has the engine speak the target's token ids; returns the folder of their tokenizer. Raises ConfigurationError."""
+    from outrider.tokenizer import Tokenizer
+    from outrider.vocabulary_map import has_same_base, map_vocabulary
+
+    own_dir, target_dir = Path(arguments.model), arguments.target_tokenizer
+    if target_dir is None:
+        return own_dir
+    own, target = Tokenizer(own_dir), Tokenizer(target_dir)
+    if own.fingerprint == target.fingerprint:
+        return own_dir
+    if not (arguments.allow_heterogeneous_vocab or has_same_base(target_dir, own_dir)):
+        raise TokenizerMismatch(own.fingerprint, target.fingerprint, f"the target in {target_dir}")
+    vocabulary = map_vocabulary(target, own, engine.vocab_size)
+    logger.info(
+        "%d of the target's %d tokens are the draft's too, and guessed",
+        vocabulary.num_shared,
+        len(vocabulary.own_ids),
+    )
+    engine.speak(vocabulary, target.eos_token_ids)
+    return target_dir
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = limits_from(arguments)
@@ -109,14 +154,19 @@ async def serve(arguments: argparse.Namespace) -> None:
     async with WorkerProcess(options, "draft", ["outrider.v1.Draft"]) as process:
         engine = load_model(engine_config(arguments), join_ranks(options.stall_exit_s))
         engine.lead()
+        tokenizer_dir = learn_language(engine, arguments)
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
         # What its memory has room for may be fewer than it was allowed.
-        info = worker_info(engine, options, name, process.incarnation, max_num_seqs=scheduler.num_slots)
+        info = worker_info(
+            *(engine, options, name, process.incarnation),
+            max_num_seqs=scheduler.num_slots,
+            tokenizer_dir=tokenizer_dir,
+        )
         metrics = DraftMetrics(name, options.worker_id)
         metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
         grammars = GrammarCompiler(
-            Path(arguments.model) / "tokenizer.json",
+            tokenizer_dir / "tokenizer.json",
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )

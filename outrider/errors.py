@@ -143,7 +143,7 @@ class TokenizerMismatch(ConfigurationError):
     def __init__(self, ours: str, theirs: str, who: str) -> None:
         super().__init__(
             f"tokenizer fingerprints differ: ours is {ours}, that of {who} is {theirs}; "
-            "draft and target must share vocabulary, merges and special tokens"
+            "draft and target must cut texts alike, or the draft be allowed to differ (--allow-heterogeneous-vocab)"
         )
         self.ours = ours
         self.theirs = theirs

@@ -125,6 +125,11 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id with a meaning; there may be gaps."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids with which the model ends a text: of `generation_config.json`, else `config.json`, else the
         tokenizer's own. Empty when none is named."""
@@ -172,6 +177,10 @@ class Tokenizer:
     def added_token_ids(self) -> Mapping[str, int]:
         """Tokens beside the model's own vocabulary, by their text."""
         return {str(token.content): token_id for token_id, token in self._added_tokens.items()}
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token is beside the model's own vocabulary."""
+        return token_id in self._added_tokens
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out."""

@@ -86,6 +86,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         default=30.0,
         help="after one of so many the process ends itself, so that it is restarted (default %(default)s)",
     )
+    parser.set_defaults(role=role)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", required=True, help="folder in Hugging Face format")
     engine.add_argument(
@@ -98,9 +99,18 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         help="of the weights, while loading: int8 and fp8 halve the memory and move the logits a little; on a CPU a "
         "step with int8 takes about as long or longer, one with fp8 several times as long (default none)",
     )
+    engine.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="where the model runs; auto: on the GPU if there is one (default %(default)s)",
+    )
     engine.add_argument("--max-num-seqs", type=int, default=32, help="sessions at once (default %(default)s)")
     engine.add_argument(
-        "--block-size", type=int, default=16, help="KV entries per block (default %(default)s)"
+        "--block-size",
+        type=int,
+        default=None,
+        help="KV entries per block (default: 16 on a CPU, 256 on a GPU, whose attention takes multiples of that)",
     )
     engine.add_argument(
         "--kv-cache-gib",
@@ -121,7 +131,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     engine.add_argument(
         "--enforce-eager",
         action="store_true",
-        help="run transformers' own modules even where the compiled kernels could",
+        help="run transformers' own modules even where the compiled kernels could, and on a GPU no CUDA graphs",
     )
     engine.add_argument("--num-threads", type=int, default=1, help="torch threads (default %(default)s)")
     engine.add_argument(
@@ -131,11 +141,15 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's part of the command line. Imports torch."""
+    import torch
+
     from outrider.engine.model import EngineConfig
 
+    is_cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
     return EngineConfig(
         Path(arguments.model),
         dtype=arguments.dtype,
+        device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_cuda else "cpu",
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
         block_size=arguments.block_size,
@@ -143,6 +157,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         num_threads=arguments.num_threads,
         quantization=arguments.quantization,
         use_kernels=not arguments.enforce_eager,
+        has_trees=arguments.role == "draft",
     )
 
 

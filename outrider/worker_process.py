@@ -86,15 +86,17 @@ def worker_info(
     *,
     max_num_seqs: int,
     max_num_waiting: int = 0,
+    tokenizer_dir: Path | None = None,
 ) -> common_pb2.WorkerInfo:
-    """What a worker says about itself, to callers and in the registry."""
+    """What a worker says about itself, to callers and in the registry. tokenizer_dir: whose ids it speaks; None: the
+    model's own."""
     from outrider.tokenizer import fingerprint
 
     config = engine.config
     return common_pb2.WorkerInfo(
         worker_id=options.worker_id,
         model_name=name,
-        tokenizer_fingerprint=fingerprint(config.model_dir),
+        tokenizer_fingerprint=fingerprint(tokenizer_dir or config.model_dir),
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         max_num_seqs=max_num_seqs,

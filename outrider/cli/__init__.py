@@ -17,6 +17,7 @@ from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
 from outrider.cli.plan import plan
+from outrider.cli.profile import profile
 from outrider.cli.serve import serve
 from outrider.cli.simulate.command import simulate
 from outrider.cli.tune.command import tune
@@ -43,6 +44,7 @@ app.command(rich_help_panel="One machine")(serve)
 app.command(rich_help_panel="One machine")(chat)
 app.command(rich_help_panel="One machine")(tune)
 app.command(rich_help_panel="One machine")(plan)
+app.command(rich_help_panel="One machine")(profile)
 app.command(rich_help_panel="A fleet")(simulate)
 app.command(rich_help_panel="A running server")(audit)
 app.command(rich_help_panel="A running server")(bench)

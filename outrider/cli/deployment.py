@@ -77,6 +77,7 @@ class Deployment:
     enable_lookup: bool = True
     tensor_parallel_size: int = 1  # processes of each target worker, which share its model
     draft_tensor_parallel_size: int = 1
+    allow_heterogeneous_vocab: bool = False
 
     @property
     def model_name(self) -> str:
@@ -120,10 +121,14 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         "--served-model-name": deployment.model_name,
         "--quantization": deployment.quantization.value,
     }
-    draft_flags: dict[str, object] = {"--quantization": deployment.draft_quantization.value}
+    draft_flags: dict[str, object] = {
+        "--quantization": deployment.draft_quantization.value,
+        "--target-tokenizer": deployment.target,
+    }
     if deployment.draft_quantization is not Quantization.NONE:
         draft_flags["--dtype"] = Dtype.BFLOAT16.value  # whatever the target has: hints have no precision
     target_words = [] if deployment.enable_lookup else ["--no-lookup"]
+    draft_words = ["--allow-heterogeneous-vocab"] if deployment.allow_heterogeneous_vocab else []
     specs = [
         _worker_spec(
             *("target", i, deployment.target, deployment, own, deployment.tensor_parallel_size),
@@ -135,7 +140,7 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         specs += [
             _worker_spec(
                 *("draft", i, deployment.draft, deployment, own, deployment.draft_tensor_parallel_size),
-                *(run_id, draft_flags),
+                *(run_id, draft_flags, draft_words),
             )
             for i, own in enumerate(plan.drafts)
         ]

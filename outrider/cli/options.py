@@ -70,6 +70,15 @@ SelfDraft = Annotated[
         rich_help_panel=_MODELS,
     ),
 ]
+AllowHeterogeneousVocab = Annotated[
+    bool,
+    typer.Option(
+        "--allow-heterogeneous-vocab",
+        help="Draft with a model that cuts texts differently. Only tokens that both have are guessed, so that fewer "
+        "hints hold; the text stays the target's own.",
+        rich_help_panel=_MODELS,
+    ),
+]
 SeedRequests = Annotated[
     bool,
     typer.Option(

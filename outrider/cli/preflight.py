@@ -15,6 +15,7 @@ from outrider.cli.deployment import Deployment, Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
 from outrider.machine import GIB, available_memory
 from outrider.tokenizer import fingerprint
+from outrider.vocabulary_map import has_same_base
 
 REDIS_TIMEOUT_S = 2.0
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
@@ -27,7 +28,8 @@ def check(deployment: Deployment) -> None:
     check_model(deployment.target, "--target")
     if deployment.draft is not None:
         check_model(deployment.draft, "--draft")
-        check_tokenizers(deployment.target, deployment.draft)
+        if not deployment.allow_heterogeneous_vocab:
+            check_tokenizers(deployment.target, deployment.draft)
     check_memory(deployment, available_memory())
     if deployment.port == deployment.grpc_port != 0:
         raise ConfigurationError(f"--port and --grpc-port are both {deployment.port}; they must differ")
@@ -104,9 +106,10 @@ def num_parameters(folder: Path, flag: str) -> int:
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """A hint is a token id: it must mean the same text on both sides."""
+    """A hint is a token id: it must mean the same text on both sides. Added tokens may differ, the draft worker sees
+    to them (`outrider.vocabulary_map`)."""
     target_fingerprint, draft_fingerprint = fingerprint(target), fingerprint(draft)
-    if target_fingerprint != draft_fingerprint:
+    if target_fingerprint != draft_fingerprint and not has_same_base(target, draft):
         raise TokenizerMismatch(target_fingerprint, draft_fingerprint, f"the draft in {draft}")
 
 

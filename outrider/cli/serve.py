@@ -14,6 +14,7 @@ from outrider.cli.acceptance_probe import probe
 from outrider.cli.deployment import DEMO_TARGET, Affinity, Deployment, Dtype, Proxy, Quantization
 from outrider.cli.draft_choice import UnfitDraft, choose_draft
 from outrider.cli.options import (
+    AllowHeterogeneousVocab,
     CpuAffinity,
     Draft,
     DraftQuantizationChoice,
@@ -68,6 +69,7 @@ def serve(
     dtype: DtypeChoice = Dtype.BFLOAT16,
     quantization: QuantizationChoice = Quantization.NONE,
     draft_quantization: DraftQuantizationChoice = None,
+    allow_heterogeneous_vocab: AllowHeterogeneousVocab = False,
     served_model_name: ServedModelName = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
     no_lookup: NoLookup = False,
@@ -129,6 +131,7 @@ def serve(
         affinity=cpu_affinity,
         quantization=quantization,
         draft_quantization=choice.quantization,
+        allow_heterogeneous_vocab=allow_heterogeneous_vocab,
         enable_lookup=not no_lookup,
         enable_prefix_caching=not no_prefix_caching,
         seed_requests=seed_requests,

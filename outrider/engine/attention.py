@@ -23,7 +23,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +97,7 @@ class _Group:
         if visibility is None:
             return self.hidden
         if visibility not in self.masks:
-            key_positions = torch.arange(self.hidden.shape[-1])
+            key_positions = torch.arange(self.hidden.shape[-1], device=self.hidden.device)
             sees = visibility(0, 0, self.query_positions[:, :, None], key_positions)
             self.masks[visibility] = self.hidden | ~sees[:, None, None]
         return self.masks[visibility]
@@ -113,12 +113,56 @@ class StepLayout:
     layers: Sequence[LayerCache]  # in the order in which the model attends
     num_calls: int = 0
 
+    def attend(
+        self,
+        query: torch.Tensor,  # [num_rows, num_heads, key_dim]
+        key: torch.Tensor,  # [num_rows, num_kv_heads, key_dim]
+        value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,  # [num_heads]
+    ) -> torch.Tensor:
+        """Writes the rows' keys and values and returns `[num_rows, num_heads, value_dim]`."""
+        layer = self.layers[self.num_calls]
+        self.num_calls += 1
+        num_tokens = self.write_slots.shape[0]
+        layer.keys.index_copy_(0, self.write_slots, key[:num_tokens])
+        layer.values.index_copy_(0, self.write_slots, value[:num_tokens])
+        output: torch.Tensor | None = None
+        for group in self.groups:
+            rows = query if group.is_identity else query.index_select(0, group.row_index)
+            attended = _attend(rows, layer, group, scale, softcap, sinks)
+            if group.is_identity:
+                return attended
+            if output is None:
+                output = attended.new_empty(query.shape[0], *attended.shape[1:])
+            output.index_copy_(0, group.real_rows, attended.index_select(0, group.flat_index))
+        assert output is not None
+        output[num_tokens:] = output[0]  # padding goes on repeating the first row
+        return output
 
-_current: ContextVar[StepLayout] = ContextVar("outrider_step_layout")
+
+class Layout(Protocol):
+    """A step as the attention sees it: `StepLayout`, or `paged_attention.PagedStep` on a GPU."""
+
+    num_calls: int  # of the attention, in this step so far
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+_current: ContextVar[Layout] = ContextVar("outrider_step_layout")
 
 
 @contextlib.contextmanager
-def attending(layout: StepLayout) -> Iterator[None]:
+def attending(layout: Layout) -> Iterator[None]:
     """Inside, `paged_attention` works on this step. (Not every model hands keyword arguments down to it.)"""
     token = _current.set(layout)
     try:
@@ -129,6 +173,7 @@ def attending(layout: StepLayout) -> Iterator[None]:
 
 def plan_step(blocks: Sequence[QueryBlock], layers: Sequence[LayerCache]) -> StepLayout:
     """Lays out one step over `blocks` in the given order; its tokens are followed by padding (`padded_rows`)."""
+    device = layers[0].keys.device
     write_slots = []
     positions: list[int] = []
     by_rows: dict[int, list[_Member]] = {}
@@ -138,11 +183,11 @@ def plan_step(blocks: Sequence[QueryBlock], layers: Sequence[LayerCache]) -> Ste
         for member in _members(block, slots, first_row=len(positions)):
             by_rows.setdefault(padded_rows(member.num_rows), []).append(member)
             positions.extend(range(member.first_position, member.first_position + member.num_rows))
-    groups = [_plan_group(rows, members, len(positions)) for rows, members in by_rows.items()]
+    groups = [_plan_group(rows, members, len(positions), device) for rows, members in by_rows.items()]
     positions += positions[:1] * (padded_rows(len(positions)) - len(positions))
     return StepLayout(
-        write_slots=torch.from_numpy(np.concatenate(write_slots)),
-        positions=torch.tensor([positions]),
+        write_slots=torch.from_numpy(np.concatenate(write_slots)).to(device),
+        positions=torch.tensor([positions], device=device),
         groups=groups,
         layers=layers,
     )
@@ -166,7 +211,7 @@ def _members(block: QueryBlock, slots: npt.NDArray[np.int64], first_row: int) ->
         yield _Member(first_row + row, 1, len(key_slots) - 1, key_slots)
 
 
-def _plan_group(rows: int, members: list[_Member], num_tokens: int) -> _Group:
+def _plan_group(rows: int, members: list[_Member], num_tokens: int, device: torch.device) -> _Group:
     longest = max(len(member.key_slots) for member in members)
     keys = -(-longest // KEYS_CHUNK) * KEYS_CHUNK
     num_members = len(members)
@@ -185,12 +230,12 @@ def _plan_group(rows: int, members: list[_Member], num_tokens: int) -> _Group:
         is_real[i, :count] = True
     hidden = np.arange(keys) > query_positions[:, :, None]
     return _Group(
-        row_index=torch.from_numpy(row_index.reshape(-1)),
-        flat_index=torch.from_numpy(np.flatnonzero(is_real)),
-        real_rows=torch.from_numpy(row_index[is_real]),
-        key_slots=torch.from_numpy(key_slots.reshape(-1)),
-        query_positions=torch.from_numpy(query_positions),
-        hidden=torch.from_numpy(hidden)[:, None, None],
+        row_index=torch.from_numpy(row_index.reshape(-1)).to(device),
+        flat_index=torch.from_numpy(np.flatnonzero(is_real)).to(device),
+        real_rows=torch.from_numpy(row_index[is_real]).to(device),
+        key_slots=torch.from_numpy(key_slots.reshape(-1)).to(device),
+        query_positions=torch.from_numpy(query_positions).to(device),
+        hidden=torch.from_numpy(hidden).to(device)[:, None, None],
         num_members=num_members,
         is_identity=num_members == 1 and members[0].num_rows == num_tokens,
     )
@@ -212,26 +257,9 @@ def paged_attention(
 
     s_aux: attention sinks, one logit per head, which take their share of the weights and give nothing.
     """
-    layout = _current.get()
-    layer = layout.layers[layout.num_calls]
-    layout.num_calls += 1
-    num_tokens = layout.write_slots.shape[0]
-    layer.keys.index_copy_(0, layout.write_slots, key[0].transpose(0, 1)[:num_tokens])
-    layer.values.index_copy_(0, layout.write_slots, value[0].transpose(0, 1)[:num_tokens])
-    flat_query = query[0].transpose(0, 1)  # [num_rows, num_heads, key_dim]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output: torch.Tensor | None = None
-    for group in layout.groups:
-        rows = flat_query if group.is_identity else flat_query.index_select(0, group.row_index)
-        attended = _attend(rows, layer, group, scale, softcap, s_aux)
-        if group.is_identity:
-            return attended.unsqueeze(0), None
-        if output is None:
-            output = attended.new_empty(flat_query.shape[0], *attended.shape[1:])
-        output.index_copy_(0, group.real_rows, attended.index_select(0, group.flat_index))
-    assert output is not None
-    output[num_tokens:] = output[0]  # padding goes on repeating the first row
-    return output.unsqueeze(0), None
+    rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    return _current.get().attend(*rows, scale, softcap, s_aux).unsqueeze(0), None
 
 
 def _attend(

@@ -45,6 +45,7 @@ class LayerLayout:
     key_dim: int
     value_dim: int
     visibility: Visibility | None  # None: every position up to its own
+    is_plain: bool = True  # the weights are a softmax of scaled scores: no softcap, no sinks
 
     @property
     def num_entries(self) -> int:
@@ -149,6 +150,9 @@ def _write_down_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     watch = _watch.get()
@@ -157,7 +161,8 @@ def _write_down_attention(
             "it changes its attention mask by itself, so that what a query sees is not a rule of positions"
         )
     visibility = None if attention_mask is None else watch.masks[id(attention_mask)]
-    watch.layers.append(LayerLayout(key.shape[1], key.shape[-1], value.shape[-1], visibility))
+    is_plain = softcap is None and s_aux is None
+    watch.layers.append(LayerLayout(key.shape[1], key.shape[-1], value.shape[-1], visibility, is_plain))
     return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -53,6 +53,10 @@ MAX_PACKED_WIDTH = 1024
 """Wider inputs were seen to be summed in an order that depends on the number of rows."""
 
 
+BLOCK_ROWS_TRIED = (16, 32, 64, 128, 256)
+COST_OF_PADDING_MAX = 1.05
+NUM_TIMINGS = 5
+CACHE_BYTES = 256 << 20
 INT8_WIDTH_MULTIPLE = 32
 NARROW_MULTIPLE = 8
 """A step's rows are a multiple of 8; so many outputs each fill whole vectors."""
@@ -139,6 +143,24 @@ class PaddedLinear(nn.Module):
         if missing := -num_rows % self.multiple:
             rows = functional.pad(rows, (0, 0, 0, missing))
         outputs = functional.linear(rows, self.weight, self.bias)[:num_rows]
+        return outputs.view(*inputs.shape[:-1], self.out_features)
+
+
+class BlockedLinear(nn.Module):
+    """A plain product over so many rows at a time, always: no product knows how many rows there are."""
+
+    def __init__(self, linear: nn.Linear, num_rows: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.num_rows = linear.weight, linear.bias, num_rows
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        total = rows.shape[0]
+        if missing := -total % self.num_rows:
+            rows = functional.pad(rows, (0, 0, 0, missing))
+        parts = [functional.linear(block, self.weight, self.bias) for block in rows.split(self.num_rows)]
+        outputs = (parts[0] if len(parts) == 1 else torch.cat(parts))[:total]
         return outputs.view(*inputs.shape[:-1], self.out_features)
 
 
@@ -331,6 +353,9 @@ def forms_for(weight: torch.Tensor, quantization: str = "none") -> Sequence[Line
     """Forms worth trying for a weight, fastest first."""
     if quantization in QUANTIZED_FORMS:
         return QUANTIZED_FORMS[quantization]
+    if weight.device.type == "cuda":
+        num_rows = _rows_at_no_cost(weight)
+        return (LinearForm(f"blocks of {num_rows} rows", lambda linear: BlockedLinear(linear, num_rows)),)
     forms: list[LinearForm] = []
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
         if products() is not None and weight.shape[1] % 2 == 0:
@@ -338,6 +363,32 @@ def forms_for(weight: torch.Tensor, quantization: str = "none") -> Sequence[Line
         if torch.backends.mkldnn.is_available():
             forms += PACKED_FORMS
     return (*forms, *PLAIN_FORMS)
+
+
+@torch.inference_mode()
+def _rows_at_no_cost(weight: torch.Tensor) -> int:
+    """The most rows of BLOCK_ROWS_TRIED that a GPU multiplies in about the time of the fewest.
+
+    Reading the weights takes most of it, so that rows of padding are free up to some number, and blocks of prompts
+    should be as large as that.
+    """
+    num_copies = -(-CACHE_BYTES // (weight.numel() * weight.element_size()))
+    copies = [torch.randn_like(weight) for _ in range(num_copies)]  # more than the device's cache holds
+    best_ms: dict[int, float] = {}
+    for num_rows in BLOCK_ROWS_TRIED:
+        inputs = weight.new_zeros(num_rows, weight.shape[1])
+        times = []
+        for _ in range(NUM_TIMINGS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for copy in copies:
+                functional.linear(inputs, copy)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        best_ms[num_rows] = min(times)
+    limit = COST_OF_PADDING_MAX * best_ms[BLOCK_ROWS_TRIED[0]]
+    return max(num_rows for num_rows in BLOCK_ROWS_TRIED if best_ms[num_rows] <= limit)
 
 
 @torch.inference_mode()
@@ -361,7 +412,8 @@ def _probes(
 ) -> Iterator[tuple[nn.Linear, torch.Tensor]]:
     """Layers of the same shape and type, with inputs [num_rows, in_features]: random ones, and ones that cancel."""
     out_features, width, dtype = linear.out_features, linear.in_features, linear.weight.dtype
-    yield linear, torch.randn(num_rows, width, generator=generator).to(dtype)
+    device = linear.weight.device
+    yield linear, torch.randn(num_rows, width, generator=generator).to(device, dtype)
     half = width // 2
     order = torch.randperm(2 * half, generator=generator)
     weight = torch.zeros(out_features, width)
@@ -370,9 +422,9 @@ def _probes(
     v = torch.randn(num_rows, half, generator=generator)
     weight[:, : 2 * half] = torch.cat([a, a], dim=1)[:, order]
     inputs[:, : 2 * half] = torch.cat([v, -v], dim=1)[:, order]
-    probe = nn.Linear(width, out_features, bias=False, dtype=dtype)
+    probe = nn.Linear(width, out_features, bias=False, dtype=dtype, device=device)
     probe.weight.copy_(weight)
-    yield probe, inputs.to(dtype)
+    yield probe, inputs.to(device, dtype)
 
 
 def _rows_agree(module: nn.Module, inputs: torch.Tensor, row_counts: Sequence[int]) -> bool:
@@ -386,7 +438,7 @@ def choose_form(linear: nn.Linear, quantization: str = "none") -> tuple[LinearFo
     for form in forms:
         if is_batch_invariant(form, linear):
             return form, True
-    return (forms if quantization != "none" else PLAIN_FORMS)[0], False
+    return (PLAIN_FORMS if linear.weight.device.type == "cpu" and quantization == "none" else forms)[0], False
 
 
 class LinearForms:

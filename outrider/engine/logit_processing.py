@@ -36,11 +36,11 @@ def process(logits: torch.Tensor, params: SamplingParams, text: TextBefore) -> t
     if params.min_tokens > len(text.token_ids) - text.num_prompt_tokens:
         logits = _forbid_the_end(logits, params.min_tokens, text)
     if params.allowed_token_ids:
-        allowed = torch.zeros(logits.shape[-1], dtype=torch.bool)
+        allowed = logits.new_zeros(logits.shape[-1], dtype=torch.bool)
         allowed[_within(params.allowed_token_ids, logits)] = True
         logits = logits.masked_fill(~allowed, NEVER)
     if text.grammar is not None:
-        allowed = torch.from_numpy(text.grammar.masks(text.continuations))
+        allowed = torch.from_numpy(text.grammar.masks(text.continuations)).to(logits.device)
         logits = logits.masked_fill(~allowed, NEVER)
     return logits
 
@@ -67,16 +67,16 @@ def num_rows_alive(logits: torch.Tensor) -> int:
 
 def _within(token_ids: Collection[int], logits: torch.Tensor) -> torch.Tensor:
     vocab_size = logits.shape[-1]
-    return torch.tensor([token_id for token_id in token_ids if token_id < vocab_size], dtype=torch.int64)
+    within = [token_id for token_id in token_ids if token_id < vocab_size]
+    return torch.tensor(within, dtype=torch.int64, device=logits.device)
 
 
 def _add_bias(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     biases = {token_id: bias for token_id, bias in params.logit_bias if token_id < logits.shape[-1]}
     if not biases:
         return logits
-    return logits.index_add(
-        1, torch.tensor(list(biases)), torch.tensor(list(biases.values())).expand(len(logits), -1)
-    )
+    token_ids = torch.tensor(list(biases), device=logits.device)
+    return logits.index_add(1, token_ids, logits.new_tensor(list(biases.values())).expand(len(logits), -1))
 
 
 def _counts(
@@ -99,7 +99,7 @@ def _counts(
 
 def _penalize_repetition(logits: torch.Tensor, penalty: float, text: TextBefore) -> torch.Tensor:
     token_ids, counts = _counts(text, 0, logits.shape[-1])
-    index, occurs = torch.from_numpy(token_ids), torch.from_numpy(counts > 0)
+    index, occurs = (torch.from_numpy(each).to(logits.device) for each in (token_ids, counts > 0))
     scores = logits[:, index]
     penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
     # A tiny penalty must not make infinities: they have no softmax.
@@ -109,9 +109,10 @@ def _penalize_repetition(logits: torch.Tensor, penalty: float, text: TextBefore)
 
 def _penalize_output(logits: torch.Tensor, params: SamplingParams, text: TextBefore) -> torch.Tensor:
     token_ids, counts = _counts(text, text.num_prompt_tokens, logits.shape[-1])
-    times = torch.from_numpy(counts).float()
+    index, times = (torch.from_numpy(each).to(logits.device) for each in (token_ids, counts))
+    times = times.float()
     penalty = params.frequency_penalty * times + params.presence_penalty * (times > 0).float()
-    return logits.index_add(1, torch.from_numpy(token_ids), -penalty)
+    return logits.index_add(1, index, -penalty)
 
 
 def _forbid_bad_words(logits: torch.Tensor, params: SamplingParams, text: TextBefore) -> torch.Tensor:
@@ -131,7 +132,9 @@ def _forbid_bad_words(logits: torch.Tensor, params: SamplingParams, text: TextBe
 
 
 def _forbid_the_end(logits: torch.Tensor, min_tokens: int, text: TextBefore) -> torch.Tensor:
-    is_early = torch.tensor([[text.num_output_tokens(row) < min_tokens] for row in range(len(logits))])
-    ends = torch.zeros(logits.shape[-1], dtype=torch.bool)
+    is_early = torch.tensor(
+        [[text.num_output_tokens(row) < min_tokens] for row in range(len(logits))], device=logits.device
+    )
+    ends = logits.new_zeros(logits.shape[-1], dtype=torch.bool)
     ends[_within(text.end_token_ids, logits)] = True
     return logits.masked_fill(is_early & ends, NEVER)

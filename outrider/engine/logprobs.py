@@ -17,7 +17,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
     if not token_ids:
         return []
     logprobs = torch.log_softmax(logits, dim=-1)
-    said = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1))
+    said = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
     ranks = (logprobs > said).sum(dim=-1) + 1
     values, indices = torch.topk(logprobs, min(num_top, logits.shape[-1]), dim=-1)
     return [

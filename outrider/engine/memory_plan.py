@@ -49,6 +49,7 @@ class ModelMemory:
     """What one rank needs, bytes."""
 
     weights: int
+    weights_read: int  # of them in every step: all but an embedding that is no output layer too
     kv_per_token: int
     step: int  # activations and logits of the largest one
     process: int
@@ -88,8 +89,16 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
             f"transformers has no plan to cut {type(model).__name__} between ranks; serve it on one"
         )
     longest = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+    weights = _weight_bytes(model, plan, shape)
+    embedding = _parameter_bytes(
+        model.get_input_embeddings().weight, model.get_input_embeddings(), shape=shape, is_output=False
+    )
+    is_shared = (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight and not _is_copied(shape)
+    )
     return ModelMemory(
-        weights=_weight_bytes(model, plan, shape),
+        weights=weights,
+        weights_read=weights - (0 if is_shared else embedding),
         kv_per_token=_kv_bytes(layers, plan, shape),
         step=_step_bytes(text_config, layers, shape),
         process=PROCESS_BYTES[shape.device_type],

@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 
 from outrider.engine.attention import ATTENTION_NAME, LayerCache, attending, padded_rows, plan_step
 from outrider.engine.decoder import FusedDecoder, why_not
+from outrider.engine.device_steps import DeviceSteps
 from outrider.engine.experts import has_experts, run_in_blocks, split_experts
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv_layout import (
@@ -37,11 +38,13 @@ from outrider.engine.kv_layout import (
 from outrider.engine.linear import LinearForms, make_batch_invariant, round_weights
 from outrider.engine.memory_plan import ServingShape, check_memory
 from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
+from outrider.engine.paged_attention import BLOCK_SIZE, Attend, why_not_paged
 from outrider.engine.rank_group import Order, RankGroup
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
 from outrider.engine.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
 from outrider.errors import ConfigurationError
 from outrider.machine import available_memory
+from outrider.vocabulary_map import VocabularyMap
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,12 @@ class EngineConfig:
     device: str = "cpu"
     max_num_seqs: int = 32  # sequences whose KV should fit at once
     max_model_len: int | None = None  # longest sequence, tokens; None: the model's own limit
-    block_size: int = 16  # KV entries per block
+    block_size: int | None = None  # KV entries per block; None: what suits the device
     kv_cache_bytes: int = 2 * 2**30  # most memory for KV
     num_threads: int = 1  # torch intra-op threads
     quantization: str = "none"  # of the linear layers' weights, the output layer's excepted
-    use_kernels: bool = True  # where the model and the machine permit (`decoder`)
+    use_kernels: bool = True  # where the model and the machine permit (`decoder`), CUDA graphs included
+    has_trees: bool = False  # hint trees are fed, not texts alone
 
     def __post_init__(self) -> None:
         if self.quantization not in QUANTIZATIONS:
@@ -79,6 +83,12 @@ class EngineConfig:
             )
         if self.dtype not in DTYPES:
             raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.is_cuda and not torch.cuda.is_available():
+            raise ModelLoadError("torch sees no CUDA device here: set --device cpu, or look at nvidia-smi")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
 
 
 class Engine:
@@ -110,9 +120,13 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = bytes_per_token(layers, dtype)
-        num_blocks = _num_blocks(config, self.max_model_len, self.kv_bytes_per_token)
-        self.allocator = BlockAllocator(num_blocks, config.block_size)
-        num_slots = num_blocks * config.block_size
+        self.block_size = config.block_size or (BLOCK_SIZE if config.is_cuda else BLOCK_SIZE_ON_CPU)
+        num_blocks = _num_blocks(config, self.max_model_len, self.kv_bytes_per_token, self.block_size)
+        self.allocator = BlockAllocator(num_blocks, self.block_size)
+        self._scratch_block_ids = range(
+            num_blocks, num_blocks + NUM_SCRATCH_BLOCKS * (config.is_cuda and config.has_trees)
+        )
+        num_slots = self._scratch_block_ids.stop * self.block_size
         self.layers = [
             LayerCache(
                 torch.zeros(num_slots, each.num_kv_heads, each.key_dim, dtype=dtype, device=config.device),
@@ -122,6 +136,8 @@ class Engine:
             for each in layers
         ]
         self._fused: FusedDecoder | None = None
+        self._device_steps: DeviceSteps | None = None
+        self._language: _Language | None = None
 
     @property
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,7 +152,29 @@ class Engine:
     def fuse(self, forms: LinearForms) -> None:
         """Moves the weights into a `FusedDecoder`, which runs all steps from then on."""
         num_positions = self.max_model_len + LOOKAHEAD_ENTRIES
-        self._fused = FusedDecoder(self.model, self.caches, num_positions, self.config.block_size, forms)
+        self._fused = FusedDecoder(self.model, self.caches, num_positions, self.block_size, forms)
+
+    def attend_paged(self, attend: Attend) -> None:
+        """Steps attend through the block table from then on, where they fit."""
+        num_blocks_max = self.allocator.blocks_for(self.max_model_len + LOOKAHEAD_ENTRIES)
+        self._device_steps = DeviceSteps(
+            self.model, self.layers, self.block_size, self._scratch_block_ids, num_blocks_max, attend
+        )
+
+    def capture_graphs(self) -> None:
+        """Small steps are launched as a whole from then on. Raises RuntimeError where the model does not permit it."""
+        assert self._device_steps is not None
+        self._device_steps.capture()
+
+    def speak(self, vocabulary: VocabularyMap, end_of_sequence_ids: frozenset[int]) -> None:
+        """Takes and gives token ids of another vocabulary from now on, of which these end a text."""
+        device = self.config.device
+        self._language = _Language(
+            vocabulary.own_ids,
+            torch.tensor(vocabulary.own_ids, device=device),
+            ~torch.tensor(vocabulary.is_shared, device=device),
+        )
+        self.vocab_size, self.eos_token_ids = len(vocabulary.own_ids), end_of_sequence_ids
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Runs one step and returns float32 logits.  # [sum of num_logits, vocab_size]
@@ -144,9 +182,12 @@ class Engine:
         Logits come in the order of `chunks`, each chunk's in the order of its tokens. When no chunk wants any, there
         is one row without meaning.
         """
+        if self._language is not None:
+            chunks = [self._language.translated(chunk) for chunk in chunks]
         if self._is_leading:
             self._order(Order.FORWARD, encode_step(chunks))
-        return self._forward(chunks)
+        logits = self._forward(chunks)
+        return logits if self._language is None else self._language.told(logits)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks, as `KVSequence.extend` asks for."""
@@ -166,8 +207,16 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        token_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids])
         wanted = _wanted_rows(chunks)
+        if self._device_steps is not None:
+            num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+            logits = self._device_steps.forward(chunks, range(num_rows) if wanted is None else wanted)
+            if logits is not None:
+                return logits
+        device = self.config.device
+        token_ids = torch.tensor(
+            [token_id for chunk in chunks for token_id in chunk.token_ids], device=device
+        )
         blocks = [chunk.query_block() for chunk in chunks]
         if self._fused is not None:
             rows = None if wanted is None else torch.tensor(wanted)
@@ -176,21 +225,21 @@ class Engine:
         num_tokens = token_ids.shape[0]
         padding = token_ids[:1].expand(padded_rows(num_tokens) - num_tokens)
         with attending(layout):
-            logits: torch.Tensor = self.model(
+            all_logits: torch.Tensor = self.model(
                 input_ids=torch.cat([token_ids, padding]).unsqueeze(0),
                 position_ids=layout.positions,
                 use_cache=False,
-                logits_to_keep=torch.arange(num_tokens) if wanted is None else torch.tensor(wanted),
+                logits_to_keep=torch.tensor(range(num_tokens) if wanted is None else wanted, device=device),
             ).logits
         if layout.num_calls != self.num_layers:
             raise ModelLoadError(
                 f"{layout.num_calls} of {self.num_layers} layers attended through the paged cache"
             )
-        return logits[0].float()
+        return all_logits[0].float()
 
     @torch.inference_mode()
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        size = self.config.block_size
+        size = self.block_size
         for source, destination in copies:
             for cache in (tensor for layer in self.caches for tensor in layer):
                 cache[destination * size : (destination + 1) * size] = cache[
@@ -201,7 +250,10 @@ class Engine:
     def _move_entries(
         self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]
     ) -> None:
-        sources, destinations = torch.from_numpy(source_slots), torch.from_numpy(destination_slots)
+        device = self.config.device
+        sources, destinations = (
+            torch.from_numpy(slots).to(device) for slots in (source_slots, destination_slots)
+        )
         for cache in (tensor for layer in self.caches for tensor in layer):
             cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
@@ -247,6 +299,22 @@ class Engine:
         return KVSequence(self.allocator)
 
 
+@dataclass(frozen=True, slots=True)
+class _Language:
+    """A vocabulary that is not the model's own (`vocabulary_map`)."""
+
+    own_ids: Sequence[int]
+    columns: torch.Tensor  # the same, [vocab_size]
+    is_foreign: torch.Tensor  # [vocab_size], what the model has no word for
+
+    def translated(self, chunk: SequenceChunk) -> SequenceChunk:
+        return replace(chunk, token_ids=[self.own_ids[token_id] for token_id in chunk.token_ids])
+
+    def told(self, logits: torch.Tensor) -> torch.Tensor:
+        """[num_rows, the model's own] -> [num_rows, vocab_size]"""
+        return logits.index_select(1, self.columns).masked_fill_(self.is_foreign, float("-inf"))
+
+
 def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
     """Rows whose logits are wanted, None for all of them."""
     wanted: list[int] = []
@@ -259,6 +327,8 @@ def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
     return wanted or [0]  # the output layer wants at least one row
 
 
+BLOCK_SIZE_ON_CPU = 16
+NUM_SCRATCH_BLOCKS = 32
 LOOKAHEAD_ENTRIES = 256
 """KV entries that a sequence may use beyond its longest length: hints being verified, a draft's hint tree."""
 
@@ -270,12 +340,12 @@ def _max_model_len(hf_config: Any, wanted: int | None) -> int:
     return wanted or longest
 
 
-def _num_blocks(config: EngineConfig, max_model_len: int, kv_bytes_per_token: int) -> int:
+def _num_blocks(config: EngineConfig, max_model_len: int, kv_bytes_per_token: int, block_size: int) -> int:
     """Blocks for `max_num_seqs` of the longest sequences, or as many as the memory bound permits."""
-    per_sequence = -(-(max_model_len + LOOKAHEAD_ENTRIES) // config.block_size)
-    affordable = config.kv_cache_bytes // (kv_bytes_per_token * config.block_size)
+    per_sequence = -(-(max_model_len + LOOKAHEAD_ENTRIES) // block_size)
+    affordable = config.kv_cache_bytes // (kv_bytes_per_token * block_size)
     if affordable < per_sequence:
-        needed = per_sequence * config.block_size * kv_bytes_per_token / 2**30
+        needed = per_sequence * block_size * kv_bytes_per_token / 2**30
         raise ModelLoadError(
             f"{config.kv_cache_bytes / 2**30:.2f} GiB of KV cache hold no sequence of {max_model_len} tokens; "
             f"one needs {needed:.2f} GiB: raise --kv-cache-gib or lower --max-model-len"
@@ -373,26 +443,45 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         run_in_blocks(model)
         make_batch_invariant(model, forms, model.get_output_embeddings())
     logger.info("linear layers: %s", forms.report)
+    if config.is_cuda:
+        _use_device(engine, is_plain=all(layer.is_plain for layer in layers))
     _check_against(engine, expected)
     _return_freed_memory()
     return engine
 
 
+def _use_device(engine: Engine, *, is_plain: bool) -> None:
+    """FlashAttention and CUDA graphs where the model permits them; says where it does not."""
+    obstacle = why_not_paged(engine.layers, engine.block_size, is_plain=is_plain)
+    if obstacle is not None:
+        logger.warning("attention without FlashAttention, which is slow for long texts: %s", obstacle)
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    engine.attend_paged(varlen_attn)
+    if not engine.config.use_kernels or has_experts(engine.model):
+        logger.info("steps are no CUDA graphs: told not to, or which experts run depends on the rows")
+        return
+    try:
+        engine.capture_graphs()
+    except RuntimeError as error:
+        logger.warning("steps are no CUDA graphs: %s", error)
+
+
 def _check_memory(config: EngineConfig, group: RankGroup | None) -> None:
     """Refuses what cannot fit before minutes are spent on loading it, and before the system ends the process for it."""
-    is_cuda = config.device != "cpu"
     num_ranks = 1 if group is None else group.size
     shape = ServingShape(
         DTYPES[config.dtype],
         config.quantization,
         num_ranks,
-        "cuda" if is_cuda else "cpu",
+        "cuda" if config.is_cuda else "cpu",
         config.max_model_len,
         config.max_num_seqs,
     )
     # A GPU is a rank's own, a machine's memory is that of all ranks on it; they begin to load at the same time.
-    num_ranks_here = 1 if is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = torch.cuda.mem_get_info()[0] if is_cuda else available_memory()
+    num_ranks_here = 1 if config.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = torch.cuda.mem_get_info()[0] if config.is_cuda else available_memory()
     check_memory(config.model_dir, shape, free, config.kv_cache_bytes, num_ranks_here=num_ranks_here)
 
 
@@ -462,7 +551,9 @@ def _probe_token_ids(vocab_size: int) -> list[int]:
 @torch.inference_mode()
 def _reference_logits(model: Any) -> torch.Tensor:
     """transformers' own answer to the probe.  # [PROBE_LENGTH, vocab_size]"""
-    token_ids = torch.tensor([_probe_token_ids(model.config.get_text_config().vocab_size)])
+    token_ids = torch.tensor(
+        [_probe_token_ids(model.config.get_text_config().vocab_size)], device=model.device
+    )
     return model(input_ids=token_ids, use_cache=False).logits[0].float()
 
 

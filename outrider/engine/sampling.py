@@ -116,7 +116,7 @@ def coupled_scores(probs: torch.Tensor, seed: int, positions: Sequence[int]) -> 
     Exponential is -log(u), u a hash of (seed, position, token id).
     """
     row_keys = [key(seed, position, Purpose.GUMBEL) for position in positions]
-    return probs.double() / -torch.log(_token_uniforms(row_keys, probs.shape[-1]))
+    return probs.double() / -torch.log(_token_uniforms(row_keys, probs.shape[-1], probs.device))
 
 
 def coupled_choice(probs: torch.Tensor, seed: int, first_position: int) -> list[int]:
@@ -126,10 +126,12 @@ def coupled_choice(probs: torch.Tensor, seed: int, first_position: int) -> list[
     return choices
 
 
-def _token_uniforms(row_keys: Sequence[int], vocab_size: int) -> torch.Tensor:
+def _token_uniforms(
+    row_keys: Sequence[int], vocab_size: int, device: torch.device | None = None
+) -> torch.Tensor:
     """float64 [num_rows, vocab_size] in (0, 1): row i is SplitMix64's stream that starts at `row_keys[i]`."""
-    starts = torch.tensor([[_signed(row_key + GOLDEN)] for row_key in row_keys])
-    value = torch.arange(vocab_size) * _signed(GOLDEN) + starts
+    starts = torch.tensor([[_signed(row_key + GOLDEN)] for row_key in row_keys], device=device)
+    value = torch.arange(vocab_size, device=device) * _signed(GOLDEN) + starts
     value = (value ^ _shift_right(value, 30)) * _signed(MULTIPLIER_1)
     value = (value ^ _shift_right(value, 27)) * _signed(MULTIPLIER_2)
     value = value ^ _shift_right(value, 31)

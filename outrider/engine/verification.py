@@ -171,7 +171,7 @@ def residual(target_probs: torch.Tensor, draft_probs: DraftDistribution, scale: 
     All zeros only where rounding made p and q equal; p itself is returned then.
     """
     weights = target_probs.double() * scale
-    taken = torch.tensor(draft_probs.weights, dtype=torch.float64) / draft_probs.total
+    taken = weights.new_tensor(draft_probs.weights) / draft_probs.total
     weights[list(draft_probs.token_ids)] -= taken
     weights.clamp_min_(0.0)
     return weights if bool(weights.any()) else target_probs

@@ -124,7 +124,7 @@ def test_more_weights_than_memory_are_refused_with_the_numbers(
     outrider: Run, pair: tuple[Path, Path]
 ) -> None:
     write_weights(pair[0], 10**13)
-    message = refusal(outrider("serve", *models(pair), *FREE_PORTS, "--target-workers", 2))
+    message = refusal(outrider("serve", *models(pair), *FREE_PORTS, "--num-target-workers", 2))
     assert "2 × 18626.5 GiB for the target workers and 1 × 0.0 GiB for the draft worker" in message
 
 

@@ -256,7 +256,7 @@ def new_scheduler(engine: Engine, *, shares: bool) -> DraftScheduler:
         min_sampled_reach=0.001,
         enable_prefix_caching=shares,
     )
-    return DraftScheduler(limits, BlockAllocator(140, engine.config.block_size), engine.vocab_size)
+    return DraftScheduler(limits, BlockAllocator(140, engine.block_size), engine.vocab_size)
 
 
 def life(engine: Engine, scheduler: DraftScheduler, name: str, prompt: list[int], luck: int) -> list[object]:
@@ -316,7 +316,7 @@ def test_blocks_that_are_found_hold_the_bits_that_would_be_computed(dtype: str) 
     for luck in range(4):
         *_, whole = life(engine, scheduler, "a", text(30, 3 + luck, engine.vocab_size), luck)
         assert isinstance(whole, list)
-        size, digests = engine.config.block_size, block_digests(whole, engine.config.block_size)
+        size, digests = engine.block_size, block_digests(whole, engine.block_size)
         num_blocks = scheduler.allocator.num_published(digests)
         assert num_blocks * size > 30 + size, "some of the output is there"
         found = [scheduler.allocator._published[digest] for digest in digests[:num_blocks]]

@@ -375,7 +375,7 @@ def test_on_a_real_engine_shared_blocks_give_the_same_texts(dtype: str, seed: in
             hint_wait_ms_max=0.0,
             enable_prefix_caching=is_enabled,
         )
-        allocator = BlockAllocator(61, engine.config.block_size)
+        allocator = BlockAllocator(61, engine.block_size)
         scheduler = Scheduler(limits, allocator, engine.vocab_size)
         said: dict[str, list[int]] = {}
         waiting = [*prompts, *prompts]

@@ -1,0 +1,121 @@
+"""Steps on a GPU: small ones as CUDA graphs, the others kernel by kernel; both by the same kernels.
+
+A decoding step of a large model is some hundred short kernels, and launching them one by one takes longer than they
+run. A graph is captured once for each of a few shapes (`PagedShape`) and launched as a whole for every step that the
+shape holds; what differs from step to step lies in one array of numbers on the device. Models that look at their own
+results on the way (experts, by which rows chose them) cannot be captured and run kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.attention import LayerCache, attending
+from outrider.engine.paged_attention import Attend, PagedStep
+from outrider.engine.paged_layout import PagedPlan, PagedShape, plan_paged
+from outrider.engine.sequence_chunk import SequenceChunk
+
+logger = logging.getLogger(__name__)
+
+GRAPH_ROWS: Final = (8, 16, 32, 64, 128)
+"""Rows of the steps that become graphs; more would be bound by their arithmetic, and memory is taken by each."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    numbers: torch.Tensor  # int32 [shape.size], read by the graph
+    logits: torch.Tensor  # float32 [num_rows, vocab_size], written by it
+    replay: Callable[[], None]
+
+
+class DeviceSteps:
+    """Runs a model whose attention is `outrider` and whose layers `why_not_paged` permits."""
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerCache],
+        block_size: int,
+        scratch_block_ids: Sequence[int],
+        num_blocks_max: int,
+        attend: Attend,
+    ) -> None:
+        """num_blocks_max: of one sequence."""
+        self._model, self._layers, self._block_size, self._attend = model, layers, block_size, attend
+        self._scratch_block_ids = scratch_block_ids
+        num_scratch_entries = len(scratch_block_ids) * block_size
+        self._shapes = [
+            PagedShape(num_rows, num_rows + 1, num_blocks_max, num_copies)
+            for num_rows in GRAPH_ROWS
+            for num_copies in sorted({0, num_scratch_entries})
+        ]
+        self._graphs: dict[PagedShape, _Graph] = {}
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[SequenceChunk], wanted: Sequence[int]) -> torch.Tensor | None:
+        """float32 logits of the rows `wanted`, [len(wanted), vocab_size]; None where the step does not fit."""
+        plan = plan_paged(
+            [chunk.query_block() for chunk in chunks],
+            [token_id for chunk in chunks for token_id in chunk.token_ids],
+            wanted,
+            self._block_size,
+            self._scratch_block_ids,
+        )
+        if plan is None:
+            return None
+        least = plan.shape
+        shape = next((each for each in self._graphs if each.holds(least)), None)
+        if shape is None:
+            return self._run(self._upload(plan.write_down(least)), least, len(wanted))
+        graph = self._graphs[shape]
+        graph.numbers.copy_(self._upload(plan.write_down(shape)))
+        graph.replay()
+        return graph.logits[: len(wanted)].clone()  # the next step overwrites them
+
+    def capture(self) -> None:
+        """Makes the graphs. Raises RuntimeError where the model cannot be captured."""
+        pool = torch.cuda.graph_pool_handle()
+        for shape in reversed(self._shapes):  # the largest first: the others find their memory in its pool
+            numbers = self._upload(empty_step(shape, self._block_size))
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.inference_mode(), torch.cuda.stream(side):
+                self._run(
+                    numbers, shape, shape.num_rows
+                )  # libraries make their workspaces when they are first called
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
+                logits = self._run(numbers, shape, shape.num_rows)
+            self._graphs[shape] = _Graph(numbers, logits, graph.replay)
+        self._graphs = {shape: self._graphs[shape] for shape in self._shapes}  # the smallest first
+        logger.info("steps of up to %d rows are CUDA graphs", GRAPH_ROWS[-1])
+
+    def _run(self, numbers: torch.Tensor, shape: PagedShape, num_wanted: int) -> torch.Tensor:
+        step = PagedStep(numbers, shape, self._layers, self._block_size, self._attend)
+        with attending(step):
+            logits: torch.Tensor = self._model(
+                input_ids=step.token_ids.unsqueeze(0),
+                position_ids=step.positions,
+                use_cache=False,
+                logits_to_keep=step.wanted[:num_wanted],
+            ).logits
+        assert step.num_calls == len(self._layers), "some layers did not attend through the paged cache"
+        return logits[0].float()
+
+    def _upload(self, numbers: npt.NDArray[np.int32]) -> torch.Tensor:
+        tensor = torch.from_numpy(numbers)
+        device = self._layers[0].keys.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def empty_step(shape: PagedShape, block_size: int) -> npt.NDArray[np.int32]:
+    """A step of nothing but padding."""
+    return PagedPlan([], [], [], [], [], [], block_size).write_down(shape)

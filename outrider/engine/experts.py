@@ -14,7 +14,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ExpertsInterface
+
+from outrider.engine.rank_group import RankGroup
 
 EXPERTS_NAME: Final = "outrider"
 BLOCK_ROWS: Final = 32
@@ -30,7 +33,7 @@ class Expert(nn.Module):
 
 
 def has_experts(model: nn.Module) -> bool:
-    return any(_is_experts(module) or _has_weights(module, 3) for module in model.modules())
+    return any(is_experts(module) or _has_weights(module, 3) for module in model.modules())
 
 
 def split_experts(model: Any, build: Callable[[nn.Linear], nn.Module]) -> None:
@@ -38,7 +41,7 @@ def split_experts(model: Any, build: Callable[[nn.Linear], nn.Module]) -> None:
 
     The joint weights are released.
     """
-    found = [module for module in model.modules() if _is_experts(module)]
+    found = [module for module in model.modules() if is_experts(module) and not _is_cut(module)]
     for module in found:
         module.outrider_experts = nn.ModuleList(
             Expert(build(up), build(down)) for up, down in _experts_of(module)
@@ -50,7 +53,12 @@ def split_experts(model: Any, build: Callable[[nn.Linear], nn.Module]) -> None:
         model.set_experts_implementation(EXPERTS_NAME)
 
 
-def _is_experts(module: nn.Module) -> bool:
+def _is_cut(module: nn.Module) -> bool:
+    """Whether its weights are still as transformers has cut them, by a plan that is not known here."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+
+
+def is_experts(module: nn.Module) -> bool:
     """Whether transformers lets the computation of these experts be replaced (`use_experts_implementation`)."""
     return hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
 
@@ -97,7 +105,9 @@ def run_experts(
     total = weighted[:, 0]
     for place in range(1, top_k):
         total = total + weighted[:, place]
-    return total.to(hidden_states.dtype)
+    answer = total.to(hidden_states.dtype)
+    group: RankGroup | None = getattr(module, "outrider_group", None)  # of a model that is cut (`shards`)
+    return answer if group is None else group.sum(answer)
 
 
 class InBlocks:
@@ -131,9 +141,9 @@ def run_in_blocks(model: nn.Module) -> None:
     whole mixtures whose experts transformers does not let be replaced."""
     for module in model.modules():
         children = list(module.children())
-        if any(_has_weights(child, 3) and not _is_experts(child) for child in children):
+        if any(_has_weights(child, 3) and not is_experts(child) for child in children):
             module.forward = InBlocks(module.forward, DENSE_BLOCK_ROWS)
-        elif any(map(_is_experts, children)):
+        elif any(map(is_experts, children)):
             for child in filter(_is_router, children):
                 child.forward = InBlocks(child.forward, BLOCK_ROWS)
 
@@ -141,7 +151,7 @@ def run_in_blocks(model: nn.Module) -> None:
 def _is_router(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return type(module).forward is not nn.Linear.forward
-    return _has_weights(module, 2) and not _is_experts(module)
+    return _has_weights(module, 2) and not is_experts(module)
 
 
 def _has_weights(module: nn.Module, num_dims: int) -> bool:

@@ -438,8 +438,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         engine.fuse(forms)
     else:
         logger.info("without compiled kernels: %s", obstacle)
-        if group is None:  # the experts of a tensor-parallel plan keep transformers' hooks
-            split_experts(model, forms.build)
+        split_experts(model, forms.build)
         run_in_blocks(model)
         make_batch_invariant(model, forms, model.get_output_embeddings())
     logger.info("linear layers: %s", forms.report)

@@ -8,8 +8,9 @@ its batch-invariant forms, and to a few that talk to the other ranks:
     "rowwise"                the inputs are cut: partial outputs, summed over the ranks in their order (`collectives`)
     "colwise_gather_output"  the outputs are cut, and gathered: those of the output layer by rank 0 alone
     "embedding_rowwise"      the vocabulary is cut: every row is some rank's, the others add zeros
+    "moe_tp_experts"         every expert is cut, its answers are partial: summed once per row (`experts`)
 
-What else a plan has (experts) keeps the hooks.
+What else a plan has keeps the hooks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from outrider.engine.experts import is_experts
 from outrider.engine.rank_group import RankGroup
 
 KEPT: Final = "replicate"  # transformers' word for what every rank has whole
@@ -133,6 +135,19 @@ def take_shards(model: Any, group: RankGroup) -> None:
             first = group.rank * -(-weight.shape[0] // group.size)
             scale: torch.Tensor | None = getattr(module, "embed_scale", None)
             setattr(parent, own_name, EmbeddingShard(weight.to_local(), first, group, scale))
+        elif style == "moe_tp_experts" and is_experts(module):
+            _take_experts(module, group)
+
+
+def _take_experts(module: Any, group: RankGroup) -> None:
+    """This rank's part of every expert. What is added to a sum is added by rank 0."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        local = _local(parameter)
+        if name == "down_proj_bias" and group.rank > 0:
+            local = torch.zeros_like(local)
+        setattr(module, name, nn.Parameter(local, requires_grad=False))
+    module.__dict__.pop("forward", None)  # transformers' hook around the class's own
+    module.outrider_group = group
 
 
 def _local_linear(module: nn.Linear, style: str, group: RankGroup, *, is_output: bool) -> nn.Module:

@@ -32,7 +32,7 @@ from tests import models
 from tests.engine.sequences import feed, text
 
 # Of 4 heads and 2 KV heads, so that four ranks share them. Qwen's are of a width that the compiled kernels lack.
-FAMILIES = {2: ("llama", "qwen3"), 4: ("llama",)}
+FAMILIES = {2: ("llama", "qwen3", "qwen3_moe"), 4: ("llama",)}
 NUM_NEW_TOKENS = 48
 PROMPT_LENS = (5, 33, 61)
 TIMEOUT_S = 3.0

@@ -43,9 +43,7 @@ class WorkerDirectory:
         self._views: dict[Pool, PoolView] = {}
         self._emptied_by: dict[Pool, str] = {}  # the event by which all leases had ended
         self._away: set[Pool] = set(POOLS)  # could not be read when last tried
-        self._clock_behind_s: dict[
-            Pool, float
-        ] = {}  # by how much our clock is ahead of Redis', when last read
+        self._clock_behind_s: dict[Pool, float] = {}  # by how much Redis' is behind ours, when last read
         self._trusted_until_s: dict[
             Pool, float
         ] = {}  # on the loop's clock: until when records from before count

@@ -38,6 +38,7 @@ class Wish:
     model: str
     ticket: Ticket
     rank: Callable[[], Sequence[WorkerRecord]]  # targets as of now, the one to take first
+    is_hopeless: Callable[[], bool]  # whether waiting for a target is in vain, where there is none as of now
     token: str  # of its reservation, never the same twice
     since_s: float  # when it first wanted one
     deadline_s: float
@@ -117,7 +118,7 @@ class Admission:
         if not line.queue:
             ranked = wish.rank()
             place = await self._take(line, wish, ranked)
-            if place is not None or not ranked:
+            if place is not None or (not ranked and wish.is_hopeless()):
                 return place
         until_s = self._waits_until_s(line, wish)
         answer = asyncio.get_running_loop().create_future()
@@ -261,7 +262,7 @@ class Admission:
                 if place is not None:
                     self.leave(wish.model, place)
                 return True
-            if place is not None or not ranked:
+            if place is not None or (not ranked and wish.is_hopeless()):
                 line.queue.remove(ticket)
                 answer.set_result(place)
                 return True

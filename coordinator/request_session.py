@@ -237,7 +237,8 @@ class RequestSession:
         session_id = environment.new_id()
         began_s = environment.now_s()
         wish = Wish(
-            spec.model, self._ticket, self._rank_targets, session_id, self._first_asked_s, self._deadline_s
+            *(spec.model, self._ticket, self._rank_targets, self._is_hopeless),
+            *(session_id, self._first_asked_s, self._deadline_s),
         )
         with environment.metrics.queued(spec.model):
             place = await environment.admission.place(wish)
@@ -285,6 +286,16 @@ class RequestSession:
         if preferred in ranked and environment.router.has_room(preferred):
             return [preferred, *(worker for worker in ranked if worker != preferred)]
         return ranked
+
+    def _is_hopeless(self) -> bool:
+        """Whether all targets have been tried. One that did not answer somebody else a moment ago may answer soon."""
+        environment = self._environment
+        return not environment.router.expects_target(
+            environment.snapshot(),
+            model=self._spec.model,
+            num_tokens=self._spec.num_tokens_max,
+            excluded=self._tried,
+        )
 
     async def _run_attempt(self, attempt: Attempt) -> AsyncGenerator[News]:
         async with attempt:

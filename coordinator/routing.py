@@ -110,11 +110,15 @@ class Router:
         return chosen, excluded
 
     def models(self, snapshot: Snapshot, now_s: float) -> dict[str, list[WorkerRecord]]:
-        """Usable targets by the model name they serve, in order of the names."""
+        """Usable targets by the model name they serve, in order of the names; where all of a model did not answer a
+        moment ago, these."""
         found: dict[str, list[WorkerRecord]] = {}
-        for worker in sorted(self.usable(snapshot.targets, now_s)[0], key=lambda worker: worker.model_name):
+        for worker in sorted(self._fit(snapshot.targets), key=lambda worker: worker.model_name):
             found.setdefault(worker.model_name, []).append(worker)
-        return found
+        return {
+            name: [each for each in workers if not self._is_passed_over(each, now_s)] or workers
+            for name, workers in found.items()
+        }
 
     def rank_targets(
         self,
@@ -145,6 +149,17 @@ class Router:
         ranked = self._better_of_two(candidates, lambda worker: (worker.wait_ms, loads[worker.worker_id]))
         home = None if prefix is None else _home(prefix, candidates, loads)
         return ranked if home is None else [home, *(worker for worker in ranked if worker is not home)]
+
+    def expects_target(
+        self, snapshot: Snapshot, *, model: str, num_tokens: int, excluded: Collection[WorkerKey]
+    ) -> bool:
+        """Whether there is any target that `rank_targets` would name, were none passed over."""
+        return any(
+            worker.model_name == model
+            and worker.max_model_len >= num_tokens
+            and key_of(worker) not in excluded
+            for worker in self._fit(snapshot.targets)
+        )
 
     def rank_drafts(
         self,
@@ -221,7 +236,7 @@ class Router:
         costs speed only, and trying it costs a request its hints. Failures that meet it meanwhile are the same one.
         """
         key = key_of(worker)
-        if self._passed_over_until_s.get(key, now_s) > now_s:
+        if self._is_passed_over(worker, now_s):
             return
         self._forget_old(now_s)
         factor = 1
@@ -241,16 +256,25 @@ class Router:
                 del self._passed_over_until_s[key]
                 self._num_failures.pop(key, None)
 
+    def _fit(self, workers: Iterable[WorkerRecord]) -> list[WorkerRecord]:
+        """Those that may be picked, now or when they are passed over no longer."""
+        return [worker for worker in workers if self._unfitness(worker) is None]
+
     def _reason_against(self, worker: WorkerRecord, now_s: float) -> str | None:
+        unfitness = self._unfitness(worker)
+        if unfitness is None and self._is_passed_over(worker, now_s):
+            return "did not answer a moment ago"
+        return unfitness
+
+    def _unfitness(self, worker: WorkerRecord) -> str | None:
         if worker.tokenizer_fingerprint != self._fingerprint:
             return f"tokenizer fingerprint {worker.tokenizer_fingerprint}, ours is {self._fingerprint}"
         if worker.pool == "target" and self._served and worker.model_name not in self._served:
             return f"serves {worker.model_name!r}, this coordinator serves {', '.join(sorted(self._served))}"
-        if worker.state != "ready":
-            return worker.state
-        if self._passed_over_until_s.get(key_of(worker), now_s) > now_s:
-            return "did not answer a moment ago"
-        return None
+        return None if worker.state == "ready" else worker.state
+
+    def _is_passed_over(self, worker: WorkerRecord, now_s: float) -> bool:
+        return self._passed_over_until_s.get(key_of(worker), now_s) > now_s
 
     def _is_on_trial(self, worker: WorkerRecord) -> bool:
         """Whether it has failed, has been of no use since, and somebody is finding out already whether it is now."""

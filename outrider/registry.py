@@ -71,8 +71,8 @@ tell(KEYS[3], 'left', ARGV[1], ARGV[2])
 return 1
 """
 
-# KEYS: leases, events. ARGV: the pool's prefix. Drops workers whose lease has ended. Returns the id of the last event
-# and its kind, then for each live worker the number of its reservations and a flat field-value list.
+# KEYS: leases, events. ARGV: the pool's prefix. Drops workers whose lease has ended. Returns the time in ms, the id of
+# the last event and its kind, then for each live worker the number of its reservations and a flat field-value list.
 _READ: Final = f"""{_NOW}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
   redis.call('ZREM', KEYS[1], id)
@@ -81,7 +81,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
   tell(KEYS[2], 'expired', id, incarnation or '')
 end
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
-local found = {{last[1] and last[1][1] or '0-0', last[1] and last[1][2][2] or ''}}
+local found = {{now, last[1] and last[1][1] or '0-0', last[1] and last[1][2][2] or ''}}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   local record = redis.call('HGETALL', ARGV[1] .. 'w:' .. id)
   if #record > 0 then
@@ -124,6 +124,7 @@ class PoolView:
     num_reserved: tuple[int, ...] = ()  # of each: reservations that have not ended
     last_event: str = "0-0"  # to wait for the next one after
     last_kind: str = ""  # of that event: joined, left, expired or a new state
+    clock_ms: int = 0  # what the registry's clock showed
 
 
 class RegistryCalls(Protocol):
@@ -204,7 +205,7 @@ class Registry:
         """The pool's live workers. A record that cannot be read is logged and left out."""
         prefix = _prefix(pool)
         answer = await self.ask(self._read(keys=[f"{prefix}leases", f"{prefix}events"], args=[prefix]))
-        last_event, last_kind, *rows = cast("list[Any]", answer)
+        clock_ms, last_event, last_kind, *rows = cast("list[Any]", answer)
         found: list[tuple[WorkerRecord, int]] = []
         for num_reserved, row in zip(rows[::2], rows[1::2], strict=True):
             stored = dict(zip(row[::2], row[1::2], strict=True))
@@ -214,7 +215,7 @@ class Registry:
                 _log.warning("ignoring the record of %s worker %s: %s", pool, stored.get("worker_id"), error)
         found.sort(key=lambda each: each[0].worker_id)
         records, counts = tuple(record for record, _ in found), tuple(num for _, num in found)
-        return PoolView(records, counts, last_event, last_kind)
+        return PoolView(records, counts, last_event, last_kind, clock_ms)
 
     async def next_event(self, pool: Pool, after: str, timeout_s: float) -> bool:
         """Waits until the pool's members change. False when they did not within `timeout_s`, which should stay below

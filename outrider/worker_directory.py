@@ -16,6 +16,8 @@ from outrider.worker_record import POOLS, Pool, Snapshot, WorkerRecord
 _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 0.5
+JUMP_S: Final = 1.0
+"""By less than that a clock is only adjusted; a lease that is kept has four seconds left at least."""
 NO_EVENT: Final = PoolView().last_event
 _SETTLE_S: Final = 0.02  # many members that change together are read once
 
@@ -26,8 +28,9 @@ class WorkerDirectory:
 
     A Redis that comes back may have lost everything. Workers known from before stay in the snapshot until
     each has had a lease's time to announce itself again. A restart may be over before anybody has missed it: then there
-    are no events either, where there were some. When all leases of a pool end at once it is Redis' clock that jumped,
-    or the network between it and all of them; their workers stay as well, for one lease.
+    are no events either, where there were some. When Redis' clock jumps, leases may end that are as good as before. And
+    when all of a pool end at once, something is between Redis and all of its workers. Who was known stays then as well,
+    for one lease.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class WorkerDirectory:
         self._views: dict[Pool, PoolView] = {}
         self._emptied_by: dict[Pool, str] = {}  # the event by which all leases had ended
         self._away: set[Pool] = set(POOLS)  # could not be read when last tried
+        self._clock_behind_s: dict[Pool, float] = {}  # by how much Redis' is behind ours, when last read
         self._trusted_until_s: dict[
             Pool, float
         ] = {}  # on the loop's clock: until when records from before count
@@ -60,6 +64,7 @@ class WorkerDirectory:
         return self.snapshot
 
     async def _look(self, pool: Pool) -> None:
+        asked_s = asyncio.get_running_loop().time()
         try:
             view = await self._registry.read(pool)
         except RegistryUnavailable as error:
@@ -78,7 +83,8 @@ class WorkerDirectory:
         )
         if has_emptied:
             self._emptied_by[pool] = view.last_event
-        if pool in self._away or has_forgotten or has_emptied:
+        has_jumped = self._has_jumped(pool, view, asked_s, now_s)
+        if pool in self._away or has_forgotten or has_emptied or has_jumped:
             self._away.discard(pool)
             self._trusted_until_s[pool] = now_s + self._lease_s if pool in self._views else now_s
         if now_s < self._trusted_until_s[pool]:
@@ -94,6 +100,13 @@ class WorkerDirectory:
                 for worker, num_reserved in zip(each.workers, each.num_reserved, strict=False)
             },
         )
+
+    def _has_jumped(self, pool: Pool, view: PoolView, asked_s: float, now_s: float) -> bool:
+        """Whether Redis' clock went another way than ours since the last look, by more than the answer took."""
+        behind_s = asked_s - view.clock_ms / 1e3
+        before_s = self._clock_behind_s.get(pool, behind_s)
+        self._clock_behind_s[pool] = behind_s
+        return abs(behind_s - before_s) > JUMP_S + (now_s - asked_s)
 
     def _workers(self, pool: Pool) -> tuple[WorkerRecord, ...]:
         return self._views[pool].workers if pool in self._views else ()

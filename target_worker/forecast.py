@@ -57,13 +57,14 @@ class Forecast:
             raise Overloaded(f"{num_waiting} sessions wait already", retry_after_s(self.wait_s(ms_per_token)))
 
     def check_in_time(self, session: Session, now: float, step_ms: float) -> None:
-        """Raises DeadlineExceeded for one that is late, or has not begun and will be.
+        """Raises DeadlineExceeded for one that is late, or has not begun, here or elsewhere, and will be.
 
         step_ms: what a step of one token takes, 0.0 while unknown.
         """
         if now >= session.deadline_at:
             raise DeadlineExceeded("not finished within the request's deadline")
-        if session.first_step_at is not None or math.isinf(session.deadline_at):
+        has_begun = session.first_step_at is not None or session.num_output_tokens
+        if has_begun or math.isinf(session.deadline_at):
             return
         num_before = self._places.num_before(session)
         num_ends = self._places.num_ends_before(num_before, session.committed_len)

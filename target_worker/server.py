@@ -58,9 +58,7 @@ MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
 WAITING_STALL_MAX_S = 5.0
 WAITING_EVERY_S = 1.0  # how often a caller who waits for its first token hears that somebody is there
-NEWCOMER_S = (
-    1.0  # how long a draft worker's stream shares its part of the event loop with all others as young
-)
+NEWCOMER_S = 1.0  # how long a draft worker's stream shares its part of the loop with all that are as young
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -53,6 +53,10 @@ class Door:
             excluded=(),
         )
 
+    def is_hopeless(self, num_tokens: int) -> bool:
+        snapshot = Snapshot(targets=tuple(self.targets))
+        return not self.router.expects_target(snapshot, model="demo", num_tokens=num_tokens, excluded=())
+
     def ask(
         self, ticket: Ticket | None = None, *, num_tokens: int = 10, deadline_s: float = 60.0
     ) -> asyncio.Task[Place | None]:
@@ -61,6 +65,7 @@ class Door:
             "demo",
             ticket or Ticket(),
             lambda: self.rank(num_tokens),
+            lambda: self.is_hopeless(num_tokens),
             f"token {next(self.numbers)}",
             now_s,
             now_s + deadline_s,

@@ -348,12 +348,29 @@ class TestTargetFaults:
         assert "killed by the test" in events[-2]
         assert '"code":"unavailable"' in events[-2]
 
-    async def test_a_dead_address_is_503_and_passed_over_afterwards(self, clusters: ClusterFactory) -> None:
-        async with clusters.open([clusters.target(refuses_with=grpc.StatusCode.UNAVAILABLE)]) as cluster:
-            first, second = await cluster.complete(), await cluster.complete()
-        assert (first.status_code, second.status_code) == (503, 503)
-        assert "did not answer" in second.json()["error"]["message"]
-        assert int(second.headers["retry-after"]) >= 1
+    async def test_a_dead_address_is_503_for_whoever_tries_it(self, clusters: ClusterFactory) -> None:
+        target = clusters.target(refuses_with=grpc.StatusCode.UNAVAILABLE)
+        async with clusters.open([target], settings={"quarantine_s": 0.3}) as cluster:
+            first = await cluster.complete()
+            second, third = await asyncio.gather(cluster.complete(), cluster.complete())
+        for response in (first, second, third):
+            assert response.status_code == 503
+            assert "refused by the test" in response.json()["error"]["message"]
+            assert int(response.headers["retry-after"]) >= 1
+
+    async def test_a_text_waits_for_the_only_target_where_that_did_not_answer_another_one(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target = clusters.target()
+        async with clusters.open([target], settings={"quarantine_s": 0.5}) as cluster:
+            environment = cluster.service.environment
+            (record,) = cluster.service.snapshot().targets
+            environment.router.pass_over(record, environment.now_s())
+            waiting = asyncio.create_task(cluster.complete(max_tokens=5))
+            await asyncio.sleep(0.25)
+            assert not waiting.done()
+            assert environment.admission.num_waiting == 1
+            assert (await waiting).json()["choices"][0]["text"] == expected(clusters, 5)
 
     async def test_what_a_target_refuses_is_the_clients_error(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target(refuses_with=grpc.StatusCode.INVALID_ARGUMENT)]) as cluster:

@@ -177,6 +177,23 @@ def test_models_are_those_of_usable_targets() -> None:
     assert sorted(router("demo", "c").models(snapshot, 0.0)) == ["demo"]
 
 
+def test_a_model_none_of_whose_targets_answered_is_still_served() -> None:
+    made, first, second, third = router(), target(0), target(1), target(2, state="draining")
+    snapshot = Snapshot(targets=(first, second, third))
+    made.pass_over(first, now_s=10.0)
+    assert made.models(snapshot, 11.0) == {"demo": [second]}
+    made.pass_over(second, now_s=11.0)
+    assert made.models(snapshot, 12.0) == {"demo": [first, second]}
+    assert pick(made, first, second, now_s=12.0) is None
+    assert made.expects_target(snapshot, model="demo", num_tokens=10, excluded={key_of(first)})
+    for model, num_tokens, excluded in (
+        ("demo", 10, {key_of(first), key_of(second)}),
+        ("another", 10, set()),
+        ("demo", 10**9, set()),
+    ):
+        assert not made.expects_target(snapshot, model=model, num_tokens=num_tokens, excluded=excluded)
+
+
 PROMPT = tuple(range(200))
 
 

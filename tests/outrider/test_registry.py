@@ -8,14 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis.asyncio
 
 from outrider.errors import RegistryUnavailable
 from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
+from outrider.registry import PoolView, Registry, RegistryCalls
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_lease import WorkerLease
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
@@ -260,6 +260,43 @@ async def test_leases_that_all_end_at_once_are_given_another_one(registry: Regis
             await eventually(lambda: directory.snapshot.targets == (others[1],), "two did not come back")
         await eventually(lambda: directory.snapshot.targets == (), "it left", 0.2)
     await quick.close()
+
+
+@pytest.mark.parametrize("jump_s", [60.0, -60.0])
+async def test_who_was_known_when_the_clock_jumped_stays_for_a_lease(
+    registry: Registry, redis_url: str, jump_s: float
+) -> None:
+    """Some have announced themselves again before we look; the others are as good as they."""
+    others = [replace(RECORD, worker_id=f"t{number}", incarnation=f"{number}") for number in range(3)]
+    for record in others:
+        await registry.write(record)
+    skewed = SkewedRegistry(registry)
+    async with WorkerDirectory(cast(RegistryCalls, skewed), refresh_s=0.02, lease_s=0.6) as directory:
+        skewed.ahead_s = jump_s
+        for record in others[1:]:
+            await registry.remove(record)
+        until_s = time.monotonic() + 0.3
+        while time.monotonic() < until_s:
+            assert set(directory.snapshot.targets) == set(others)
+            await asyncio.sleep(0.02)
+        await eventually(lambda: directory.snapshot.targets == (others[0],), "two did not come back")
+        await registry.remove(others[0])
+        await eventually(lambda: directory.snapshot.targets == (), "it left", 0.3)
+
+
+class SkewedRegistry:
+    """A registry whose clock can be set."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.ahead_s = 0.0
+
+    async def read(self, pool: Pool) -> PoolView:
+        view = await self.registry.read(pool)
+        return replace(view, clock_ms=view.clock_ms + round(1e3 * self.ahead_s))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.registry, name)
 
 
 async def test_redis_going_away_and_coming_back_is_survived(

@@ -342,7 +342,8 @@ class Network:
     slow_s: float = 0.3
     processes: dict[str, Process] = field(default_factory=dict)
     lost_hosts: set[str] = field(default_factory=set)  # machines that are gone and refuse nothing
-    _cuts: dict[tuple[str, str], list[_Held]] = field(default_factory=dict)
+    _cuts: set[tuple[str, str]] = field(default_factory=set)
+    _held: list[_Held] = field(default_factory=list)  # by cuts, in the order in which it came
     num_messages: int = 0
 
     def arrival_s(self, not_before_s: float) -> float:
@@ -356,10 +357,9 @@ class Network:
     def come_in(self, held: _Held) -> None:
         """Something arrives, unless its way is cut."""
         call = held.call
-        for pair in _pairs(call.client.name, call.host):
-            if pair in self._cuts:
-                self._cuts[pair].append(held)
-                return
+        if not self._cuts.isdisjoint(_pairs(call.client.name, call.host)):
+            self._held.append(held)
+            return
         receiver = call.server if held.to_server else call.client
         if receiver is None or receiver.is_alive:  # none: this is what opens the call
             held.deliver()
@@ -420,12 +420,14 @@ class Network:
         """From now on nothing gets through between two hosts, or to and from one; nobody is told."""
         pair = _pair(one, other)
         if pair not in self._cuts:
-            self._cuts[pair] = []
+            self._cuts.add(pair)
             self.loop.call_later(KEEPALIVE_S, self._expire, pair)
 
     def join(self, one: str, other: str = _EVERYBODY) -> None:
-        """What was on its way arrives now, unless its stream has ended meanwhile."""
-        for held in self._cuts.pop(_pair(one, other), ()):
+        """What was on its way arrives now, unless its stream has ended meanwhile or another cut holds it."""
+        self._cuts.discard(_pair(one, other))
+        held_before, self._held = self._held, []
+        for held in held_before:
             self.come_in(held)
 
     def reset(self, one: str, other: str = _EVERYBODY, details: str = RESET) -> None:
@@ -442,9 +444,12 @@ class Network:
 
     def _expire(self, pair: tuple[str, str]) -> None:
         if pair in self._cuts:
-            for held in self._cuts[pair]:
-                held.call.lose(held.call.client, SILENT)
-            self._cuts[pair].clear()
+            held_before, self._held = self._held, []
+            for held in held_before:
+                if pair in _pairs(held.call.client.name, held.call.host):
+                    held.call.lose(held.call.client, SILENT)
+                else:
+                    self._held.append(held)
             self.reset(*pair, details=SILENT)
             self.loop.call_later(KEEPALIVE_S, self._expire, pair)
 

@@ -54,7 +54,7 @@ class PoolModel:
         workers = tuple(self.records[worker_id] for worker_id in sorted(self.records))
         num_reserved = tuple(self.num_reserved(worker.incarnation, now_s) for worker in workers)
         last_kind = self.events[-1][0] if self.events else ""
-        return PoolView(workers, num_reserved, str(len(self.events)), last_kind)
+        return PoolView(workers, num_reserved, str(len(self.events)), last_kind, round(now_s * 1e3))
 
     def num_reserved(self, incarnation: str, now_s: float) -> int:
         return sum(until_s > now_s for until_s in self.reservations.get(incarnation, {}).values())

@@ -359,6 +359,15 @@ class TestDeadlines:
         world.turn()
         assert not world.aborted
 
+    def test_one_that_has_begun_elsewhere_is_as_well(self) -> None:
+        _, refused = self.started(0.015, ignore_eos=True)
+        assert isinstance(refused[0], SessionRefused)
+        world, answers = self.started(0.015, ignore_eos=True, num_given=1)
+        assert not isinstance(answers[0], SessionRefused)
+        world.now += 0.02
+        world.turn()
+        assert isinstance(world.aborted["a"], DeadlineExceeded), "not longer than until then"
+
 
 OTHER_PROMPT = [2, 2, 1, VOCAB_SIZE - 1]
 

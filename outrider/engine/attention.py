@@ -258,8 +258,8 @@ def paged_attention(
     s_aux: attention sinks, one logit per head, which take their share of the weights and give nothing.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = (each[0].transpose(0, 1) for each in (query, key, value))
-    return _current.get().attend(*rows, scale, softcap, s_aux).unsqueeze(0), None
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    return _current.get().attend(queries, keys, values, scale, softcap, s_aux).unsqueeze(0), None
 
 
 def _attend(

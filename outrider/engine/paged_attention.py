@@ -8,7 +8,7 @@ another algorithm. `model.batch_invariance_failures` looks whether that holds on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,13 +33,13 @@ class Attend(Protocol):
         max_q: int,
         max_k: int,
         *,
-        scale: float | None,
+        scale: float,
         window_size: tuple[int, int],
         enable_gqa: bool,
         seqused_k: torch.Tensor,  # int32 [num_sequences]
         block_table: torch.Tensor,  # int32 [num_sequences, num_blocks]
         num_splits: int,
-    ) -> torch.Tensor: ...
+    ) -> Any: ...  # a tensor like `query`, as long as no log-sum-exp is asked for
 
 
 class PagedStep:

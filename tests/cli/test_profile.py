@@ -45,9 +45,10 @@ def test_what_is_timed_is_as_it_was_afterwards() -> None:
     from outrider.engine import decoder, model
     from outrider.engine.rank_group import RankGroup
 
-    before = decoder.RaggedStep, model.plan_step, RankGroup.sum
+    seen = [(decoder, "RaggedStep"), (model, "plan_step"), (RankGroup, "sum")]
+    before = [getattr(*each) for each in seen]
     list(profile_steps(models.engine(), DeviceSpeed(1e9, 1e9), 1, [(1, 1)], context_len=3, num_steps=2))
-    assert (decoder.RaggedStep, model.plan_step, RankGroup.sum) == before
+    assert [getattr(*each) for each in seen] == before
 
 
 def test_the_devices_speeds_are_measured() -> None:
@@ -77,7 +78,7 @@ def test_the_command_says_what_binds() -> None:
         (2, 4),
     ]
     assert {each["bound_by"] for each in found["steps"]} <= {"reading", "arithmetic"}
-    shown = CliRunner().invoke(app, [*words, "--steps", "2"])
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words, "--steps", "2"])
     assert "sequences × rows" in shown.output
     assert "2 × 4" in shown.output
 

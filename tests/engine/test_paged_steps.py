@@ -34,7 +34,7 @@ def attend_row_by_row(
     max_q: int,
     max_k: int,
     *,
-    scale: float | None,
+    scale: float,
     window_size: tuple[int, int],
     enable_gqa: bool,
     seqused_k: torch.Tensor,

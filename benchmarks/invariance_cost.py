@@ -19,7 +19,8 @@ import torch
 import transformers
 
 from benchmarks.target_model import add_target_arguments, target_model
-from outrider.engine.model import Engine, EngineConfig, SequenceChunk, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, EngineConfig, SequenceChunk
 from outrider.worker_process import pin_to_cores
 
 SHAPES = {"decode, 1 token": (200, 1), "block of 8": (200, 8), "prompt of 64": (0, 64), "prompt of 256": (0, 256),

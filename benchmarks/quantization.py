@@ -19,7 +19,8 @@ from benchmarks.machine import machine
 from benchmarks.step_cost import measure
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from demo.corpus import held_out_prompts
-from outrider.engine.model import QUANTIZATIONS, Engine, EngineConfig, SequenceChunk, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import QUANTIZATIONS, Engine, EngineConfig, SequenceChunk
 from outrider.tokenizer import Tokenizer
 from outrider.worker_process import pin_to_cores
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 from benchmarks.target_model import add_target_arguments, target_model
-from outrider.engine.model import Engine, EngineConfig, SequenceChunk, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, EngineConfig, SequenceChunk
 from outrider.worker_process import pin_to_cores
 
 CONTEXT_LEN = 150  # tokens

@@ -27,7 +27,8 @@ from draft_worker.messages import AttachSession, CommitHeard
 from draft_worker.runner import run_step
 from draft_worker.scheduler import DraftScheduler
 from outrider.cli.tune.times import StepTimes
-from outrider.engine.model import Engine, EngineConfig, SequenceChunk, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, EngineConfig, SequenceChunk
 from outrider.engine.sampling import greedy_choices
 from outrider.hint_tree import ROOT_ID
 from outrider.sampling_params import SamplingParams

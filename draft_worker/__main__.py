@@ -143,7 +143,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     from draft_worker.runner import DraftCore
     from draft_worker.scheduler import DraftScheduler
     from draft_worker.server import DraftServicer
-    from outrider.engine.model import load_model
+    from outrider.engine.loading import load_model
     from outrider.engine.rank_group import join_ranks
     from outrider.grammar import GrammarCompiler
     from outrider.telemetry import DraftMetrics, serve_metrics

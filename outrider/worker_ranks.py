@@ -40,7 +40,7 @@ def follow(arguments: argparse.Namespace) -> int:
     try:
         pin_to_cores(own_cores(arguments.cpu_affinity))
         options, config = worker_options(arguments), engine_config(arguments)
-        from outrider.engine.model import load_model
+        from outrider.engine.loading import load_model
         from outrider.engine.rank_group import join_ranks
 
         group = join_ranks(options.stall_exit_s)

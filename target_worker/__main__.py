@@ -106,8 +106,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = limits_from(arguments)
     # Imported late, so that --help and bad arguments do not wait for torch.
-    from outrider.engine.model import batch_invariance_failures, load_model
+    from outrider.engine.loading import load_model
     from outrider.engine.rank_group import join_ranks
+    from outrider.engine.self_test import batch_invariance_failures
     from outrider.grammar import GrammarCompiler
     from outrider.telemetry import TargetMetrics, serve_metrics
     from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc

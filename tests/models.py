@@ -20,7 +20,8 @@ import transformers
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers import models as tokenizer_models
 
-from outrider.engine.model import Engine, EngineConfig, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, EngineConfig
 from tests.families import FAMILIES
 from tests.families import MAX_MODEL_LEN as MAX_MODEL_LEN
 from tests.families import VOCAB_SIZE as VOCAB_SIZE

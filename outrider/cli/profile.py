@@ -57,8 +57,9 @@ def profile(
     """
     import torch
 
+    from outrider.engine.loading import load_model
     from outrider.engine.memory_plan import ServingShape, plan_memory
-    from outrider.engine.model import DTYPES, EngineConfig, load_model
+    from outrider.engine.model import DTYPES, EngineConfig
     from outrider.engine.profiling import measure_device, profile_steps
     from outrider.engine.rank_group import join_ranks
 

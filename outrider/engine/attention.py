@@ -12,7 +12,7 @@ both by watching the model. The arithmetic is batch-invariant by construction (i
   is the same everywhere; only how many scores stand side by side differs.
 
 Nothing in a row's result then depends on how many rows or sequences share the step; a self-test at start checks it
-(`model.batch_invariance_failures`). (Padding for
+(`self_test.batch_invariance_failures`). (Padding for
 `scaled_dot_product_attention` instead, as done elsewhere, holds on some processors only: on a Zen 5 core float32
 results changed where the padded length crossed 256.)
 """

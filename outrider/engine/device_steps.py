@@ -89,7 +89,7 @@ class DeviceSteps:
             with torch.inference_mode(), torch.cuda.stream(side):
                 self._run(
                     numbers, shape, shape.num_rows
-                )  # libraries make their workspaces when they are first called
+                )  # libraries make their workspaces at their first call
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):

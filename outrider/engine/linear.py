@@ -23,50 +23,22 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from outrider.engine.kernels import GROUP, Matrix, products
+from outrider.engine.quantized_linear import Fp8Linear, Int8Linear, rounded
 from outrider.engine.shards import GatheredLinear, SummedLinear
 
 MAX_ROWS_TRIED = 512
 ROW_COUNTS_TRIED = (
-    2,
-    3,
-    4,
-    6,
-    7,
-    8,
-    9,
-    13,
-    16,
-    17,
-    31,
-    33,
-    48,
-    64,
-    65,
-    96,
-    129,
-    192,
-    257,
-    384,
+    *(2, 3, 4, 6, 7, 8, 9, 13, 16, 17, 31, 33, 48, 64, 65, 96, 129, 192, 257, 384),
     MAX_ROWS_TRIED,
 )
 MAX_PACKED_WIDTH = 1024
 """Wider inputs were seen to be summed in an order that depends on the number of rows."""
-
-
 BLOCK_ROWS_TRIED = (16, 32, 64, 128, 256)
 COST_OF_PADDING_MAX = 1.05
 NUM_TIMINGS = 5
 CACHE_BYTES = 256 << 20
-INT8_WIDTH_MULTIPLE = 32
 NARROW_MULTIPLE = 8
 """A step's rows are a multiple of 8; so many outputs each fill whole vectors."""
-INT8_LARGEST = (127.0, 128.0)
-FP8_LARGEST = 448.0
-FP8_ROWS = 16
-FP8_WEIGHTS_AT_ONCE = 1 << 18
-"""That are bfloat16 at a time, so that they stay in the cache."""
-GRID_SAMPLE = 64
-"""Weights of an output that are looked at to find out whether they lie on a grid."""
 
 
 class CompiledLinear(nn.Module):
@@ -164,34 +136,6 @@ class BlockedLinear(nn.Module):
         return outputs.view(*inputs.shape[:-1], self.out_features)
 
 
-class Int8Linear(nn.Module):
-    """Weights rounded to 8 bits with one scale per output, computed in bfloat16.
-
-    Half the memory; torch's kernel sums every row by itself, so nothing depends on the batch. On a CPU it is about as
-    fast as packed bfloat16 for one row and slower for several.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach()
-        self.scales = _scales(weight, "int8")
-        rounded = _to_int8(weight.float() / self.scales.float().unsqueeze(1)).to(torch.int8)
-        # The kernel reads whole groups of inputs and does not look where they end.
-        self.num_padding = -self.in_features % INT8_WIDTH_MULTIPLE
-        self.weight = functional.pad(rounded, (0, self.num_padding))
-        self.bias = linear.bias
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        if self.num_padding:
-            rows = functional.pad(rows, (0, self.num_padding))
-        outputs = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scales)
-        if self.bias is not None:
-            outputs = outputs + self.bias
-        return outputs.view(*inputs.shape[:-1], self.out_features)
-
-
 class NarrowOutput(nn.Module):
     """A layer of very few outputs, such as the gate of a shared expert.
 
@@ -206,120 +150,6 @@ class NarrowOutput(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.linear(inputs)
         return functional.pad(outputs, (0, NARROW_MULTIPLE))[..., : self.num_outputs]
-
-
-class Fp8Linear(nn.Module):
-    """Weights rounded to float8_e4m3fn with one scale per output, computed in bfloat16.
-
-    Half the memory. On a CPU they become bfloat16 again in every step, some outputs at a time, so one row takes several
-    times as long as with packed bfloat16. Rows are computed so many at a time, always: no product knows how many rows
-    there are. GPUs with products of fp8 round the inputs too, row by row.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach()
-        self.scales = _scales(weight, "fp8")
-        self.weight = _to_fp8(weight.float() / self.scales.float().unsqueeze(1)).to(torch.float8_e4m3fn)
-        self.bias = linear.bias
-        self._multiply = _multiply_fp8 if has_fp8_products(weight) else _multiply_widened
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        num_rows = rows.shape[0]
-        if missing := -num_rows % FP8_ROWS:
-            rows = functional.pad(rows, (0, 0, 0, missing))
-        outputs = self._multiply(rows, self.weight, self.scales)[:num_rows]
-        if self.bias is not None:
-            outputs = outputs + self.bias
-        return outputs.view(*inputs.shape[:-1], self.out_features)
-
-
-def has_fp8_products(weight: torch.Tensor) -> bool:
-    """Whether the device of a weight multiplies its shape in fp8."""
-    if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) < (8, 9):
-        return False
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-
-
-def _multiply_fp8(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of inputs with weights of float8_e4m3fn and a scale per output.
-
-    # [num_rows, in_features], [out_features, in_features], [out_features] -> [num_rows, out_features]
-    """
-    largest = rows.abs().amax(dim=1, keepdim=True).float()
-    row_scales = (largest / FP8_LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    return torch._scaled_mm(
-        _to_fp8(rows.float() / row_scales).to(torch.float8_e4m3fn),
-        weight.t(),
-        scale_a=row_scales,
-        scale_b=scales.float().unsqueeze(0),
-        out_dtype=rows.dtype,
-    )
-
-
-def _multiply_widened(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """As `_multiply_fp8`, with inputs as they are; rows are a multiple of FP8_ROWS."""
-    outputs = rows.new_empty(rows.shape[0], weight.shape[0])
-    num_outputs = max(FP8_WEIGHTS_AT_ONCE // weight.shape[1], 1)
-    for first in range(0, weight.shape[0], num_outputs):
-        part = slice(first, first + num_outputs)
-        wide = _widened(weight[part])
-        for begin in range(0, rows.shape[0], FP8_ROWS):
-            some = slice(begin, begin + FP8_ROWS)
-            outputs[some, part] = functional.linear(rows[some], wide)
-    return outputs.mul_(scales)
-
-
-def _widened(weight: torch.Tensor) -> torch.Tensor:
-    """The same values in bfloat16, twenty times as fast as torch's own conversion on a CPU.
-
-    Both types have the sign first, then the exponent, so that the bits need only be moved; the bias of the exponents
-    differs by 120.
-    """
-    bits = weight.view(torch.int8).to(torch.int16)
-    bits.bitwise_left_shift_(4).bitwise_and_(
-        -0x7810
-    )  # the sign was spread over all the upper bits: one is kept
-    return bits.view(torch.bfloat16).mul_(2.0**120)
-
-
-def _to_int8(values: torch.Tensor) -> torch.Tensor:
-    return values.round().clamp(-128, 127)
-
-
-def _to_fp8(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn).float()
-
-
-# What an output's largest weight may become, and the rounding of weights in units of their scale.
-_ROUNDINGS: dict[str, tuple[tuple[float, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "int8": (INT8_LARGEST, _to_int8),
-    "fp8": ((FP8_LARGEST,), _to_fp8),
-}
-
-
-def _scales(weight: torch.Tensor, quantization: str) -> torch.Tensor:
-    """One scale per output, in the weights' own type.  # [out_features, in_features] -> [out_features]
-
-    An output's largest weight becomes the largest value there is. But weights that were published in 8 bits lie on a
-    grid already, and keep theirs: its scale is what makes them come out of the rounding as they went in.
-    """
-    largest, rounded = _ROUNDINGS[quantization]
-    maxima = weight.abs().amax(dim=1).float()
-    smallest = torch.finfo(weight.dtype).tiny
-    scales = (maxima / largest[0]).clamp_min(smallest).to(weight.dtype)
-    sample = weight[:, :GRID_SAMPLE]
-    is_found = torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
-    for each in largest:
-        near = (maxima / each).clamp_min(smallest).to(weight.dtype)
-        upper, lower = torch.nextafter(near, near * 2), torch.nextafter(near, near / 2)
-        for scale in (near, upper, lower):  # the weight that the maximum is one of was itself rounded
-            step = scale.float().unsqueeze(1)
-            fits = ((rounded(sample.float() / step) * step).to(weight.dtype) == sample).all(dim=1) & ~is_found
-            scales, is_found = torch.where(fits, scale, scales), is_found | fits
-    return scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,8 +307,7 @@ def round_weights(model: nn.Module, quantization: str, output_layer: nn.Module |
     for module in model.modules():
         if type(module) is nn.Linear and module is not output_layer:
             weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
-            scales = _scales(weight, quantization).float().unsqueeze(1)
-            weight.copy_(_ROUNDINGS[quantization][1](weight.float() / scales) * scales)
+            weight.copy_(rounded(weight, quantization))
 
 
 def make_batch_invariant(model: nn.Module, forms: LinearForms, output_layer: nn.Module | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Batch-invariant as far as the kernel is: without splitting the keys (`num_splits=1`) the order of its sums is that of
 the keys, whatever else is in the step, and it is never told that a step has one row a sequence, for which it has
-another algorithm. `model.batch_invariance_failures` looks whether that holds on the device at hand.
+another algorithm. `self_test.batch_invariance_failures` looks whether that holds on the device at hand.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from benchmarks.long_models import lengthen
 from benchmarks.worker_pair import Generation
 from demo.corpus import held_out_prompts
 from outrider.cli.deployment import DEMO_TARGET
-from outrider.engine.model import EngineConfig, SequenceChunk, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import EngineConfig, SequenceChunk
 from tests import models
 
 IN_CHECKOUT = pytest.mark.skipif(not DEMO_TARGET.is_dir(), reason="the demo pair is not in this checkout")

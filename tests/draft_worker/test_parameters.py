@@ -15,7 +15,8 @@ from draft_worker.runner import run_step
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
 from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.model import Engine, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_tree import ROOT_ID
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams, SpeculationSettings

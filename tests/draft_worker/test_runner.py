@@ -22,8 +22,9 @@ from draft_worker.runner import run_step as run_draft_step
 from draft_worker.scheduler import DraftScheduler
 from outrider.confidence import confidence_level
 from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.loading import load_model
 from outrider.engine.logit_processing import TextBefore
-from outrider.engine.model import Engine, load_model
+from outrider.engine.model import Engine
 from outrider.engine.sampling import coupled_choice, probabilities
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from target_worker.limits import SchedulerLimits

@@ -10,7 +10,8 @@ import pytest
 
 from demo.corpus import held_out_prompts
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
-from outrider.engine.model import EngineConfig, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import EngineConfig
 from outrider.tokenizer import Tokenizer
 from tests.e2e.system import System, eventually, running_system
 from tests.engine.sequences import feed

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.model import Engine, ModelLoadError, SequenceChunk, batch_invariance_failures
+from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
+from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.sequences import feed, logits_of, text
 from tests.families import FAMILIES, Family

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine import linear as linear_module
+from outrider.engine import quantized_linear
 from outrider.engine.kernels import GROUP, products
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.linear import (
@@ -16,14 +16,16 @@ from outrider.engine.linear import (
     PACKED_FORMS,
     PLAIN_FORMS,
     CompiledLinear,
-    Fp8Linear,
     LinearForm,
     PackedLinear,
     PaddedLinear,
     choose_form,
     is_batch_invariant,
 )
-from outrider.engine.model import Engine, SequenceChunk, batch_invariance_failures, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.quantized_linear import Fp8Linear, Int8Linear
+from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.sequences import text
 
@@ -47,7 +49,7 @@ class TestTheWholeEngine:
         )
         assert batch_invariance_failures(engine) == []
         assert not any(type(module) is nn.Linear for module in engine.model.modules())
-        assert type(engine.model.lm_head) not in (linear_module.Int8Linear, Fp8Linear)
+        assert type(engine.model.lm_head) not in (Int8Linear, Fp8Linear)
 
     def test_self_test_notices_a_linear_that_depends_on_its_batch(self) -> None:
         """The check can fail."""
@@ -181,7 +183,7 @@ class TestLinearLayers:
         ids=lambda form: form.name,
     )
     @pytest.mark.parametrize("bias", [True, False])
-    def test_every_form_computes_the_layer(self, form: linear_module.LinearForm, bias: bool) -> None:
+    def test_every_form_computes_the_layer(self, form: LinearForm, bias: bool) -> None:
         torch.manual_seed(0)
         plain = nn.Linear(1500, 40, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
         inputs = torch.randn(1, 11, 1500).to(torch.bfloat16)
@@ -210,7 +212,7 @@ class TestLinearLayers:
     def test_every_value_of_fp8_is_widened_as_torch_widens_it(self) -> None:
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
         numbers = every[~every.float().isnan()]
-        assert torch.equal(linear_module._widened(numbers), numbers.to(torch.bfloat16))
+        assert torch.equal(quantized_linear._widened(numbers), numbers.to(torch.bfloat16))
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with products of fp8")
     @pytest.mark.parametrize(("num_outputs", "width"), [(96, 64), (512, 1024), (100, 40)])

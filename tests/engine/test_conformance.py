@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from outrider.engine.kv_layout import bytes_per_token, layout_of_config
-from outrider.engine.model import ModelLoadError, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import ModelLoadError
 from tests import models
 from tests.engine import conformance
 from tests.engine.sequences import feed, logits_of, text

@@ -11,8 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.linear import BlockedLinear, forms_for, is_batch_invariant
-from outrider.engine.model import Engine, EngineConfig, SequenceChunk, batch_invariance_failures, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, EngineConfig, SequenceChunk
 from outrider.engine.sampling import coupled_choice, probabilities
+from outrider.engine.self_test import batch_invariance_failures
 from outrider.engine.text_before import TextBefore
 from outrider.engine.verification import verify
 from outrider.hint_tree import Hint

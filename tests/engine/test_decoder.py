@@ -19,15 +19,11 @@ from outrider.engine import decoder
 from outrider.engine.decoder import FAMILIES, why_not
 from outrider.engine.kernels import available, products
 from outrider.engine.kv_layout import find_layout
-from outrider.engine.linear import Int8Linear, LinearForms
-from outrider.engine.model import (
-    LOOKAHEAD_ENTRIES,
-    Engine,
-    ModelLoadError,
-    SequenceChunk,
-    batch_invariance_failures,
-    load_model,
-)
+from outrider.engine.linear import LinearForms
+from outrider.engine.loading import load_model
+from outrider.engine.model import LOOKAHEAD_ENTRIES, Engine, ModelLoadError, SequenceChunk
+from outrider.engine.quantized_linear import Int8Linear
+from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.sequences import feed, logits_of, text
 

@@ -10,13 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.engine.model import (
-    EngineConfig,
-    ModelLoadError,
-    SequenceChunk,
-    batch_invariance_failures,
-    load_model,
-)
+from outrider.engine.loading import load_model
+from outrider.engine.model import EngineConfig, ModelLoadError, SequenceChunk
+from outrider.engine.self_test import batch_invariance_failures
 from outrider.errors import ConfigurationError
 from tests import models
 from tests.engine.sequences import text

@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
+from outrider.engine.loading import load_model
 from outrider.engine.memory_plan import GIB, MIB, ServingShape, check_memory, in_words, plan_memory
-from outrider.engine.model import EngineConfig, load_model
+from outrider.engine.model import EngineConfig
 from outrider.errors import ConfigurationError
 from tests import models
 

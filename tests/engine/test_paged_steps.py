@@ -14,7 +14,8 @@ import torch
 
 from outrider.engine.device_steps import DeviceSteps, empty_step
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.model import Engine, SequenceChunk, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.paged_layout import PagedShape, plan_paged
 from tests import models
 from tests.engine.sequences import text

@@ -19,10 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.linear import Fp8Linear, Int8Linear
-from outrider.engine.model import Engine, ModelLoadError, SequenceChunk, batch_invariance_failures, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
 from outrider.engine.published import published_format, unpack
 from outrider.engine.published_loading import read_as_plain
+from outrider.engine.quantized_linear import Fp8Linear, Int8Linear
+from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.quantized_checkpoints import ENCODERS, describe, write_pair
 from tests.engine.sequences import text

@@ -22,9 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
-from outrider.engine.model import Engine, ModelLoadError, batch_invariance_failures, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, ModelLoadError
 from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
 from outrider.engine.rank_group import RankGroup, join_ranks
+from outrider.engine.self_test import batch_invariance_failures
 from outrider.engine.sequence_chunk import SequenceChunk
 from outrider.worker_process import leave
 from outrider.worker_ranks import EXIT_ALONE

@@ -15,7 +15,7 @@ from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
 from draft_worker.__main__ import learn_language, parse_arguments
-from outrider.engine.model import load_model
+from outrider.engine.loading import load_model
 from outrider.errors import TokenizerMismatch
 from outrider.tokenizer import Tokenizer
 from outrider.vocabulary_map import has_same_base, map_vocabulary

@@ -23,7 +23,8 @@ from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.model import Engine, EngineConfig, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine, EngineConfig
 from outrider.errors import Overloaded
 from outrider.grammar import GrammarState
 from outrider.hint_tree import DraftDistribution, Hint

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from outrider.engine.model import Engine, load_model
+from outrider.engine.loading import load_model
+from outrider.engine.model import Engine
 from outrider.hint_tree import Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics

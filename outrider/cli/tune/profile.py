@@ -43,7 +43,8 @@ def loaded(model_dir: Path, settings: Settings, *, is_target: bool, longest: int
     """
     import torch
 
-    from outrider.engine.model import EngineConfig, load_model
+    from outrider.engine.loading import load_model
+    from outrider.engine.model import EngineConfig
 
     num_threads = torch.get_num_threads()
     config = EngineConfig(

@@ -21,12 +21,13 @@ from outrider.engine.decoder import why_not
 from outrider.engine.experts import has_experts, run_in_blocks, split_experts
 from outrider.engine.kv_layout import UnsupportedModelError, find_layout, refuse_other_states
 from outrider.engine.linear import LinearForms, make_batch_invariant, round_weights
-from outrider.engine.memory_plan import ServingShape, check_memory
+from outrider.engine.memory_plan import NoPlanError, ServingShape, check_memory, plan_memory
 from outrider.engine.model import DTYPES, Engine, EngineConfig, ModelLoadError, longest_sequence
 from outrider.engine.paged_attention import why_not_paged
 from outrider.engine.rank_group import RankGroup
 from outrider.engine.sequence_chunk import SequenceChunk
 from outrider.engine.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
+from outrider.errors import ConfigurationError
 from outrider.machine import available_memory
 
 logger = logging.getLogger(__name__)
@@ -137,19 +138,30 @@ def _use_device(engine: Engine, *, is_plain: bool) -> None:
 
 def _check_memory(config: EngineConfig, group: RankGroup | None) -> None:
     """Refuses what cannot fit before minutes are spent on loading it, and before the system ends the process for it."""
-    num_ranks = 1 if group is None else group.size
     shape = ServingShape(
         DTYPES[config.dtype],
         config.quantization,
-        num_ranks,
+        1 if group is None else group.size,
         "cuda" if config.is_cuda else "cpu",
         config.max_model_len,
         config.max_num_seqs,
     )
-    # A GPU is a rank's own, a machine's memory is that of all ranks on it; they begin to load at the same time.
-    num_ranks_here = 1 if config.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = torch.cuda.mem_get_info()[0] if config.is_cuda else available_memory()
-    check_memory(config.model_dir, shape, free, config.kv_cache_bytes, num_ranks_here=num_ranks_here)
+    try:
+        needs = plan_memory(config.model_dir, shape)
+    except NoPlanError:
+        raise
+    except ConfigurationError as error:  # what is wrong with it, if anything, loading will say
+        logger.info("what it takes of memory is not known beforehand: %s", error)
+        return
+    check_memory(
+        config.model_dir,
+        needs,
+        torch.cuda.mem_get_info(config.device)[0] if config.is_cuda else available_memory(),
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_bytes=config.kv_cache_bytes,
+        # A GPU is a rank's own, a machine's memory is that of all ranks on it; they begin to load at the same time.
+        num_ranks_here=1 if config.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
 
 
 def _return_freed_memory() -> None:

@@ -30,6 +30,10 @@ KEY_PROJECTIONS: Final = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 """Where one of these is cut between the ranks by its outputs, heads are."""
 
 
+class NoPlanError(ConfigurationError):
+    """transformers does not know how to cut the model between ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServingShape:
     """How a model is to be served."""
@@ -78,16 +82,16 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
         layers = layout_of_config(hf_config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
+        plan: Mapping[str, str] = (model.tp_plan or {}) if shape.num_ranks > 1 else {}
+        if shape.num_ranks > 1 and not plan:
+            raise NoPlanError(
+                f"transformers has no plan to cut {type(model).__name__} between ranks; serve it on one"
+            )
     except UnsupportedModelError as error:
         raise ConfigurationError(f"the engine cannot run {model_dir}: {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"cannot read {model_dir / 'config.json'}: {error}") from error
     text_config = hf_config.get_text_config()
-    plan: Mapping[str, str] = (model.tp_plan or {}) if shape.num_ranks > 1 else {}
-    if shape.num_ranks > 1 and not plan:
-        raise ConfigurationError(
-            f"transformers has no plan to cut {type(model).__name__} between ranks; serve it on one"
-        )
     longest = getattr(text_config, "max_position_embeddings", None) or 1 << 20
     weights = _weight_bytes(model, plan, shape)
     embedding = _parameter_bytes(
@@ -173,15 +177,20 @@ def _step_bytes(text_config: Any, layers: Sequence[LayerLayout], shape: ServingS
 
 
 def check_memory(
-    model_dir: Path, shape: ServingShape, free: int, kv_cache_bytes: int, *, num_ranks_here: int = 1
+    model_dir: Path,
+    needs: ModelMemory,
+    free: int,
+    *,
+    max_num_seqs: int,
+    kv_cache_bytes: int,
+    num_ranks_here: int = 1,
 ) -> None:
     """Refuses with the numbers what cannot fit: the model, a step's work, and the KV that will be set aside.
 
     free: bytes of the device, or of the machine, that all ranks on it may take. kv_cache_bytes: of each rank, at the
     most. Raises ConfigurationError.
     """
-    needs = plan_memory(model_dir, shape)
-    kv = min(kv_cache_bytes, needs.kv_per_token * needs.max_model_len * shape.max_num_seqs)
+    kv = min(kv_cache_bytes, needs.kv_per_token * needs.max_model_len * max_num_seqs)
     missing = num_ranks_here * (needs.fixed + kv) - free
     if missing <= 0:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,16 +72,19 @@ def test_what_cannot_fit_is_refused_with_the_numbers(num_ranks_here: int) -> Non
     needs = plan_memory(folder, BF16)
     kv = needs.kv_per_token * needs.max_model_len * BF16.max_num_seqs
     there = num_ranks_here * (needs.fixed + kv)
-    check_memory(folder, BF16, there, 10 * kv, num_ranks_here=num_ranks_here)
-    check_memory(folder, BF16, there - num_ranks_here * kv // 2, kv // 2, num_ranks_here=num_ranks_here)
+    check = partial(
+        check_memory, folder, needs, max_num_seqs=BF16.max_num_seqs, num_ranks_here=num_ranks_here
+    )
+    check(there, kv_cache_bytes=10 * kv)
+    check(there - num_ranks_here * kv // 2, kv_cache_bytes=kv // 2)
     with pytest.raises(
         ConfigurationError, match=r"does not fit: .* are free, and .* missing for the weights"
     ):
-        check_memory(folder, BF16, there - 1, 10 * kv, num_ranks_here=num_ranks_here)
+        check(there - 1, kv_cache_bytes=10 * kv)
 
 
 def test_a_worker_looks_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.model.available_memory", lambda: 100 * MIB)
+    monkeypatch.setattr("outrider.engine.loading.available_memory", lambda: 100 * MIB)
     with pytest.raises(ConfigurationError, match="does not fit: 100 MiB are free"):
         load_model(EngineConfig(models.model_dir("llama"), dtype="float32"))
 

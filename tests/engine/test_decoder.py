@@ -396,7 +396,7 @@ class TestFallback:
     def test_a_model_that_cannot_be_fused_is_served_and_the_log_says_why(
         self, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with caplog.at_level(logging.INFO, logger="outrider.engine.model"):
+        with caplog.at_level(logging.INFO, logger="outrider.engine.loading"):
             engine = load(name)
         assert not is_fused(engine)
         assert "without compiled kernels" in caplog.text

@@ -1,4 +1,4 @@
-"""What the machine has: memory left, and its name for a report. Reads /proc where there is one."""
+"""What the machine has: memory left, cores, and its name for a report. Reads /proc and /sys where there are any."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
 
 
 def available_memory() -> int:
@@ -24,6 +25,29 @@ def available_memory() -> int:
     except (OSError, ValueError):
         pass  # no limit ("max"), or no such file
     return available
+
+
+def usable_cores() -> list[int]:
+    """Cores that this process may run on, those of one NUMA node side by side.
+
+    Whoever gets neighbours of this list reads the weights from memory that is near to them: a process that is pinned
+    before it loads finds them there, where Linux puts what a core is the first to touch.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(os.cpu_count() or 1))
+    nodes = _node_of_each_core()
+    return sorted(os.sched_getaffinity(0), key=lambda core: (nodes.get(core, 0), core))
+
+
+def _node_of_each_core() -> dict[int, int]:
+    found: dict[int, int] = {}
+    for path in _NODES.glob("node[0-9]*/cpulist"):
+        with suppress(OSError, ValueError):
+            for part in filter(None, path.read_text().strip().split(",")):  # such as 0-3,8-11
+                first, _, last = part.partition("-")
+                node = int(path.parent.name.removeprefix("node"))
+                found |= dict.fromkeys(range(int(first), int(last or first) + 1), node)
+    return found
 
 
 def hardware() -> str:

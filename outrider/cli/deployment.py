@@ -97,11 +97,12 @@ def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CoreP
     """Splits cores so that no two workers share one: a draft and its target run at the same time, always.
 
     A draft model is small and gets one core, from the end. Targets share the rest evenly; from four cores on
-    one is left to the coordinator. Too few cores for one each: nobody is pinned.
+    one is left to the coordinator. Too few cores for one each: nobody is pinned. Each gets neighbours of `cores`, which
+    are near to one memory (`machine.usable_cores`).
     """
     if len(cores) < num_targets + num_drafts:
         return CorePlan(((),) * num_targets, ((),) * num_drafts)
-    ordered = sorted(cores)
+    ordered = list(cores)
     split = len(ordered) - num_drafts
     drafts = tuple((core,) for core in ordered[split:])
     is_roomy = len(ordered) >= 4 and split > num_targets

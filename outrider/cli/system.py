@@ -23,6 +23,7 @@ from outrider.child_spec import ChildEvent
 from outrider.cli import preflight
 from outrider.cli.deployment import ROOT, Deployment, coordinator_spec, worker_specs
 from outrider.errors import ConfigurationError
+from outrider.machine import usable_cores
 from outrider.redis_server import EmbeddedRedis
 from outrider.supervisor import Supervisor
 
@@ -59,13 +60,6 @@ def new_log_dir() -> Path:
     fresh = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     fresh.mkdir()
     return fresh
-
-
-def usable_cores() -> list[int]:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 @asynccontextmanager

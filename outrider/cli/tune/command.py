@@ -19,7 +19,6 @@ from outrider.cli.demo_prompts import DEMO_PROMPTS
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Dtype, Quantization
 from outrider.cli.preflight import check_model, check_tokenizers
 from outrider.cli.progress import Progress
-from outrider.cli.system import usable_cores
 from outrider.cli.tune import document, options, report
 from outrider.cli.tune.advice import advise, usable_num_hints
 from outrider.cli.tune.agreement import Ranks, acceptances
@@ -29,7 +28,7 @@ from outrider.cli.tune.profile import DRAFT_SIZES, TARGET_SIZES, loaded, longest
 from outrider.cli.tune.texts import GeneratedText, check_texts, generate, ranks_within
 from outrider.cli.tune.times import Overheads
 from outrider.errors import InvalidRequest
-from outrider.machine import hardware
+from outrider.machine import hardware, usable_cores
 from outrider.tokenizer import Tokenizer
 
 BATCH_SIZE_MAX = 1024

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.engine.attention import LayerCache, attending
-from outrider.engine.paged_attention import Attend, PagedStep
+from outrider.engine.paged_attention import Attend, PagedStep, window_of
 from outrider.engine.paged_layout import PagedPlan, PagedShape, plan_paged
 from outrider.engine.sequence_chunk import SequenceChunk
 
@@ -44,15 +44,18 @@ class DeviceSteps:
         layers: Sequence[LayerCache],
         block_size: int,
         scratch_block_ids: Sequence[int],
-        num_blocks_max: int,
+        longest: int,
         attend: Attend,
     ) -> None:
-        """num_blocks_max: of one sequence."""
+        """longest: entries of a sequence."""
         self._model, self._layers, self._block_size, self._attend = model, layers, block_size, attend
+        self._windows = [
+            None if layer.visibility is None else window_of(layer.visibility, longest) for layer in layers
+        ]
         self._scratch_block_ids = scratch_block_ids
         num_scratch_entries = len(scratch_block_ids) * block_size
         self._shapes = [
-            PagedShape(num_rows, num_rows + 1, num_blocks_max, num_copies)
+            PagedShape(num_rows, num_rows + 1, -(-longest // block_size), num_copies)
             for num_rows in GRAPH_ROWS
             for num_copies in sorted({0, num_scratch_entries})
         ]
@@ -99,7 +102,7 @@ class DeviceSteps:
         logger.info("steps of up to %d rows are CUDA graphs", GRAPH_ROWS[-1])
 
     def _run(self, numbers: torch.Tensor, shape: PagedShape, num_wanted: int) -> torch.Tensor:
-        step = PagedStep(numbers, shape, self._layers, self._block_size, self._attend)
+        step = PagedStep(numbers, shape, self._layers, self._windows, self._block_size, self._attend)
         with attending(step):
             logits: torch.Tensor = self._model(
                 input_ids=step.token_ids.unsqueeze(0),

@@ -120,7 +120,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
 
 def _use_device(engine: Engine, *, is_plain: bool) -> None:
     """FlashAttention and CUDA graphs where the model permits them; says where it does not."""
-    obstacle = why_not_paged(engine.layers, engine.block_size, is_plain=is_plain)
+    obstacle = why_not_paged(engine.layers, engine.block_size, engine.longest, is_plain=is_plain)
     if obstacle is not None:
         logger.warning("attention without FlashAttention, which is slow for long texts: %s", obstacle)
         return

@@ -126,20 +126,23 @@ class Engine:
         return [(layer.keys, layer.values) for layer in self.layers]
 
     @property
+    def longest(self) -> int:
+        """Entries of a sequence, hints included."""
+        return self.max_model_len + LOOKAHEAD_ENTRIES
+
+    @property
     def is_fused(self) -> bool:
         """Whether a `FusedDecoder` runs the steps."""
         return self._fused is not None
 
     def fuse(self, forms: LinearForms) -> None:
         """Moves the weights into a `FusedDecoder`, which runs all steps from then on."""
-        num_positions = self.max_model_len + LOOKAHEAD_ENTRIES
-        self._fused = FusedDecoder(self.model, self.caches, num_positions, self.block_size, forms)
+        self._fused = FusedDecoder(self.model, self.caches, self.longest, self.block_size, forms)
 
     def attend_paged(self, attend: Attend) -> None:
         """Steps attend through the block table from then on, where they fit."""
-        num_blocks_max = self.allocator.blocks_for(self.max_model_len + LOOKAHEAD_ENTRIES)
         self._device_steps = DeviceSteps(
-            self.model, self.layers, self.block_size, self._scratch_block_ids, num_blocks_max, attend
+            self.model, self.layers, self.block_size, self._scratch_block_ids, self.longest, attend
         )
 
     def capture_graphs(self) -> None:

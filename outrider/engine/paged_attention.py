@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.engine.attention import LayerCache
+from outrider.engine.attention import LayerCache, Visibility
 from outrider.engine.paged_layout import PagedShape
 
 BLOCK_SIZE = 256
@@ -50,11 +50,14 @@ class PagedStep:
         numbers: torch.Tensor,  # int32 [shape.size], as `PagedPlan.write_down` has them
         shape: PagedShape,
         layers: Sequence[LayerCache],
+        windows: Sequence[int | None],
         block_size: int,
         attend: Attend,
     ) -> None:
+        """windows: of each layer, see `window_of`."""
         self.num_calls = 0
-        self._layers, self._block_size, self._attend, self._shape = layers, block_size, attend, shape
+        self._layers, self._windows = layers, windows
+        self._block_size, self._attend, self._shape = block_size, attend, shape
         parts = dict(zip(shape.places(), numbers.split(list(shape.places().values())), strict=True))
         self.token_ids = parts["token_ids"].long()
         self.positions = parts["positions"].long().unsqueeze(0)
@@ -76,7 +79,7 @@ class PagedStep:
         """Writes the rows' keys and values and returns `[num_rows, num_heads, head_dim]`."""
         assert softcap is None, "FlashAttention as torch has it knows no softcap"
         assert sinks is None, "FlashAttention as torch has it knows no sinks"
-        layer = self._layers[self.num_calls]
+        layer, window = self._layers[self.num_calls], self._windows[self.num_calls]
         self.num_calls += 1
         for cache, new in ((layer.keys, key), (layer.values, value)):
             cache.index_copy_(0, self._write_slots, new)
@@ -92,7 +95,7 @@ class PagedStep:
             self._shape.num_rows,
             self._shape.num_blocks * self._block_size,
             scale=scale,
-            window_size=(-1, 0),
+            window_size=(-1 if window is None else window - 1, 0),  # keys before a row's own, and after it
             enable_gqa=query.shape[1] != key.shape[1],
             seqused_k=self._key_counts,
             block_table=self._block_table,
@@ -100,18 +103,44 @@ class PagedStep:
         )
 
 
-def why_not_paged(layers: Sequence[LayerCache], block_size: int, *, is_plain: bool) -> str | None:
+def window_of(visibility: Visibility, longest: int) -> int | None:
+    """How many keys a row sees, up to its own, where that is always as many of the last as there are; else None.
+
+    longest: entries of a sequence.
+    """
+    positions = torch.arange(longest)
+
+    def seen(query: int) -> torch.Tensor:
+        sees = visibility(0, 0, torch.tensor(query).view(1, 1, 1), positions).expand(1, 1, longest)[0, 0]
+        return (sees & (positions <= query)).nonzero().flatten()
+
+    window = len(seen(longest - 1))
+    queries = {
+        *range(min(longest, 64)),
+        *range(0, longest, max(longest // 64, 1)),
+        *range(window - 1, window + 2),
+    }
+    for query in sorted(query for query in queries if 0 <= query < longest):
+        if not torch.equal(seen(query), positions[max(query + 1 - window, 0) : query + 1]):
+            return None
+    return window
+
+
+def why_not_paged(
+    layers: Sequence[LayerCache], block_size: int, longest: int, *, is_plain: bool
+) -> str | None:
     """Why these layers cannot attend by FlashAttention; None when they can.
 
-    is_plain: their weights are a softmax of scaled scores, without a softcap and without sinks.
+    longest: entries of a sequence. is_plain: the layers' weights are a softmax of scaled scores, without a softcap and
+    without sinks.
     """
     if block_size % BLOCK_SIZE:
         return f"--block-size is {block_size}, not a multiple of {BLOCK_SIZE}"
     if not is_plain:
         return "its attention has a softcap or sinks"
     for layer in layers:
-        if layer.visibility is not None:
-            return "some of its layers see a part of the past only"
+        if layer.visibility is not None and window_of(layer.visibility, longest) is None:
+            return "what some of its layers see of the past is no window"
         if layer.keys.shape[-1] != layer.values.shape[-1]:
             return "its keys and values differ in width"
         if layer.keys.shape[-1] > MAX_HEAD_DIM or layer.keys.shape[-1] % 8:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.attention import Visibility
 from outrider.engine.device_steps import DeviceSteps, empty_step
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.loading import load_model
 from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.paged_attention import window_of
 from outrider.engine.paged_layout import PagedShape, plan_paged
 from tests import models
 from tests.engine.sequences import text
@@ -42,8 +44,8 @@ def attend_row_by_row(
     block_table: torch.Tensor,
     num_splits: int,
 ) -> torch.Tensor:
-    """`varlen_attn` with the causal mask aligned at the end. Rows of no sequence stay undefined: not a number."""
-    assert (window_size, num_splits, cu_seq_k) == ((-1, 0), 1, None)
+    """`varlen_attn` with its window, aligned at the end. Rows of no sequence stay undefined: not a number."""
+    assert (window_size[1], num_splits, cu_seq_k) == (0, 1, None)
     assert max_q > 1  # for one row a sequence the kernel has another algorithm
     output = torch.full_like(query, float("nan"))
     starts = cu_seq_q.tolist()
@@ -56,8 +58,9 @@ def attend_row_by_row(
             count = max(num_keys - num_rows + row + 1, 0)
             place = starts[number] + row
             share = query.shape[1] // key.shape[2]
-            own_keys = keys[:count].repeat_interleave(share, dim=1).transpose(0, 1)
-            own_values = values[:count].repeat_interleave(share, dim=1).transpose(0, 1)
+            first = 0 if window_size[0] < 0 else max(count - 1 - window_size[0], 0)
+            own_keys = keys[first:count].repeat_interleave(share, dim=1).transpose(0, 1)
+            own_values = values[first:count].repeat_interleave(share, dim=1).transpose(0, 1)
             scores = (query[place].unsqueeze(1) * own_keys).sum(-1).float() * scale
             weights = torch.softmax(scores, dim=-1).to(query.dtype)
             output[place] = (weights.unsqueeze(-1) * own_values).sum(1) if count else 0.0
@@ -81,7 +84,7 @@ class Pair:
         return found
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "opt"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "opt", "mistral"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     config = models.engine_config(
         models.model_dir(request.param), block_size=BLOCK_SIZE, use_kernels=False, max_model_len=200
@@ -90,7 +93,9 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     scratch = [engine.allocator.allocate() for _ in range(NUM_SCRATCH)]
     return Pair(
         engine,
-        DeviceSteps(engine.model, engine.layers, BLOCK_SIZE, scratch, MAX_BLOCKS, attend_row_by_row),
+        DeviceSteps(
+            engine.model, engine.layers, BLOCK_SIZE, scratch, MAX_BLOCKS * BLOCK_SIZE, attend_row_by_row
+        ),
     )
 
 
@@ -201,3 +206,14 @@ def test_logits_come_for_the_rows_that_are_wanted(pair: Pair) -> None:
     kv.free()
     assert found is not None
     assert torch.equal(found, every[18:])
+
+
+def test_windows_are_found() -> None:
+    def within(window: int) -> Visibility:
+        return lambda _sequence, _head, query, key: key > query - window
+
+    assert window_of(lambda _sequence, _head, query, key: key <= query, 300) == 300
+    assert [window_of(within(window), 300) for window in (1, 2, 65, 128, 299)] == [1, 2, 65, 128, 299]
+    assert window_of(lambda *positions: within(100)(*positions) | (positions[3] < 4), 300) is None
+    assert window_of(lambda _sequence, _head, query, key: query // 64 == key // 64, 300) is None
+    assert window_of(lambda _sequence, _head, query, key: (query - key) % 2 == 0, 300) is None

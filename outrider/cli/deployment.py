@@ -36,6 +36,12 @@ class Quantization(StrEnum):
     FP8 = "fp8"
 
 
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Affinity(StrEnum):
     AUTO = "auto"
     NONE = "none"

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.deployment import Dtype, Quantization
+from outrider.cli.deployment import Device, Dtype, Quantization
 from outrider.machine import available_memory
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ def plan(
         typer.Option(
             metavar="SIZE",
             help="Of the device of each rank, such as 80GiB.",
-            show_default="what is free here: the first GPU's, or this machine's",
+            show_default="what is free here",
             callback=_check_size,
         ),
     ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Its kind. auto: a GPU where torch sees one.", show_default=True)
+    ] = Device.AUTO,
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of the memory that may be used.")
     ] = 0.9,
@@ -71,10 +74,15 @@ def plan(
 
     Weights, KV per token, what a step works with and what the process itself takes, for each rank of a worker.
     """
+    import torch
+
     from outrider.engine.memory_plan import ServingShape, plan_memory
     from outrider.engine.model import DTYPES
 
-    device_type, free = ("cpu", parse_size(memory)) if memory else _free_memory()
+    device_type = device.value
+    if device is Device.AUTO:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    free = parse_size(memory) if memory else _free_memory(device_type)
     usable = int(utilization * free)
     shape = ServingShape(
         DTYPES[dtype.value], quantization.value, tensor_parallel_size, device_type, max_model_len
@@ -95,12 +103,15 @@ def plan(
         raise typer.Exit(1)
 
 
-def _free_memory() -> tuple[str, int]:
+def _free_memory(device_type: str) -> int:
+    """The first GPU's, or this machine's."""
     import torch
 
-    if torch.cuda.is_available():
-        return "cuda", torch.cuda.mem_get_info()[0]
-    return "cpu", available_memory()
+    if device_type == "cpu":
+        return available_memory()
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no GPU here: say how much memory it has, with --memory")
+    return torch.cuda.mem_get_info()[0]
 
 
 def _findings(target: ModelMemory, draft: ModelMemory | None, usable: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.deployment import Dtype, Quantization
+from outrider.cli.deployment import Device, Dtype, Quantization
 from outrider.machine import hardware
 
 if TYPE_CHECKING:
@@ -47,12 +48,13 @@ def profile(
     steps: Annotated[int, typer.Option(min=2, help="Steps of each kind; medians are shown.")] = 20,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV.")] = Dtype.BFLOAT16,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = Quantization.NONE,
+    device: Annotated[Device, typer.Option(help="auto: a GPU where torch sees one.")] = Device.AUTO,
     num_threads: Annotated[int, typer.Option(min=1, help="torch's threads, on a CPU.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="The numbers, for machines.")] = False,
 ) -> None:
     """Measure where the time of a model's steps goes, and how near they are to what the device permits.
 
-    The model runs here, alone, on the GPU if there is one. To profile a model that is cut between ranks, start it as
+    The model runs here, alone. To profile a model that is cut between ranks, start it as
     the worker is started: torchrun --nproc-per-node N -m outrider profile MODEL.
     """
     import torch
@@ -65,14 +67,15 @@ def profile(
 
     group = join_ranks(60.0)
     kinds = [(size, num) for size in _numbers(batch_sizes) for num in _numbers(rows)]
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    is_cuda = device is Device.CUDA or (device is Device.AUTO and torch.cuda.is_available())
+    place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_cuda else "cpu"
     longest = context + max(num for _, num in kinds)
     num_sequences = max(size for size, _ in kinds)
     shape = ServingShape(
         DTYPES[dtype.value],
         quantization.value,
         1 if group is None else group.size,
-        torch.device(device).type,
+        torch.device(place).type,
         longest,
         num_sequences,
     )
@@ -81,7 +84,7 @@ def profile(
         EngineConfig(
             model,
             dtype.value,
-            device=device,
+            device=place,
             max_num_seqs=num_sequences,
             max_model_len=longest,
             kv_cache_bytes=2 * needs.kv_per_token * (longest + 512) * num_sequences,
@@ -93,13 +96,13 @@ def profile(
     if group is not None and group.rank > 0:
         engine.follow()
         return
-    speed = measure_device(device, DTYPES[dtype.value])
+    speed = measure_device(place, DTYPES[dtype.value])
     engine.lead()
     try:
         found = list(profile_steps(engine, speed, needs.weights_read, kinds, context, steps))
     finally:
         engine.dismiss()
-    name = torch.cuda.get_device_name(device) if device != "cpu" else hardware()
+    name = torch.cuda.get_device_name(place) if is_cuda else hardware()
     if as_json:
         print(
             json.dumps({"device": name, "speed": asdict(speed), "steps": [_as_json(each) for each in found]})

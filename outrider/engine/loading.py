@@ -88,8 +88,9 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
     _refuse_places_in_batch(model, config)
     model.eval().requires_grad_(False).to(config.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a shard counts as the whole
-    if group is not None and num_kv_heads_of(model.config) < group.size:
-        keep_own_heads(model, group, num_kv_heads_of(model.config))
+    num_kv_heads = num_kv_heads_of(model.config.get_text_config())
+    if group is not None and num_kv_heads < group.size:
+        keep_own_heads(model, group, num_kv_heads)
     if config.quantization != "none":
         round_weights(model, config.quantization, model.get_output_embeddings())
     try:
@@ -177,7 +178,7 @@ def _distribution(config: EngineConfig, group: RankGroup) -> Any:
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
-    hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+    hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True).get_text_config()
     num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
     if num_heads % group.size or (num_kv_heads % group.size and group.size % num_kv_heads):
         raise ModelLoadError(

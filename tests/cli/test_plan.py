@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from outrider.cli import app
@@ -44,6 +45,14 @@ def test_a_person_sees_a_table_and_the_way_out() -> None:
     assert result.exit_code == 1
     assert "It does not fit" in result.output
     assert "--quantization" in result.output
+
+
+def test_a_gpu_that_is_elsewhere_is_planned_for_by_its_size() -> None:
+    folder = models.model_dir("llama")
+    here, there = (planned(folder, "--memory", "8GiB", "--device", kind) for kind in ("cpu", "cuda"))
+    assert there["process"] > here["process"]
+    result = RUNNER.invoke(app, ["plan", str(folder), "--device", "cuda"])
+    assert result.exit_code == 0 if torch.cuda.is_available() else "--memory" in result.output
 
 
 @pytest.mark.parametrize(

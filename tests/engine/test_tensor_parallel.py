@@ -34,7 +34,7 @@ from tests import models
 from tests.engine.sequences import feed, text
 
 # Of 4 heads and 2 KV heads, so that four ranks share them. Qwen's are of a width that the compiled kernels lack.
-FAMILIES = {2: ("llama", "qwen3", "qwen3_moe"), 4: ("llama",)}
+FAMILIES = {2: ("llama", "qwen3", "family-qwen3_moe"), 4: ("llama",)}
 NUM_NEW_TOKENS = 48
 PROMPT_LENS = (5, 33, 61)
 TIMEOUT_S = 3.0
@@ -170,7 +170,7 @@ def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
 def speak(group: RankGroup, folder: Path, *model_dirs: str) -> None:
     found = {}
     for model_dir in map(Path, model_dirs):
-        found[model_dir.name.split("-")[0]] = {
+        found[model_dir.name.rpartition("-")[0]] = {
             **on_shards(group, texts, model_dir),
             "variance": on_shards(group, batch_invariance_failures, model_dir, dtype="bfloat16"),
         }

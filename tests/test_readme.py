@@ -143,6 +143,41 @@ def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path
 
 
 @pytest.mark.slow
+def test_a_plan_is_what_the_readme_shows(shell: dict[str, str], tmp_path: Path) -> None:
+    found = re.search(r"^### Will it fit\?\n(.*?)^##", README, re.MULTILINE | re.DOTALL)
+    assert found
+    (_, content), (_, table) = BLOCK.findall(found[1])
+    write_config(
+        tmp_path / "large",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    )
+    write_config(
+        tmp_path / "small",
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        tie_word_embeddings=True,
+    )
+    words = [
+        str(tmp_path / Path(word).name) if word.startswith("/models/") else word
+        for word in commands(content)[0]
+    ]
+    shown = [line.strip() for line in run(words, shell).splitlines()]
+    assert [line.strip() for line in table.splitlines()] == shown
+
+
+def write_config(folder: Path, **values: object) -> None:
+    """As Llama 3.1 and 3.2 have it."""
+    kinds = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 32}
+    sizes = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(kinds | sizes | values), encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_commands_show_their_help_and_know_the_flags_the_readme_gives_them(shell: dict[str, str]) -> None:
     used: dict[str, set[str]] = {}
     for words in all_commands():

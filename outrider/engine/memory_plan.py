@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outrider.engine.kv_layout import LayerLayout, UnsupportedModelError, bytes_per_token, layout_of_config
-from outrider.engine.shards import num_kv_heads_of, plan_name
+from outrider.engine.shards import cuts_layers, num_kv_heads_of, plan_name
 from outrider.errors import ConfigurationError
 
 MIB: Final = 1 << 20
@@ -83,7 +83,7 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
         plan: Mapping[str, str] = (model.tp_plan or {}) if shape.num_ranks > 1 else {}
-        if shape.num_ranks > 1 and not plan:
+        if shape.num_ranks > 1 and not cuts_layers(plan):
             raise NoPlanError(
                 f"transformers has no plan to cut {type(model).__name__} between ranks; serve it on one"
             )

@@ -27,6 +27,10 @@ from outrider.engine.experts import is_experts
 from outrider.engine.rank_group import RankGroup
 
 KEPT: Final = "replicate"  # transformers' word for what every rank has whole
+KEPT_FOR_GRADIENTS: Final = (
+    "mla_kv_a_proj",
+    "replicated_with_grad_allreduce",
+)  # whole; only gradients are summed
 
 
 class SummedLinear(nn.Module):
@@ -89,6 +93,11 @@ def plan_overrides(hf_config: Any, size: int) -> dict[str, str]:
         for name in plan
         if name.endswith((".k_proj", ".v_proj")) and plan[name] == "colwise"
     }
+
+
+def cuts_layers(plan: Mapping[str, str]) -> bool:
+    """Some families have a plan for their output layer alone, and every rank would have all the rest."""
+    return any("*" in name for name in plan)
 
 
 def plan_name(name: str) -> str:
@@ -155,7 +164,7 @@ def _local_linear(module: nn.Linear, style: str, group: RankGroup, *, is_output:
     if style in ("rowwise", "rowwise_rep", "rowwise_split_input"):
         return SummedLinear(_linear(weight, None), bias, group, cuts_input=style == "rowwise_split_input")
     linear = _linear(weight, bias)
-    if style == "colwise":
+    if style == "colwise" or style in KEPT_FOR_GRADIENTS:
         return linear
     if style in ("colwise_gather_output", "colwise_rep"):
         each = -(-module.weight.shape[0] // group.size)

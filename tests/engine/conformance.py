@@ -20,6 +20,7 @@ import transformers
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
 from outrider.engine.self_test import batch_invariance_failures
+from outrider.engine.shards import cuts_layers
 from tests import models
 from tests.engine.sequences import feed, logits_of, text
 from tests.families import FAMILIES, Family
@@ -176,8 +177,14 @@ def row(family: Family) -> tuple[str, ...]:
         _yes_unless(disturbed_departs(family.key)),
         "yes" if not failures else f"no: {family.variant or failures[0]}",
         "fused" if engine.is_fused else "plain",
-        "yes" if engine.model.config.get_text_config().base_model_tp_plan else "no",  # type: ignore[operator]
+        "yes" if has_plan(family.key) else "no",
     )
+
+
+def has_plan(key: str) -> bool:
+    """Whether transformers knows how to cut a family's layers between ranks."""
+    model: Any = models.engine(key).model
+    return cuts_layers(model.tp_plan)
 
 
 def _yes_unless(departure: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -31,10 +32,14 @@ from outrider.engine.sequence_chunk import SequenceChunk
 from outrider.worker_process import leave
 from outrider.worker_ranks import EXIT_ALONE
 from tests import models
+from tests.engine.conformance import has_plan
 from tests.engine.sequences import feed, text
+from tests.families import FAMILIES as ALL_FAMILIES
+from tests.families import Family
 
 # Of 4 heads and 2 KV heads, so that four ranks share them. Qwen's are of a width that the compiled kernels lack.
 FAMILIES = {2: ("llama", "qwen3", "family-qwen3_moe"), 4: ("llama",)}
+SERVED = [family for family in ALL_FAMILIES if family.refused is None]
 NUM_NEW_TOKENS = 48
 PROMPT_LENS = (5, 33, 61)
 TIMEOUT_S = 3.0
@@ -165,6 +170,23 @@ def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
         alone = models.engine(family)
         expected = texts(alone) | {"variance": [], "parameters": alone.num_parameters}
         assert found[family] == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [pytest.param(each, id=each.model_type) for each in SERVED])
+def test_every_family_with_a_plan_is_cut_between_two_ranks(tmp_path: Path, family: Family) -> None:
+    """All that the README's table names; where there is no plan that is said."""
+    with Ranks(2, tmp_path, "speak", models.model_dir(family.key)) as ranks:
+        statuses = ranks.wait()
+    if not has_plan(family.key):
+        assert statuses == [1, 1]
+        assert re.search("no plan to cut|has no `tp_plan`", ranks.said())
+        return
+    assert statuses == [0, 0], ranks.said()
+    found = json.loads((tmp_path / "found.json").read_text())[family.key]
+    alone = models.engine(family.key)
+    expected = texts(alone) | {"variance": [], "parameters": alone.num_parameters}
+    assert found == expected
 
 
 def speak(group: RankGroup, folder: Path, *model_dirs: str) -> None:

@@ -134,7 +134,8 @@ def summarize(pairs: Sequence[Pair]) -> dict[str, Any]:
         "draft_acceptance_rate": {"first": round(rate(firsts), 3), "again": round(rate(agains), 3)},
         "draft_acceptance_rate_difference": spread(rate([p.again]) - rate([p.first]) for p in pairs),
         "mean_acceptance_length": {
-            name: spread(float(each.statistics["mean_acceptance_length"]) for each in answers)
+            # None where no step had hints: each says one token then.
+            name: spread(float(each.statistics["mean_acceptance_length"] or 1.0) for each in answers)
             for name, answers in (("first", firsts), ("again", agains))
         },
         "num_steps": {

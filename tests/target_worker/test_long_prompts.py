@@ -10,7 +10,7 @@ from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk
 from outrider.engine.kv_cache import BlockAllocator
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import SessionEnded, Step, TokensCommitted
-from target_worker.scheduler import Scheduler
+from target_worker.scheduler import CHUNK_SHARE, Scheduler
 from tests.target_worker.fakes import VOCAB_SIZE, FakeModel, start
 
 NUM_RUNNING, NUM_PROMPTS, PROMPT_LEN, BUDGET = 4, 8, 600, 64
@@ -21,11 +21,8 @@ LIMITS = SchedulerLimits(
     hint_wait_ms_max=0.0,
     has_lookup=False,
 )
-PLAIN_MS, TOKEN_MS, READ_MS = (
-    2.0,
-    0.2,
-    1.0,
-)  # of a thousand tokens: late chunks cost several times what early ones do
+PLAIN_MS, TOKEN_MS = 2.0, 0.2
+READ_MS = 1.0  # of a thousand tokens: late chunks cost several times what early ones do
 
 
 def chunks_of(step: Step) -> list[Chunk]:
@@ -100,7 +97,7 @@ def test_whoever_decodes_waits_for_a_chunk_at_most() -> None:
     # One that begins a prompt and uses up what the decoding streams leave.
     one_chunk_ms = ms(Chunk(0, BUDGET - NUM_RUNNING))
     assert len(serving.gaps_ms) > NUM_PROMPTS * PROMPT_LEN / BUDGET * NUM_RUNNING
-    assert max(serving.gaps_ms) <= PLAIN_MS + 1.1 * one_chunk_ms
+    assert max(serving.gaps_ms) <= PLAIN_MS + one_chunk_ms
     late_ms = ms(Chunk(PROMPT_LEN - BUDGET, BUDGET - NUM_RUNNING))
     assert late_ms > 2 * one_chunk_ms, "there was something to be cut"
 
@@ -113,7 +110,7 @@ def test_every_chunk_gets_on_and_late_ones_are_shorter() -> None:
     (*chunks, last) = [chunk for chunks in serving.steps for chunk in chunks]
     assert sum(chunk.num_tokens for chunk in (*chunks, last)) == PROMPT_LEN
     assert min(chunk.num_tokens for chunk in chunks) >= MIN_CHUNK_LEN
-    assert chunks[0].num_tokens == BUDGET - NUM_RUNNING
+    assert CHUNK_SHARE * (BUDGET - NUM_RUNNING) <= chunks[0].num_tokens < BUDGET - NUM_RUNNING
     assert chunks[-1].num_tokens < 0.6 * chunks[0].num_tokens
 
 
@@ -133,4 +130,9 @@ def test_short_prompts_share_a_step_as_far_as_tokens_and_time_go(length: int) ->
         serving.ask(f"short {index}", length, max_tokens=1)
     serving.turn()
     (chunks,) = serving.steps
-    assert sum(chunk.num_tokens for chunk in chunks) == min(6 * length, BUDGET - NUM_RUNNING)
+    budget_ms = CHUNK_SHARE * ms(Chunk(0, BUDGET - NUM_RUNNING))
+    spent_ms = sum(map(ms, chunks))
+    assert spent_ms < 1.02 * budget_ms
+    is_all = sum(chunk.num_tokens for chunk in chunks) == 6 * length
+    assert is_all or spent_ms > budget_ms - MIN_CHUNK_LEN * TOKEN_MS
+    assert is_all == (length == 2)

@@ -1,6 +1,6 @@
 # Everything happens inside this folder; the first use makes .venv, later uses find it ready.
 #   make demo            start the whole system, show it, measure it     (make demo ARGS=--json for machines)
-#   make test            ruff, mypy and every test but the long ones
+#   make test            ruff, mypy and every test but the long and the thorough ones (CI: make test SKIP=)
 #   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,6 +9,7 @@ SHELL := /bin/bash
 
 ARGS ?=
 PYTEST_ARGS ?=
+SKIP ?= and not thorough
 BENCH ?= speedup
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -66,8 +67,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not long and not slow" -n auto --maxprocesses 8 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "slow and not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not slow $(SKIP)" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not long $(SKIP)" $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)

@@ -69,9 +69,9 @@ def test_the_death_of_a_rank_loses_no_token(system: System, who: int) -> None:
     def text(prompt: str) -> str:
         return system.text(prompt, max_tokens=400, ignore_eos=True)
 
-    expected = [text(prompt) for prompt in PROMPTS]
     before = ranks(system)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        expected = list(pool.map(text, PROMPTS))
         answers: list[Future[str]] = [pool.submit(text, prompt) for prompt in PROMPTS]
         eventually(system.sessions, lambda seen: seen["target running"] == len(PROMPTS), "all streams run")
         before[who].kill()

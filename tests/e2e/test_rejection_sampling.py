@@ -95,6 +95,7 @@ def chi_square_p(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_samples_follow_the_target_whatever_the_draft_says(tmp_path: Path) -> None:
     model = write_model(tmp_path / "target", seed=1)

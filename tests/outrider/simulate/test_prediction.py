@@ -157,6 +157,7 @@ def differences(found: Mapping[Load, Rates], expected: Mapping[Load, Rates]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("system")
 async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:

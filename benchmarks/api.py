@@ -32,7 +32,6 @@ from benchmarks.machine import machine
 from benchmarks.peers.http_servers import (
     HttpServer,
     ServerCommand,
-    free_ports,
     outrider_server,
     start_in_turn,
     vllm_server,
@@ -51,6 +50,7 @@ from outrider.cli.bench.run import Run
 from outrider.cli.bench.runner import ready_servers, run_turns
 from outrider.cli.bench.summary import Slo, ratios
 from outrider.errors import InvalidRequest
+from outrider.free_ports import free_ports
 
 TIMEOUT_S: Final = 120.0
 

@@ -31,10 +31,11 @@ import httpx
 import psutil
 
 from benchmarks.machine import machine
-from benchmarks.peers.http_servers import HttpServer, free_ports, outrider_server
+from benchmarks.peers.http_servers import HttpServer, outrider_server
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from demo.corpus import held_out_prompts
 from outrider.cli.bench.requests import new_bench_client
+from outrider.free_ports import free_ports
 
 TIMEOUT_S: Final = 120.0
 SETTLING_SHARE: Final = 0.15  # of an overload, in which the queue fills and nothing is counted

@@ -27,11 +27,12 @@ import tokenizers
 from benchmarks import plot
 from benchmarks.long_models import long_models
 from benchmarks.machine import machine
-from benchmarks.peers.http_servers import MODEL_NAME, HttpServer, free_ports, outrider_server
+from benchmarks.peers.http_servers import MODEL_NAME, HttpServer, outrider_server
 from benchmarks.peers.summary import spread
 from benchmarks.target_model import DEMO, add_target_arguments, target_model
 from demo.corpus import held_out_prompts
 from outrider.cli.bench.requests import new_bench_client
+from outrider.free_ports import free_ports
 
 TIMEOUT_S: Final = 300.0
 CHARS_PER_TOKEN_MAX: Final = 5.0  # of held-out code: about 3.7

@@ -17,12 +17,10 @@ import os
 import resource
 import shlex
 import shutil
-import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Final
 
 from coordinator import haproxy_launcher
 from coordinator.haproxy_launcher import LOOPBACK
+from outrider.free_ports import free_ports
 
 # HAProxy's limit for the name of a socket. Serve puts it below our folder, into one named after the node's id.
 _SOCKET_PATH_BYTES_MAX: Final = 93
@@ -178,15 +177,6 @@ def python_environment(ingress: Ingress) -> dict[str, str]:
             GRPC_HOST_VARIABLE: ingress.host,
         }
     return settings
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback, all different, that nobody listened on a moment ago."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind((LOOPBACK, 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 def _bundled() -> str | None:

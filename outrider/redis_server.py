@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import ConfigurationError
+from outrider.free_ports import free_ports
 
 _START_TIMEOUT_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 5.0
@@ -85,7 +86,7 @@ class EmbeddedRedis:
         assert self._process is None, "already started"
         binary = find_redis_server()
         for _ in range(_START_ATTEMPTS):
-            port = _free_port()
+            (port,) = free_ports(1)
             self._process = self._launch(binary, port, self._password)
             if self._wait_until_it_answers(port, self._password):
                 self.url = f"redis://:{self._password}@127.0.0.1:{port}/0"
@@ -152,10 +153,3 @@ def _is_answering(port: int, password: str) -> bool:
             return connection.recv(64).startswith(b"+OK")
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

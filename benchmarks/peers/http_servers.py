@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,15 +77,6 @@ def vllm_server(
     if preload:
         environment["LD_PRELOAD"] = ":".join(map(str, preload))
     return ServerCommand("vllm-draft" if draft else "vllm-plain", port, tuple(command), environment)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class HttpServer:

@@ -131,13 +131,6 @@ def check_port(host: str, port: int, flag: str) -> None:
         ) from error
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listened on a moment ago."""
-    with _listener(host, 0) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -23,6 +23,7 @@ from outrider.child_spec import ChildEvent
 from outrider.cli import preflight
 from outrider.cli.deployment import ROOT, Deployment, coordinator_spec, worker_specs
 from outrider.errors import ConfigurationError
+from outrider.free_ports import free_ports
 from outrider.machine import usable_cores
 from outrider.redis_server import EmbeddedRedis
 from outrider.supervisor import Supervisor
@@ -78,10 +79,11 @@ async def running_system(
     preflight.check(deployment)
     if redis_url is not None:
         preflight.check_redis(redis_url)
+    http_port, grpc_port = free_ports(2, deployment.host)
     deployment = replace(
         deployment,
-        port=deployment.port or preflight.free_port(deployment.host),
-        grpc_port=deployment.grpc_port or preflight.free_port(deployment.host),
+        port=deployment.port or http_port,
+        grpc_port=deployment.grpc_port or grpc_port,
     )
     scratch = _new_scratch_dir()
     redis = EmbeddedRedis(scratch) if redis_url is None else None

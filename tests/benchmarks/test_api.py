@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.api import SYSTEMS, commands, compare, draw, parse, schedule
-from benchmarks.peers.http_servers import HttpServer, ServerCommand, free_ports, outrider_server, vllm_server
+from benchmarks.peers.http_servers import HttpServer, ServerCommand, outrider_server, vllm_server
 from benchmarks.peers.process import PeerError
 from outrider.cli.bench.cells import TurnResult, cells
 from outrider.cli.bench.load import Level, Loop
 from outrider.cli.bench.summary import RequestResult, Slo
+from outrider.free_ports import free_ports
 
 LEVEL = Level(Loop.CLOSED, 8)
 
@@ -48,10 +49,6 @@ def test_outrider_is_started_by_its_command_line() -> None:
     made = outrider_server(Path("t"), Path("d"), port=5, grpc_port=6)
     assert made.command[:4] == (sys.executable, "-m", "outrider", "serve")
     assert made.url == "http://127.0.0.1:5"
-
-
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports(4))) == 4
 
 
 async def test_a_server_that_ends_at_once_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:

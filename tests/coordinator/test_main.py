@@ -27,6 +27,7 @@ import pytest_asyncio
 
 from coordinator.__main__ import _parse
 from coordinator.ingress import Proxy
+from outrider.free_ports import free_ports
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry
 from outrider.worker_lease import WorkerLease
@@ -38,12 +39,6 @@ from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 REQUESTS_MAX = 8
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -138,7 +133,7 @@ async def running(
         stack.callback(shutil.rmtree, temp_dir, ignore_errors=True)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir), "--proxy", request.param,
-            "--port", str(free_port()), "--grpc-port", str(free_port()), "--served-model-name", "demo",
+            "--port", str(free_ports(1)[0]), "--grpc-port", str(free_ports(1)[0]), "--served-model-name", "demo",
             "--max-requests", str(REQUESTS_MAX), "--ray-temp-dir", str(temp_dir),
             cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
         )  # fmt: skip

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, enco
 from outrider.engine.rank_group import RankGroup, join_ranks
 from outrider.engine.self_test import batch_invariance_failures
 from outrider.engine.sequence_chunk import SequenceChunk
+from outrider.free_ports import free_ports
 from outrider.worker_process import leave
 from outrider.worker_ranks import EXIT_ALONE
 from tests import models
@@ -105,7 +105,7 @@ class Ranks:
         environment = os.environ | {
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(free_ports(1)[0]),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
@@ -150,12 +150,6 @@ class Ranks:
         for each in self.processes:
             each.kill()
             each.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow

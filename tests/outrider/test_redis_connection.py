@@ -18,6 +18,7 @@ import pytest
 import uvloop
 
 from outrider.errors import RegistryUnavailable
+from outrider.free_ports import free_ports
 from outrider.redis_connection import open_redis, without_password
 from outrider.redis_server import find_redis_server
 from outrider.registry import Registry
@@ -25,17 +26,11 @@ from outrider.registry import Registry
 PASSWORD = "s3cret"
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def redis_server(folder: Path, *arguments: str) -> Iterator[int]:
     """A server of its own, by its port; `arguments` as on its command line."""
     folder.mkdir()
-    port = free_port()
+    port = free_ports(1)[0]
     words = [str(find_redis_server()), *arguments, "--port", str(port), "--bind", "127.0.0.1"]
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL)
     try:
@@ -172,7 +167,7 @@ async def test_sentinels_are_asked_for_the_master(tmp_path: Path) -> None:
             f"requirepass {PASSWORD}\n"
         )
         with redis_server(tmp_path / "sentinel", str(configuration), "--sentinel") as sentinel:
-            hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel}"  # nobody is at the first
+            hosts = f"127.0.0.1:{free_ports(1)[0]},127.0.0.1:{sentinel}"  # nobody is at the first
             registry = Registry(f"redis+sentinel://:{PASSWORD}@{hosts}/pool/0")
             assert await registry.reserve("target", ["a"], [1], "s0") == 0
             await registry.close()

@@ -312,7 +312,7 @@ async def test_redis_going_away_and_coming_back_is_survived(
         await asyncio.to_thread(server.stop)
         await eventually(lambda: directory.snapshot.degraded, "the directory noticed")
         assert directory.snapshot.targets == (RECORD,), "the last snapshot stays"
-        monkeypatch.setattr("outrider.redis_server._free_port", lambda: port)
+        monkeypatch.setattr("outrider.redis_server.free_ports", lambda count: [port])
         monkeypatch.setattr("outrider.redis_server.secrets.token_hex", lambda size: password)
         again = EmbeddedRedis(tmp_path)
         await asyncio.to_thread(again.start)

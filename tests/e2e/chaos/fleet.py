@@ -17,7 +17,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -43,6 +42,7 @@ from outrider.cli.deployment import (
     module,
     rank_environment,
 )
+from outrider.free_ports import free_ports
 from outrider.redis_server import EmbeddedRedis
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
 from tests.e2e.chaos.client import Client
@@ -51,8 +51,6 @@ from tests.e2e.chaos.links import Callers, Link
 
 RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
 READY_TIMEOUT_S = 120.0
-# Below the ports that the system hands out for outgoing connections, so that a worker finds its own again.
-PORTS = range(21_000, 30_000)
 NICENESS = 7
 SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's snapshot
 
@@ -411,18 +409,3 @@ def step_aside(pid: int) -> None:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
-
-
-def free_ports(count: int) -> list[int]:
-    """Free on the loopback a moment ago, all different."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found

@@ -90,7 +90,8 @@ def choose(wanted: Proxy | None, ingress: Ingress, folder: Path, num_cores: int)
             if wanted is Proxy.HAPROXY:
                 raise
             return Chosen(Proxy.PYTHON, python_environment(ingress), why_not_haproxy=str(error))
-        settings = haproxy_environment(ingress, folder, launcher, num_cores, free_ports(4))
+        ports = free_ports(4, besides=(ingress.port, ingress.grpc_port))
+        settings = haproxy_environment(ingress, folder, launcher, num_cores, ports)
         return Chosen(Proxy.HAPROXY, settings, launcher)
     return Chosen(Proxy.PYTHON, python_environment(ingress))
 

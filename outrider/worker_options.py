@@ -141,15 +141,12 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The engine's part of the command line. Imports torch."""
-    import torch
+    from outrider.engine.model import EngineConfig, device_for
 
-    from outrider.engine.model import EngineConfig
-
-    is_cuda = arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available())
     return EngineConfig(
         Path(arguments.model),
         dtype=arguments.dtype,
-        device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_cuda else "cpu",
+        device=device_for(arguments.device),
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
         block_size=arguments.block_size,

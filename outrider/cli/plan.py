@@ -77,11 +77,9 @@ def plan(
     import torch
 
     from outrider.engine.memory_plan import ServingShape, plan_memory
-    from outrider.engine.model import DTYPES
+    from outrider.engine.model import DTYPES, device_for
 
-    device_type = device.value
-    if device is Device.AUTO:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = torch.device(device_for(device.value)).type
     free = parse_size(memory) if memory else _free_memory(device_type)
     usable = int(utilization * free)
     shape = ServingShape(

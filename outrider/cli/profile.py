@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,14 +60,13 @@ def profile(
 
     from outrider.engine.loading import load_model
     from outrider.engine.memory_plan import ServingShape, plan_memory
-    from outrider.engine.model import DTYPES, EngineConfig
+    from outrider.engine.model import DTYPES, EngineConfig, device_for
     from outrider.engine.profiling import measure_device, profile_steps
     from outrider.engine.rank_group import join_ranks
 
     group = join_ranks(60.0)
     kinds = [(size, num) for size in _numbers(batch_sizes) for num in _numbers(rows)]
-    is_cuda = device is Device.CUDA or (device is Device.AUTO and torch.cuda.is_available())
-    place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_cuda else "cpu"
+    place = device_for(device.value)
     longest = context + max(num for _, num in kinds)
     num_sequences = max(size for size, _ in kinds)
     shape = ServingShape(
@@ -102,7 +100,7 @@ def profile(
         found = list(profile_steps(engine, speed, needs.weights_read, kinds, context, steps))
     finally:
         engine.dismiss()
-    name = torch.cuda.get_device_name(place) if is_cuda else hardware()
+    name = hardware() if place == "cpu" else torch.cuda.get_device_name(place)
     if as_json:
         print(
             json.dumps({"device": name, "speed": asdict(speed), "steps": [_as_json(each) for each in found]})

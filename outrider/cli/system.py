@@ -79,12 +79,6 @@ async def running_system(
     preflight.check(deployment)
     if redis_url is not None:
         preflight.check_redis(redis_url)
-    http_port, grpc_port = free_ports(2, deployment.host)
-    deployment = replace(
-        deployment,
-        port=deployment.port or http_port,
-        grpc_port=deployment.grpc_port or grpc_port,
-    )
     scratch = _new_scratch_dir()
     redis = EmbeddedRedis(scratch) if redis_url is None else None
     supervisor = Supervisor(log_dir, on_event=on_event, echo=echo)
@@ -92,6 +86,12 @@ async def running_system(
     try:
         url = redis.start() if redis is not None else redis_url
         assert url is not None
+        http_port, grpc_port = free_ports(2, deployment.host, besides=(deployment.port, deployment.grpc_port))
+        deployment = replace(
+            deployment,
+            port=deployment.port or http_port,
+            grpc_port=deployment.grpc_port or grpc_port,
+        )
         specs = worker_specs(deployment, usable_cores(), secrets.token_hex(3))
         specs.append(coordinator_spec(deployment, scratch / "ray"))
         shared = _shared_environment(url)

@@ -90,9 +90,8 @@ class DeviceSteps:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.inference_mode(), torch.cuda.stream(side):
-                self._run(
-                    numbers, shape, shape.num_rows
-                )  # libraries make their workspaces at their first call
+                # Libraries make their workspaces when they are first called.
+                self._run(numbers, shape, shape.num_rows)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):

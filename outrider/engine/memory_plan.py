@@ -77,6 +77,12 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
     """Raises ConfigurationError, naming what is missing or cannot be served."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if not (
+        model_dir / "config.json"
+    ).is_file():  # transformers would look for a model of that name on the net
+        raise ConfigurationError(
+            f"cannot read {model_dir / 'config.json'}: name a folder in Hugging Face format"
+        )
     try:
         hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         layers = layout_of_config(hf_config)

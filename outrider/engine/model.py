@@ -6,6 +6,7 @@ The model code is transformers' own; only its attention (`attention`) and its li
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,13 @@ class EngineConfig:
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+
+def device_for(choice: str) -> str:
+    """torch's name for what `--device` chooses: auto, cpu or cuda, of which every rank has its own."""
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 class Engine:

@@ -27,10 +27,8 @@ from outrider.engine.experts import is_experts
 from outrider.engine.rank_group import RankGroup
 
 KEPT: Final = "replicate"  # transformers' word for what every rank has whole
-KEPT_FOR_GRADIENTS: Final = (
-    "mla_kv_a_proj",
-    "replicated_with_grad_allreduce",
-)  # whole; only gradients are summed
+# Whole as well; only of gradients there is something to be summed.
+KEPT_FOR_GRADIENTS: Final = ("mla_kv_a_proj", "replicated_with_grad_allreduce")
 
 
 class SummedLinear(nn.Module):

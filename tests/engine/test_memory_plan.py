@@ -95,8 +95,9 @@ def test_a_model_without_a_plan_is_not_cut() -> None:
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot read .*config\.json"):
-        plan_memory(tmp_path, BF16)
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigurationError, match=r"cannot read .*config\.json: name a folder"):
+            plan_memory(folder, BF16)
     transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="the engine cannot run"):
         plan_memory(tmp_path, BF16)

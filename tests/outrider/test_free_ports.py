@@ -26,3 +26,11 @@ def test_those_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, "_TRIES_MAX", 1)
         with pytest.raises(OSError, match="in use"):
             free_ports(1)
+
+
+def test_those_that_are_meant_for_others_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = free_ports(1)
+    monkeypatch.setattr(module, "_PORTS", range(first, first + 1))
+    assert free_ports(1) == [first]
+    with pytest.raises(OSError, match="none is left"):
+        free_ports(1, besides=(first,))

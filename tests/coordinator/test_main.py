@@ -131,9 +131,10 @@ async def running(
             await stack.enter_async_context(WorkerLease(registry, record, WorkerLoad))
         temp_dir = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # short, for Ray's sockets
         stack.callback(shutil.rmtree, temp_dir, ignore_errors=True)
+        port, grpc_port = map(str, free_ports(2))  # asked for one by one they could be the same
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir), "--proxy", request.param,
-            "--port", str(free_ports(1)[0]), "--grpc-port", str(free_ports(1)[0]), "--served-model-name", "demo",
+            "--port", port, "--grpc-port", grpc_port, "--served-model-name", "demo",
             "--max-requests", str(REQUESTS_MAX), "--ray-temp-dir", str(temp_dir),
             cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
         )  # fmt: skip

@@ -1,13 +1,16 @@
 # Everything happens inside this folder; the first use makes .venv, later uses find it ready.
 #   make demo            start the whole system, show it, measure it     (make demo ARGS=--json for machines)
 #   make test            ruff, mypy and every test but the long and the thorough ones (CI: make test SKIP=)
+#   make rollout         replace everything in an installation under load   (make rollout ARGS=--help)
 #   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long chaos bench lint stubs install clean distclean
+.PHONY: help demo test test-long rollout chaos bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
+LOCK_ARGS ?=
+AUDIT_ARGS ?=
 PYTEST_ARGS ?=
 SKIP ?= and not thorough
 BENCH ?= speedup
@@ -36,7 +39,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: make test-long, bench, lint, stubs, install, clean, distclean"
+	@echo "also: make test-long, bench, lint, stubs, lock, sbom, audit, install, clean, distclean"
 
 install: $(STAMP)
 
@@ -76,11 +79,23 @@ test-long: $(STAMP)
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)
 
+rollout: $(STAMP)
+	@$(BIN)/python -m tests.e2e.rollout $(ARGS)
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 stubs: $(STAMP)
 	$(BIN)/python -m protos.generate
+
+lock: $(STAMP)
+	$(BIN)/python -m k8s.images.locks $(LOCK_ARGS)
+
+sbom: $(STAMP)
+	$(BIN)/python -m k8s.images.sbom
+
+audit: $(STAMP)
+	$(BIN)/python -m k8s.images.audit $(AUDIT_ARGS)
 
 clean:
 	rm -rf build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis ./*.egg-info

@@ -27,9 +27,13 @@ from typing import Final
 from coordinator.haproxy_launcher import LOOPBACK
 from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
+from outrider.api_keys import KeyFile
 from outrider.errors import ConfigurationError, OutriderError
+from outrider.logs import LogFormat
+from outrider.redis_connection import redis_url_from
 from outrider.registry import Registry
 from outrider.tenants import parse_tenant_weight
+from outrider.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.tokenizer import Tokenizer
 
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
@@ -48,11 +52,19 @@ class Listen:
     num_replicas: int
     ray_temp_dir: Path | None
     proxy: Proxy | None  # None: HAProxy where it runs
+    tls_dir: Path | None
+    needs_client_certificates: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the coordinator; returns the exit status."""
     settings, listen = _parse(arguments)
+    if listen.host not in LOOPBACK_HOSTS and listen.tls_dir is None and settings.api_keys_file is not None:
+        print(
+            f"coordinator: keys and texts come to {listen.host} in the clear; give --tls-dir, or keep that "
+            "network to a load balancer which speaks TLS",
+            file=sys.stderr,
+        )
     try:
         _check_before_start(settings, listen)
     except OutriderError as error:
@@ -63,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own_temp_dir = None if listen.ray_temp_dir else tempfile.mkdtemp(prefix="or-", dir="/tmp")
     temp_dir = listen.ray_temp_dir or Path(str(own_temp_dir))
     try:
-        temp_dir.mkdir(parents=True, exist_ok=True)
+        # HAProxy's admin socket below it is for everybody who gets there.
+        temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         chosen = _choose_proxy(settings, listen, temp_dir)
         _serve(settings, listen, chosen, temp_dir, stop)
     except ProxyUnusable as error:
@@ -82,6 +95,8 @@ def _choose_proxy(settings: CoordinatorSettings, listen: Listen, temp_dir: Path)
         grpc_port=listen.grpc_port,
         requests_max=(settings.requests_max + REFUSALS_AT_ONCE) * listen.num_replicas,
         generation_max_s=settings.deadline_max_s,
+        tls_dir=listen.tls_dir,
+        needs_client_certificates=listen.needs_client_certificates,
     )
     chosen = choose(listen.proxy, ingress, temp_dir, os.cpu_count() or 1)
     if chosen.why_not_haproxy is not None:
@@ -109,7 +124,7 @@ def _serve(
             log_to_driver=False,  # replicas' output would land on our standard output
             logging_level="warning",
             _temp_dir=str(temp_dir),
-            _node_ip_address="127.0.0.1",  # Ray's own ports are for this machine alone
+            _node_ip_address="127.0.0.1",  # what Ray tells its own; it listens on more, and asks for its token
         )
         node_id = ray.get_runtime_context().get_node_id()
         _stop_on_signals(stop)  # again: Ray has put its own handler in place, which exits with status 15
@@ -125,6 +140,8 @@ def _serve(
             grpc_options={
                 "port": listen.grpc_port,
                 "grpc_servicer_functions": list(GRPC_SERVICER_FUNCTIONS),
+                # It knows nothing of keys.
+                "enable_reflection": settings.api_keys_file is None,
             },
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
@@ -150,8 +167,9 @@ def _announce(settings: CoordinatorSettings, listen: Listen, proxy: Proxy) -> No
     host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
     line = {
         "event": "ready",
-        "http": f"http://{host}:{listen.port}",
+        "http": f"{'http' if listen.tls_dir is None else 'https'}://{host}:{listen.port}",
         "grpc": f"{host}:{listen.grpc_port}",
+        "metrics_port": settings.metrics_port,  # of the first replica
         "proxy": proxy,
         "num_replicas": listen.num_replicas,
         "served_model_names": list(settings.served_model_names),
@@ -168,6 +186,11 @@ def _prepare_ray_environment(chosen: Chosen) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    # Ray's own metrics would be on ports for everybody, without its token. The latter two take no "none": a port that
+    # cannot be is an error in their logs and no listener.
+    os.environ.setdefault("RAY_enable_metrics_collection", "false")
+    os.environ.setdefault("DASHBOARD_METRIC_PORT", "-1")
+    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
     # Ray's workers yield to everybody else (niceness 15). On a machine that is busy computing, which is what overload
     # means, refusals would come after many seconds and answers would stutter.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -184,6 +207,10 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
     Raises ConfigurationError or RegistryUnavailable.
     """
     Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
+    if settings.tls_dir is not None:
+        check_role(TlsFiles(Path(settings.tls_dir)).current(), Role.COORDINATOR)
+    if settings.api_keys_file is not None:
+        KeyFile(Path(settings.api_keys_file))
     asyncio.run(_ping(settings.redis_url))
     for name, port in (("--port", listen.port), ("--grpc-port", listen.grpc_port)):
         with socket.socket() as probe:
@@ -226,13 +253,39 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
                         help="model folder whose tokenizer the targets share")  # fmt: skip
     parser.add_argument("--redis-url", default=os.environ.get("OUTRIDER_REDIS_URL"),
                         help="the registry; default: OUTRIDER_REDIS_URL")  # fmt: skip
+    parser.add_argument("--redis-url-file", type=Path, metavar="FILE",
+                        help="that holds the URL and its password, in place of --redis-url")  # fmt: skip
+    parser.add_argument("--api-keys", type=Path, metavar="FILE",
+                        help="requests need a key from this file (`outrider keys`), which may change at any time; "
+                        "without it whoever reaches the coordinator may ask")  # fmt: skip
+    parser.add_argument("--otlp-endpoint", metavar="URL",
+                        help="OpenTelemetry collector to send traces to, such as http://127.0.0.1:4317; "
+                        "OpenTelemetry's variables for sampling and headers hold (default: no traces)")  # fmt: skip
+    parser.add_argument("--log-format", type=LogFormat, choices=list(LogFormat), default=LogFormat.TEXT,
+                        metavar="{text,json}",
+                        help="of replicas' log lines, on standard error (default: text)")  # fmt: skip
+    parser.add_argument("--log-requests", action="store_true",
+                        help="a line for each request: who, how long, how many tokens; never what was said",
+    )  # fmt: skip
+    parser.add_argument("--tls-dir", type=Path, metavar="FOLDER",
+                        help="with tls.crt, tls.key and ca.crt: mutual TLS with the workers, and TLS on the public "
+                        "ports (HAProxy only); the files may be replaced at any time")  # fmt: skip
+    parser.add_argument("--require-client-certificates", action="store_true",
+                        help="with --tls-dir: clients, too, need a certificate that ca.crt signed")  # fmt: skip
+    parser.add_argument("--insecure", action="store_true",
+                        help="serve on another --host than this machine's own without --api-keys")  # fmt: skip
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address of the HTTP and gRPC listeners; everything else listens on the loopback (default: %(default)s)",
+        help="address of the HTTP and gRPC listeners; all else of ours listens on the loopback, and Ray's own ports "
+        "ask for its token (default: %(default)s)",
     )
     parser.add_argument("--port", type=int, default=8000, help="of HTTP (default: %(default)s)")
     parser.add_argument("--grpc-port", type=int, default=9000, help="of gRPC (default: %(default)s)")
+    parser.add_argument("--metrics-port", type=int, metavar="PORT",
+                        help="each replica's own /metrics for Prometheus, on the first free port from here on; that of "
+                        "--port is some replica's (default: none; with --tls-dir for those with a certificate, which "
+                        "beside --api-keys it has to be)")  # fmt: skip
     parser.add_argument("--proxy", type=Proxy, choices=list(Proxy), metavar="{haproxy,python}",
                         help="what takes requests in; python is Serve's own, which runs anywhere and costs several "
                         "times more per streamed chunk (default: haproxy where it runs)")  # fmt: skip
@@ -269,14 +322,32 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         "--ray-temp-dir", type=Path, help="Ray's files; short (default: a new folder in /tmp)"
     )
     given = parser.parse_args(arguments)
-    if not given.redis_url:
-        parser.error("--redis-url or OUTRIDER_REDIS_URL is required")
+    try:
+        redis_url = redis_url_from(given.redis_url, given.redis_url_file)
+    except ConfigurationError as error:
+        parser.error(error.message)
+    if not redis_url:
+        parser.error("--redis-url, --redis-url-file or OUTRIDER_REDIS_URL is required")
+    if given.host not in LOOPBACK_HOSTS and given.api_keys is None and not given.insecure:
+        parser.error(
+            f"--host {given.host} without --api-keys lets whoever reaches it in; give --api-keys, or --insecure where "
+            "the network itself keeps strangers out"
+        )
+    if given.require_client_certificates and given.tls_dir is None:
+        parser.error("--require-client-certificates needs --tls-dir")
     if given.num_replicas < 1:
         parser.error("--num-replicas must be at least 1")
     try:
         settings = CoordinatorSettings(
             tokenizer_dir=str(given.tokenizer.resolve()),
-            redis_url=given.redis_url,
+            redis_url=redis_url,
+            otlp_endpoint=given.otlp_endpoint,
+            log_format=given.log_format,
+            # Replicas' own standard error goes to Ray's files.
+            log_path=f"/proc/{os.getpid()}/fd/2" if sys.platform == "linux" else None,
+            logs_requests=given.log_requests,
+            tls_dir=str(given.tls_dir.absolute()) if given.tls_dir else None,
+            api_keys_file=str(given.api_keys.absolute()) if given.api_keys else None,
             served_model_names=tuple(given.served_model_name),
             chat_template=given.chat_template.read_text(encoding="utf-8") if given.chat_template else None,
             seed_requests=given.seed_requests,
@@ -286,6 +357,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             tenant_weights=tuple(given.tenant_weight),
             deadline_default_s=given.request_timeout,
             target_silence_max_s=given.target_silence_max,
+            metrics_port=given.metrics_port,
+            is_metrics_insecure=given.insecure,
+            metrics_host=given.host,
         )
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -296,6 +370,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         num_replicas=given.num_replicas,
         ray_temp_dir=given.ray_temp_dir,
         proxy=given.proxy,
+        tls_dir=given.tls_dir,
+        needs_client_certificates=given.require_client_certificates,
     )
     return settings, listen
 

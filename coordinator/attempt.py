@@ -43,7 +43,7 @@ class Attempt:
         self._model = model
         self._request = request
         self._speculation = speculation
-        self._call = TargetCall(environment, place.target, request, session.deadline_s)
+        self._call = TargetCall(environment, place.target, request, session.deadline_s, session.traceparent)
         self._link = DraftLink(environment, session, on_no_draft=lambda: on_no_draft(self))
         self._background: set[asyncio.Task[None]] = set()
 

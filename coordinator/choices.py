@@ -67,6 +67,7 @@ async def run_choices(
             preferred=ranked[0] if ranked else None,
             point=resumption.points[index],
             known_token_ids=resumption.known(index),
+            has_begun=resumption.has_begun and resumption.points[index].num_tokens > 0,
         )
         for index in range(spec.num_candidates)
     ]

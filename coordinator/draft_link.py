@@ -18,6 +18,7 @@ import grpc.aio
 from coordinator.environment import Environment
 from coordinator.routing import WorkerKey, key_of
 from coordinator.workers import describe, remaining_ms, remaining_s
+from outrider.canary.plan import DraftChoice
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2
 
@@ -29,12 +30,15 @@ class LinkedSession:
     """What a draft worker has to know of the session."""
 
     session_id: str
+    hint_token: str
     target: WorkerRecord
     sampling: common_pb2.SamplingParams
     speculation: common_pb2.SpeculationParams
     num_prompt_tokens: int
     num_tokens_max: int  # prompt and output
+    drafts: DraftChoice  # the workers that may follow
     deadline_s: float  # on the environment's clock
+    traceparent: str = ""  # of the request's span
     committed: Callable[[], Sequence[int]]  # tokens so far, prompt included
 
 
@@ -78,6 +82,7 @@ class DraftLink:
                 num_tokens=self._session.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,
+                choice=self._session.drafts,
             )
             token = self._session.session_id
             worker = await environment.reservations.take("draft", ranked, token)
@@ -101,6 +106,7 @@ class DraftLink:
         self._num_attachments += 1
         request = draft_pb2.AttachRequest(
             session_id=session.session_id,
+            hint_token=session.hint_token,
             attachment=self._num_attachments,
             target_address=session.target.address,
             token_ids=session.committed(),
@@ -111,7 +117,7 @@ class DraftLink:
             deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),
         )
         timeout_s = remaining_s(session.deadline_s, environment.now_s())
-        call = environment.channels.attach(worker.address, request, timeout_s)
+        call = environment.channels.attach(worker.address, request, timeout_s, session.traceparent)
         try:
             while True:
                 async with asyncio.timeout(environment.settings.draft_silence_max_s):

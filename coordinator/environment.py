@@ -15,12 +15,15 @@ from coordinator.admission import Admission
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.priors import PriorTable
+from coordinator.rate_limits import RateLimits
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
 from outrider.registry import RegistryCalls
+from outrider.tls import Dialer, Role, TlsFiles, check_role
 from outrider.tokenizer import Tokenizer
+from outrider.tracing import OFF, Tracing
 from outrider.worker_record import Snapshot
 
 
@@ -36,11 +39,20 @@ class Outside:
     chance: random.Random = field(default_factory=random.Random)
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)
+    tracing: Tracing = OFF
 
     @classmethod
     def real(cls, settings: CoordinatorSettings) -> Self:
         tokenizer = Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
-        return cls(tokenizer=tokenizer, channels=WorkerChannels(), metrics=CoordinatorMetrics())
+        files = None if settings.tls_dir is None else TlsFiles(Path(settings.tls_dir))
+        if files is not None:
+            check_role(files.current(), Role.COORDINATOR)
+        return cls(
+            tokenizer=tokenizer,
+            channels=WorkerChannels(Dialer(files)),
+            metrics=CoordinatorMetrics(files),
+            tracing=Tracing.to(settings.otlp_endpoint, "outrider-coordinator", uuid.uuid4().hex[:8]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +72,5 @@ class Environment:
     policy: FallbackPolicy = field(default_factory=FallbackPolicy)
     priors: PriorTable = field(default_factory=PriorTable)
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
+    limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
+    tracing: Tracing = OFF

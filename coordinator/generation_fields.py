@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from coordinator.body_parts import FIRST_ERROR_ONLY, Body, Listed
-from coordinator.generation_request import PRIORITY_MAX, TENANT_CHARS_MAX, UINT32_MAX
+from coordinator.generation_request import CANARY_KEY_CHARS_MAX, PRIORITY_MAX, TENANT_CHARS_MAX, UINT32_MAX
 from coordinator.structured_output import ResponseFormat, StructuredOutputs
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import AcceptanceRule, GrammarSpec, SamplingParams, SpeculationSettings
@@ -78,6 +78,9 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=TENANT_CHARS_MAX)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=CANARY_KEY_CHARS_MAX)] | None = (
+        None  # picks a canary's arm
+    )
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None  # lower goes first
     deadline_ms: Annotated[int, Field(ge=1)] | None = None  # of the whole answer, from arrival
     request_id: str | None = None
@@ -119,6 +122,7 @@ class GenerationBody(Body):
             "speculation": speculation,
             "is_detailed": self.speculation.detail,
             "tenant": self.user or "",
+            "canary_key": self.prompt_cache_key or self.user or "",
             "priority": self.priority or 0,
             "deadline_s": None if self.deadline_ms is None else self.deadline_ms / 1e3,
         }

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from coordinator.tool_calls import ToolUse
+from outrider.api_keys import ANYBODY, Caller
+from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import MAX_BAD_WORDS, SamplingParams, SpeculationSettings
+from outrider.tracing import NO_SPAN, Span
 
 PROMPT_BYTES_MAX: Final = 1 << 20
 STOP_STRINGS_MAX: Final = 16
@@ -23,8 +26,21 @@ REQUEST_ID_CHARS_MAX: Final = 64
 CHOICES_MAX: Final = 64
 PRIORITY_MAX: Final = 1000
 TENANT_CHARS_MAX: Final = 256
+CANARY_KEY_CHARS_MAX: Final = 256
 UINT32_MAX: Final = (1 << 32) - 1
 UINT64_MAX: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from: what its edge knows beside what it asks for."""
+
+    caller: Caller = ANYBODY
+    traceparent: str | None = None  # of the client's trace
+    canary_key: str = ""
+
+
+NOWHERE: Final = Origin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +69,9 @@ class GenerationInput:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     is_detailed: bool = False  # where each token came from, and what each step did
     deadline_s: float | None = None
-    tenant: str = ""  # on whose behalf, as far as the client says so
+    tenant: str = ""  # on whose behalf: as its key says, or as it says itself where there are no keys
+    canary_key: str = ""  # requests with the same one get the same arm of a canary; empty: the request's id
+    origin: Origin = NOWHERE
     priority: int = 0  # lower goes first
 
 
@@ -69,6 +87,10 @@ class GenerationSpec:
     deadline_s: float  # from arrival
     prompt_text: str | None = None  # set: shown before the output
     shows_special_tokens: bool = False
+    span: Span = NO_SPAN  # the request's, for what happens to it
+    assignment: Assignment | None = None  # the arm of a canary that it got
+    drafts: DraftChoice = ANY_DRAFT
+    is_background: bool = False  # nobody waits for it: it stays behind everybody else, and is no client's
 
     @property
     def num_tokens_max(self) -> int:
@@ -137,22 +159,29 @@ def check_input(request: GenerationInput) -> None:
     _check_range("priority", request.priority, -PRIORITY_MAX, PRIORITY_MAX)
     if len(request.tenant) > TENANT_CHARS_MAX:
         raise InvalidRequest("tenant", f"tenant must have at most {TENANT_CHARS_MAX} characters")
+    if len(request.canary_key) > CANARY_KEY_CHARS_MAX:
+        raise InvalidRequest(
+            "x-canary-key", f"x-canary-key must have at most {CANARY_KEY_CHARS_MAX} characters"
+        )
     if request.echo and request.messages is not None:
         raise InvalidRequest("echo", "echo is not served for chats")
     if request.speculation.is_always and not request.speculation.enabled:
         raise InvalidRequest(
             "speculation.always", "speculation.always contradicts speculation.enabled: false; leave one out"
         )
-    request_id = request.request_id
-    # It comes back in a header, where other characters would be a way to forge one.
+    check_request_id(request.request_id)
+    if request.messages is not None and not request.messages:
+        raise InvalidRequest("messages", "messages must hold at least one message")
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequest. It comes back in a header, where other characters would be a way to forge one."""
     if not 1 <= len(request_id) <= REQUEST_ID_CHARS_MAX or not (
         request_id.isascii() and request_id.isprintable()
     ):
         raise InvalidRequest(
             "request_id", f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} printable ASCII characters"
         )
-    if request.messages is not None and not request.messages:
-        raise InvalidRequest("messages", "messages must hold at least one message")
 
 
 def fit_to_context(

@@ -9,20 +9,21 @@ from contextlib import aclosing
 from typing import Final
 
 from coordinator.choices import ChoiceNews, RequestFinished
-from coordinator.generation_request import UINT32_MAX, GenerationInput, GenerationSpec
+from coordinator.generation_request import NOWHERE, UINT32_MAX, GenerationInput, GenerationSpec, Origin
 from coordinator.journal import JournalEntry
 from coordinator.request_session import Finished
 from coordinator.resumption import ResumePoint
-from coordinator.service import GenerationService
+from coordinator.service import GenerationService, Recollection
 from coordinator.text_output import PromptOutput, VisibleOutput
-from outrider.errors import InvalidRequest, NotFound
+from outrider.errors import InvalidRequest
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, generation_pb2
 
+CANARY_KEY_METADATA: Final = "x-canary-key"
 _DEFAULT_SAMPLING: Final = common_pb2.SamplingParams(temperature=1, top_p=1)
 
 
-def read_request(request: generation_pb2.GenerationRequest) -> GenerationInput:
+def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOWHERE) -> GenerationInput:
     """The request as the service takes it. Raises InvalidRequest naming the field; bounds are checked later."""
     kind = request.WhichOneof("input")
     if kind is None:
@@ -54,30 +55,37 @@ def read_request(request: generation_pb2.GenerationRequest) -> GenerationInput:
         else SpeculationSettings(),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
         tenant=request.tenant,
+        canary_key=origin.canary_key or request.tenant,
+        origin=origin,
         priority=request.priority,
     )
 
 
 async def generate(
-    service: GenerationService, request: generation_pb2.GenerationRequest
+    service: GenerationService, request: generation_pb2.GenerationRequest, origin: Origin = NOWHERE
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Generation.Generate. Raises OutriderError, whose `grpc_code` names the status to answer with."""
     arrival_s = service.environment.now_s()
-    position, entry = _read_position(request), None
+    position, recollection = _read_position(request), None
     if position:
-        entry = await _look_up(service, request)
-        if entry is not None:
+        look_up = service.look_up if request.WhichOneof("input") is None else service.recall
+        recollection = await look_up(request.request_id, origin.caller)
+        entry = recollection.entry
+        if entry is not None and entry.kind != "grpc":
+            recollection = Recollection(None, has_begun=False)
+        elif entry is not None:
             request_id = request.request_id
             request = generation_pb2.GenerationRequest.FromString(entry.payload)
             request.request_id = request_id  # where it was made up, it is not in there
-    spec = await service.prepare(read_request(request), has_begun=bool(position))
+    has_begun = recollection is not None and recollection.has_begun
+    spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
     resumption = None
-    if position:
+    if recollection is not None:
         if len(position) != spec.num_choices:
             raise InvalidRequest(
                 "resume_from", f"resume_from needs one point for each of {spec.num_choices} texts"
             )
-        spec, resumption = await service.resume(spec, position, entry)
+        spec, resumption = await service.resume(spec, position, recollection)
     entry = JournalEntry("grpc", request.SerializeToString())
     async with aclosing(service.generate(spec, arrival_s, entry, resumption)) as items:
         async for item in items:
@@ -92,19 +100,6 @@ def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoi
     return tuple(
         ResumePoint(point.num_tokens, point.has_begun, point.has_ended) for point in request.resume_from
     )
-
-
-async def _look_up(
-    service: GenerationService, request: generation_pb2.GenerationRequest
-) -> JournalEntry | None:
-    """None when the request itself has to do. Raises NotFound when it cannot."""
-    try:
-        entry = await service.look_up(request.request_id)
-    except NotFound:
-        if request.WhichOneof("input") is None:
-            raise
-        return None
-    return entry if entry.kind == "grpc" else None
 
 
 def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse:

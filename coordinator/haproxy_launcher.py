@@ -1,11 +1,18 @@
 """Takes the place of the HAProxy program that Ray Serve starts, puts its configuration right and becomes it.
 
-    python -I -S haproxy_launcher.py HAPROXY HOST FRONTENDS HAPROXY'S ARGUMENTS...
+    python -I -S haproxy_launcher.py HAPROXY HOST FRONTENDS TLS_FOLDER VERIFY HAPROXY'S ARGUMENTS...
 
 Serve decides what stands in the configuration, and has it listen for the public, for its statistics and for
 Prometheus on the address that replicas listen on too, or on all. Here only the two public listeners, those whose
-ports FRONTENDS names ("8000,9000"), take HOST, and everything else the loopback. What is not understood is an error:
-better no proxy than one open to more than was asked for.
+ports FRONTENDS names ("8000,9000"), take HOST, and everything else the loopback. They tell strangers nothing of Serve.
+What is not understood is an error: better no proxy than one open to more than was asked for.
+
+With a TLS_FOLDER ("" for none) the public listeners speak TLS alone, with its `tls.crt` and `tls.key`; where VERIFY is
+"required" they let in only whom its `ca.crt` signed. A second process looks at the files and hands new ones to HAProxy,
+which goes on with the connections that it has.
+
+Who connects and does not send the head of a request, or has had an answer and asks for nothing more, is let go soon:
+Serve has no bound for either, and each would hold one of a few thousand places for an hour.
 
 Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
 a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
@@ -21,41 +28,142 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import sys
+import time
 
 LOOPBACK = "127.0.0.1"
+LOOK_EVERY_S = 2.0
+_ADMIN_TIMEOUT_S = 5.0
 _BIND = re.compile(r"^(\s*bind\s+)(\S*):(\d+)(.*)$", re.MULTILINE)
 _SPLICE = re.compile(r"^\s*option\s+splice-\w+[^\S\n]*\n", re.MULTILINE)
+_GLOBAL = re.compile(r"^global[^\S\n]*$", re.MULTILINE)
+_DEFAULTS = re.compile(r"^defaults[^\S\n]*$", re.MULTILINE)
+_TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s"
+_ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
+_HTTP2 = " proto h2"
+# What Serve would tell whoever asks: which applications there are.
+_NO_ROUTES = "    http-request return status 404 if { path,url_dec -i /-/routes }"
+_NO_LIST = (
+    "    http-request return status 200 content-type application/grpc hdr grpc-status 12 "
+    "if { path,url_dec /ray.serve.RayServeAPIService/ListApplications }"
+)
 
 
-def rewritten(configuration: str, host: str, public_ports: frozenset[int]) -> str:
-    """The configuration with every listener where it belongs and nothing spliced. Raises ValueError for a listener
-    that is no host and port."""
+def rewritten(
+    configuration: str, host: str, public_ports: frozenset[int], tls_folder: str = "", verify: str = "none"
+) -> str:
+    """The configuration with every listener where it belongs, nothing spliced and nobody waited for in vain. Raises
+    ValueError for a listener that is no host and port, and where a section is missing."""
     lines = re.findall(r"^\s*bind\s.*$", configuration, re.MULTILINE)
     if not lines or not all(_BIND.fullmatch(line) for line in lines):
         raise ValueError(f"cannot read HAProxy's listeners: {lines}")
 
     def place(found: re.Match[str]) -> str:
         before, _, port, after = found.groups()
-        return f"{before}{host if int(port) in public_ports else LOOPBACK}:{port}{after}"
+        if int(port) not in public_ports:
+            return f"{before}{LOOPBACK}:{port}{after}"
+        is_grpc = _HTTP2 in after
+        if tls_folder:
+            protocols = "h2" if is_grpc else "h2,http/1.1"
+            after = after.replace(_HTTP2, "") + (
+                f" ssl crt {tls_folder}/tls.crt ca-file {tls_folder}/ca.crt verify {verify} alpn {protocols}"
+            )
+        return f"{before}{host}:{port}{after}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
 
-    return _BIND.sub(place, _SPLICE.sub("", configuration))
+    configuration, num_changed = _DEFAULTS.subn(
+        f"defaults\n{_TIMEOUTS}", _BIND.sub(place, _SPLICE.sub("", configuration)), count=1
+    )
+    if not num_changed:
+        raise ValueError("HAProxy's configuration has no defaults section")
+    if tls_folder:
+        # The key has a file of its own, named as the certificate's without the last part.
+        options = "    ssl-load-extra-del-ext\n    ssl-load-extra-files key\n"
+        options += "    ssl-default-bind-options ssl-min-ver TLSv1.2"
+        configuration, num_changed = _GLOBAL.subn(f"global\n{options}", configuration, count=1)
+        if not num_changed:
+            raise ValueError("HAProxy's configuration has no global section")
+    return configuration
+
+
+def keep_handing_over(folder: str, admin_socket: str) -> None:
+    """Hands the folder's files to HAProxy whenever they have changed, those that it began with included: they may have
+    changed since. Does not return."""
+    handed, told = None, ""
+    while True:
+        time.sleep(LOOK_EVERY_S)
+        try:
+            found = _contents(folder)
+            if found == handed:
+                continue
+            refusal = hand_over(folder, found, admin_socket)
+        except OSError as error:  # in the middle of a change; or HAProxy is being replaced
+            refusal = str(error)
+        else:
+            handed = None if refusal else found
+        outcome = f"does not take them, and shows those of before: {refusal}" if refusal else "shows them"
+        if outcome != told:
+            print(f"certificates in {folder}: HAProxy {outcome}", file=sys.stderr, flush=True)
+            told = outcome
+
+
+def hand_over(folder: str, contents: tuple[bytes, bytes, bytes], admin_socket: str) -> str:
+    """Empty where HAProxy took the certificate, its key and the authority, else what it says. Raises OSError."""
+    certificate, key, authority = contents
+    pairs = (("cert", "tls.crt", certificate + b"\n" + key), ("ca-file", "ca.crt", authority))
+    for kind, name, payload in pairs:
+        lines = b"\n".join(line for line in payload.splitlines() if line.strip())  # an empty one would end it
+        answer = _ask(admin_socket, f"set ssl {kind} {folder}/{name} <<\n".encode() + lines + b"\n\n")
+        answer += _ask(admin_socket, f"commit ssl {kind} {folder}/{name}\n".encode())
+        if "Success" not in answer:
+            _ask(admin_socket, f"abort ssl {kind} {folder}/{name}\n".encode())
+            return " ".join(answer.split())
+    return ""
+
+
+def _contents(folder: str) -> tuple[bytes, bytes, bytes]:
+    found = []
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        with open(os.path.join(folder, name), "rb") as file:
+            found.append(file.read())
+    return found[0], found[1], found[2]
+
+
+def _ask(admin_socket: str, command: bytes) -> str:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ADMIN_TIMEOUT_S)
+        connection.connect(admin_socket)
+        connection.sendall(command)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    return answer.decode(errors="replace")
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def main(arguments: list[str]) -> None:
     """Does not return."""
-    program, host, ports, *rest = arguments
+    program, host, ports, tls_folder, verify, *rest = arguments
     path = rest[rest.index("-f") + 1]
     with open(path, encoding="utf-8") as file:
-        configuration = rewritten(file.read(), host, frozenset(map(int, ports.split(","))))
+        given = file.read()
+    configuration = rewritten(given, host, frozenset(map(int, ports.split(","))), tls_folder, verify)
     with open(path, "w", encoding="utf-8") as file:
         file.write(configuration)
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            sys.exit("the process that asked for HAProxy is gone")
+    _die_with(os.getppid())
+    admin_socket = _ADMIN_SOCKET.search(configuration)
+    if tls_folder and admin_socket is not None:
+        parent = os.getpid()
+        if os.fork() == 0:
+            _die_with(parent)
+            keep_handing_over(tls_folder, admin_socket.group(1))
     os.execv(program, [program, *rest])
 
 

@@ -6,13 +6,13 @@ every kind leave as OpenAI's error body; a client that goes away cancels its req
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -23,8 +23,9 @@ from starlette.exceptions import HTTPException
 from coordinator.chat_messages import read_messages
 from coordinator.choice_writer import AnswerFormat
 from coordinator.choices import ChoiceNews, RequestFinished
-from coordinator.generation_request import GenerationInput, GenerationSpec
+from coordinator.generation_request import GenerationInput, GenerationSpec, Origin
 from coordinator.http_transport import (
+    ApiKeyCheck,
     Application,
     EventStream,
     RequestIds,
@@ -45,13 +46,23 @@ from coordinator.openai_schema import (
 from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
 from coordinator.resumption import NOTHING_SEEN, StreamPosition, parse_position
-from coordinator.service import GenerationService
+from coordinator.service import GenerationService, Recollection
 from coordinator.text_output import VisibleOutput
-from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.api_keys import Caller
+from outrider.errors import (
+    InvalidRequest,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from outrider.tracing import TRACEPARENT
 
 _log = logging.getLogger(__name__)
 
 LAST_EVENT_HEADER: Final = "Last-Event-ID"
+CANARY_KEY_HEADER: Final = "X-Canary-Key"
 BodyKind = type[CompletionBody] | type[ChatBody]
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
 
@@ -70,37 +81,43 @@ class HttpApi:
 
     async def resume(self, request: Request, request_id: str) -> Response:
         """The rest of a stream that broke, behind the event that `Last-Event-ID` names; all of it without."""
-        entry = await self._service.look_up(request_id)
+        recollection = await self._service.look_up(request_id, _caller(request))
+        entry = recollection.entry
+        assert entry is not None
         if entry.kind == "grpc":
             raise NotFound(
                 f"the stream {request_id} was begun over gRPC, where it can be resumed", "request_id"
             )
         kind = ChatBody if entry.kind == "chat" else CompletionBody
         request.state.request_id = request_id
-        return await self._answer(request, kind, entry.payload, entry)
+        return await self._answer(request, kind, entry.payload, recollection)
 
     async def _generate(self, request: Request, kind: BodyKind) -> Response:
         return await self._answer(request, kind, await read_body(request))
 
     async def _answer(
-        self, request: Request, kind: BodyKind, raw: bytes, entry: JournalEntry | None = None
+        self, request: Request, kind: BodyKind, raw: bytes, recollection: Recollection | None = None
     ) -> Response:
         """To a body that was just read, or that of a stream in the journal."""
         arrival_s = self._service.environment.now_s()
         body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
         last_event = request.headers.get(LAST_EVENT_HEADER, "") if body.is_streaming else ""
         asked = body.to_input(body.request_id or _request_id(request))
-        spec = await self._service.prepare(asked, has_begun=bool(last_event))
+        origin = _origin(request)
+        asked = replace(asked, origin=origin, canary_key=origin.canary_key or asked.canary_key)
+        if (tenant := origin.caller.tenant) is not None:
+            asked = replace(asked, tenant=tenant)  # `user` is the tenant's own user then
+        if last_event and recollection is None:  # the body at hand says it all but for the tokens
+            recollection = await self._service.recall(asked.request_id, origin.caller)
+        has_begun = recollection is not None and recollection.has_begun
+        spec = await self._service.prepare(asked, has_begun=has_begun)
         request.state.request_id = spec.request.request_id
         resumption = None
-        if last_event or entry is not None:
+        if recollection is not None:
             points = (NOTHING_SEEN,) * spec.num_choices
             if last_event:
                 points = parse_position(last_event, spec.num_choices, LAST_EVENT_HEADER)
-            if entry is None:
-                with contextlib.suppress(NotFound):  # the body at hand says it all but for the tokens
-                    entry = await self._service.look_up(spec.request.request_id)
-            spec, resumption = await self._service.resume(spec, points, entry)
+            spec, resumption = await self._service.resume(spec, points, recollection)
         writer = ResponseWriter(
             spec,
             AnswerFormat(
@@ -196,9 +213,12 @@ class HttpApi:
                 return dict(entry)
         raise NotFound(f"model {name!r} is not served", "model")
 
-    async def health(self) -> Response:
-        """200 while at least one target worker is usable, else 503; the body says what was found."""
+    async def health(self, request: Request) -> Response:
+        """200 while at least one target worker is usable, else 503; the body says what was found, to those who may
+        ask for more."""
         models = self._service.models()
+        if self._service.has_keys and not hasattr(request.state, "caller"):
+            return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
         body = {
             "status": "ready" if models else "no target worker is live",
             "registry": "degraded" if self._service.snapshot().degraded else "ok",
@@ -227,6 +247,7 @@ class HttpApi:
         return Response(openapi_json(), media_type="application/json")
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
+        await self._service.admit(_caller(request))
         body = parse_body(TokenizeBody, await read_body(request))
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
@@ -242,6 +263,7 @@ class HttpApi:
         return {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
+        await self._service.admit(_caller(request))
         body = parse_body(DetokenizeBody, await read_body(request))
         if len(body.tokens) > DETOKENIZE_TOKENS_MAX:
             raise InvalidRequest("tokens", f"tokens may hold at most {DETOKENIZE_TOKENS_MAX} entries")
@@ -263,8 +285,19 @@ def _with_id(position: StreamPosition | None, event: str) -> str:
 def create_app(service: GenerationService, *, is_echoing_request_id: bool = True) -> FastAPI:
     """The application over an opened service. Who opened it closes it."""
     api = HttpApi(service)
+
+    def answer(error: OutriderError) -> Response:
+        service.count_failure(error)
+        headers = None
+        if isinstance(error, Overloaded | Unavailable):
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        elif isinstance(error, Unauthenticated):
+            headers = {"WWW-Authenticate": "Bearer"}
+        return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
     # FastAPI knows nothing of the bodies, which are read by hand: `openapi` does.
     app = Application(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(ApiKeyCheck, authenticate=service.authenticate, refuse=answer)
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"], response_model=None)
@@ -280,11 +313,7 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
 
     @app.exception_handler(OutriderError)
     async def answer_error(request: Request, error: OutriderError) -> Response:
-        service.count_failure(error)
-        headers = None
-        if isinstance(error, Overloaded | Unavailable):
-            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
-        return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+        return answer(error)
 
     @app.exception_handler(HTTPException)
     async def answer_http_error(request: Request, error: HTTPException) -> Response:
@@ -294,6 +323,7 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
 
     @app.exception_handler(Exception)
     async def answer_our_bug(request: Request, error: Exception) -> Response:
+        service.count_failure(error)
         _log.exception("request %s failed", _request_id(request), exc_info=error)
         return JSONResponse(error_body(OutriderError("internal error; the log has it")), status_code=500)
 
@@ -302,3 +332,14 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
 
 def _request_id(request: Request) -> str:
     return str(request.state.request_id)
+
+
+def _caller(request: Request) -> Caller:
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def _origin(request: Request) -> Origin:
+    headers = request.headers
+    return Origin(_caller(request), headers.get(TRACEPARENT), headers.get(CANARY_KEY_HEADER, ""))

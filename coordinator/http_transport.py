@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from coordinator.generation_request import REQUEST_ID_CHARS_MAX
-from outrider.errors import InvalidRequest
+from outrider.api_keys import Caller, Scope
+from outrider.errors import InvalidRequest, OutriderError
 
 ResultT = TypeVar("ResultT")
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+_OPEN_PATHS: Final = frozenset({"/health", "/livez"})
 _SERVER_SEND: Final = "outrider.send"  # in the scope
 # A prompt of 1 MiB in JSON's escapes, and some room.
 _BODY_BYTES_MAX: Final = 8 << 20
@@ -38,7 +41,7 @@ class EventStream(Response):
         self._events = events
         self._source = source
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
             sending = asyncio.create_task(self._send(send, scope.get(_SERVER_SEND, send)))
             leaving = asyncio.create_task(_disconnect(receive))
@@ -61,7 +64,7 @@ class EventStream(Response):
 class Application(FastAPI):
     """Lets a stream's body go straight to the server, past a dozen layers that look at its start only."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         scope[_SERVER_SEND] = send
         await super().__call__(scope, receive, send)
 
@@ -74,7 +77,7 @@ class RequestIds:
         self._app = app
         self._is_echoing = is_echoing
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,6 +91,40 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class ApiKeyCheck:
+    """Lets in who has a key that is good for the path; health is for everybody, and says little to strangers.
+
+    Before anything of the body is read. What a path needs is decided here alone, so that a new one is closed.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        authenticate: Callable[[str | None, Scope], Caller],
+        refuse: Callable[[OutriderError], Response],
+    ) -> None:
+        """`authenticate` takes the `Authorization` header, if any; what it raises `refuse` answers."""
+        self._app = app
+        self._authenticate = authenticate
+        self._refuse = refuse
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        needed = Scope.METRICS if path == "/metrics" else Scope.GENERATE
+        try:
+            caller = self._authenticate(Headers(scope=scope).get("Authorization"), needed)
+            scope.setdefault("state", {})["caller"] = caller
+        except OutriderError as error:
+            if path not in _OPEN_PATHS:
+                await self._refuse(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 async def read_body(request: Request) -> bytes:

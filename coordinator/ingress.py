@@ -66,6 +66,8 @@ class Ingress:
     grpc_port: int
     requests_max: int  # at once, over all replicas
     generation_max_s: float
+    tls_dir: Path | None = None  # certificates; None: in the clear
+    needs_client_certificates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,15 @@ class Chosen:
 def choose(wanted: Proxy | None, ingress: Ingress, folder: Path, num_cores: int) -> Chosen:
     """`wanted` None takes HAProxy where it runs. `folder` exists, is ours and short; the proxy's files go there.
 
-    Raises ProxyUnusable when HAProxy is wanted by name.
+    Raises ProxyUnusable when HAProxy is wanted by name, or needed for TLS.
     """
+    if wanted is Proxy.PYTHON and ingress.tls_dir is not None:
+        raise ProxyUnusable("Serve's own proxy has no TLS, and --tls-dir asks for it")
     if wanted is not Proxy.PYTHON:
         try:
             launcher = write_launcher(folder, find_haproxy(folder), ingress)
         except ProxyUnusable as error:
-            if wanted is Proxy.HAPROXY:
+            if wanted is Proxy.HAPROXY or ingress.tls_dir is not None:
                 raise
             return Chosen(Proxy.PYTHON, python_environment(ingress), why_not_haproxy=str(error))
         ports = free_ports(4, besides=(ingress.port, ingress.grpc_port))
@@ -122,6 +126,8 @@ def write_launcher(folder: Path, program: Path, ingress: Ingress) -> Path:
     words = (
         *(sys.executable, "-I", "-S", haproxy_launcher.__file__),
         *(str(program), _haproxy_host(ingress.host), f"{ingress.port},{ingress.grpc_port}"),
+        "" if ingress.tls_dir is None else str(ingress.tls_dir.absolute()),
+        "required" if ingress.needs_client_certificates else "none",
     )
     path = folder / f"haproxy-{os.getpid()}"
     path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast, get_args
@@ -29,7 +30,9 @@ FLUSH_S: Final = 0.2
 LIFE_AFTER_END_S: Final = 60.0
 """How long a client that lost its connection just before the end can still ask for it."""
 PAYLOAD_BYTES_MAX: Final = 256 << 10
-"""Longer requests are not kept; their clients can still go on by sending them again."""
+REPLICA_BYTES_MAX: Final = 64 << 20
+"""Of requests, one and all of a replica that can be resumed. What is more is not kept, for Redis has leases to keep as
+well; their clients can still go on by sending them again."""
 
 Kind = Literal["grpc", "completions", "chat"]
 
@@ -52,6 +55,7 @@ class JournaledStream:
     life_s: float
     _wake: Callable[[], None]
     fields: dict[str, str]  # to be written
+    _on_end: Callable[[], None]
     has_ended: bool = False
     _num_tokens: dict[int, int] = field(default_factory=dict)  # of each text
 
@@ -66,15 +70,28 @@ class JournaledStream:
     def end(self) -> None:
         """It has ended, in whatever way: its client may not know yet."""
         self.has_ended, self.life_s = True, LIFE_AFTER_END_S
+        self._on_end()
         self._wake()
 
 
 class Journal:
     """Of one replica; writes while the context is open."""
 
-    def __init__(self, registry: RegistryCalls, flush_s: float = FLUSH_S) -> None:
+    def __init__(
+        self,
+        registry: RegistryCalls,
+        flush_s: float = FLUSH_S,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        bytes_max: int = REPLICA_BYTES_MAX,
+    ) -> None:
         self._registry = registry
         self._flush_s = flush_s
+        self._now_s = now_s
+        self._bytes_max = bytes_max
+        self._num_bytes = 0  # of requests that Redis has, or is to have, from here
+        # When streams that have ended are gone from there, and their bytes.
+        self._leaving: deque[tuple[float, int]] = deque()
         self._streams: dict[str, JournaledStream] = {}
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -94,24 +111,29 @@ class Journal:
         await self._flush()
 
     def begin(self, request_id: str, entry: JournalEntry, deadline_s: float) -> JournaledStream | None:
-        """A stream begins, or goes on here; its tokens follow from the first one on. None for one that is too long."""
-        if len(entry.payload) > PAYLOAD_BYTES_MAX:
+        """A stream begins, or goes on here; its tokens follow from the first one on. None for one that is too long, or
+        one too many."""
+        while self._leaving and self._leaving[0][0] <= self._now_s():
+            self._num_bytes -= self._leaving.popleft()[1]
+        num_bytes = len(entry.payload)
+        if num_bytes > PAYLOAD_BYTES_MAX or self._num_bytes + num_bytes > self._bytes_max:
             return None
+        self._num_bytes += num_bytes
+
+        def end() -> None:
+            self._leaving.append((self._now_s() + LIFE_AFTER_END_S, num_bytes))
+
         fields = {"kind": entry.kind, "payload": base64.b64encode(entry.payload).decode()}
         if entry.seed is not None:
             fields["seed"] = str(entry.seed)
-        stream = JournaledStream(request_id, deadline_s + LIFE_AFTER_END_S, self._has_news.set, fields)
+        stream = JournaledStream(request_id, deadline_s + LIFE_AFTER_END_S, self._has_news.set, fields, end)
         self._streams[request_id] = stream  # in place of one whose client has come back before it was missed
         self._has_news.set()
         return stream
 
     async def load(self, request_id: str) -> JournalEntry | None:
-        """None when there is no such stream, or Redis cannot be asked."""
-        try:
-            stored = await self._registry.read_journal(request_id)
-        except RegistryUnavailable as error:
-            _log.warning("request %s cannot be looked up: %s", request_id, error.message)
-            return None
+        """None when there is no such stream. Raises RegistryUnavailable."""
+        stored = await self._registry.read_journal(request_id)
         return _parse(stored) if stored else None
 
     async def _keep(self) -> None:

@@ -1,25 +1,34 @@
-"""Where Serve's gRPC servers listen: on one address instead of on all.
+"""Where Serve's gRPC servers listen: on one address instead of on all, and on a port that nobody else has.
 
 Serve (2.60) gives its gRPC servers, those of its proxies and those of replicas, every address of the machine and has
 no option for it. It does have a hook that runs in each of these processes before they listen, the one for HTTP
 middleware, and one function through which they all listen.
+
+Serve means to share no port, too, and tries the next one where one is taken. But it tells gRPC so in text where gRPC
+wants a number, and is ignored: replicas of two systems on one machine then share a port, and half of the calls to one
+system are answered by the other.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
-from ray.serve._private import default_impl
+from ray.serve._private import default_impl, grpc_util
 
 from coordinator.ingress import GRPC_HOST_VARIABLE
 
+_REUSE_PORT: Final = "grpc.so_reuseport"
+
 
 def listen_on_one_address() -> list[Any]:
-    """Makes the gRPC servers that this process starts from now on listen on the variable's address, if it is set.
+    """Makes the gRPC servers that this process starts from now on listen on the variable's address, if it is set, and
+    share their port only where Serve says so.
 
     Returns Serve's word for "no middleware".
     """
+    grpc_util.gRPCGenericServer = _Server
     host = os.environ.get(GRPC_HOST_VARIABLE)
     if host is not None:
 
@@ -28,3 +37,9 @@ def listen_on_one_address() -> list[Any]:
 
         default_impl.add_grpc_address = add_address
     return []
+
+
+class _Server(grpc_util.gRPCGenericServer):
+    def __init__(self, *arguments: Any, extra_options: Sequence[tuple[str, Any]] = (), **named: Any) -> None:
+        options = [(name, int(value) if name == _REUSE_PORT else value) for name, value in extra_options]
+        super().__init__(*arguments, extra_options=options, **named)

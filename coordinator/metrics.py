@@ -2,18 +2,28 @@
 
 `generate_latest(metrics.registry)` renders them. Labels are `model_name` and `engine`; the engine is always
 "coordinator" here, for workers export the same names about themselves.
+
+Several replicas stand behind one door, and a scrape through it reaches another one each time. Their counts differ, so
+Prometheus would take every turn for a restart. Each replica therefore has a port of its own (`serve_replica`); what the
+door shows is for looking.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coordinator.priors import Evidence, PriorKey
+from coordinator.settings import METRICS_PORTS, CoordinatorSettings
 from coordinator.statistics import RequestTimes
+from outrider.errors import ConfigurationError
+from outrider.metrics_server import serve_metrics
+from outrider.telemetry import show_expiry
+from outrider.tls import TlsFiles
 
 _LABELS: Final = ("model_name", "engine")
 _ENGINE: Final = "coordinator"
@@ -37,6 +47,12 @@ _SECONDS: Final = (
     300,
     600,
 )
+FAILURE_CODES: Final = (
+    "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE",
+    "DEADLINE_EXCEEDED", "INTERNAL",
+)  # fmt: skip
+"""That a request may end with."""
+_FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
 # Positions beyond the longest block anybody may ask for do not occur.
 _POSITIONS_MAX: Final = 32
 
@@ -44,8 +60,11 @@ _POSITIONS_MAX: Final = 32
 class CoordinatorMetrics:
     """Every metric of one replica in a registry of its own, so that two in one process do not collide."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: TlsFiles | None = None) -> None:
+        """`files`: this replica's certificates, whose expiry is told."""
         self.registry = CollectorRegistry()
+        if files is not None:
+            show_expiry(files, self.registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"outrider_{name}", text, labels, registry=self.registry)
@@ -66,6 +85,8 @@ class CoordinatorMetrics:
         self.generation_tokens = counter("generation_tokens", "Tokens generated", *_LABELS)
         self.request_success = counter("request_success", "Requests finished", *_LABELS, "finished_reason")
         self.request_failure = counter("request_failure", "Requests failed, by gRPC code", "code")
+        for code in FAILURE_CODES:  # from 0 on, or Prometheus would not see the first one as an increase
+            self.request_failure.labels(code)
         self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token")
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Gap between chunks; a chunk may carry several tokens"
@@ -82,6 +103,13 @@ class CoordinatorMetrics:
         self.live_workers = gauge("live_workers", "Usable workers", "pool")
         self.registry_degraded = gauge("registry_degraded", "1 while Redis does not answer")
         self.fallback_transitions = counter("fallback_transitions", "Fallback state changes", "state")
+        self.fallback_requests = gauge(
+            "fallback_requests",
+            "Texts by what their request does about speculation: speculating, probing, undrafted (it would, and no "
+            "draft worker has room), paused, disabled",
+            *_LABELS,
+            "state",
+        )
         self.fallback_starts = counter(
             "fallback_starts", "Texts by the mode they started in", *_LABELS, "mode"
         )
@@ -112,6 +140,16 @@ class CoordinatorMetrics:
             "draft_worker",
         )
         self.target_replays = counter("target_replays", "Sessions moved to another target")
+        self.canary_requests = counter("canary_requests", "Requests that got an arm of a canary", "arm")
+        self.canary_share = gauge(
+            "canary_share", "Share of the keys that get the canary's arm, 1 when promoted"
+        )
+        self.canary_divergences = counter(
+            "canary_divergences", "Requests of a canary that plain decoding answers otherwise"
+        )
+        self.canary_degraded = gauge(
+            "canary_degraded", "1 while a canary cannot be followed for want of Redis"
+        )
 
     def waiting(self, model: str) -> Gauge:
         """Requests of a model that have no token yet."""
@@ -136,6 +174,21 @@ class CoordinatorMetrics:
         self.num_accepted.labels(model, _ENGINE).inc(num_accepted)
         for position in range(min(num_accepted, _POSITIONS_MAX)):
             self.num_accepted_per_pos.labels(model, _ENGINE, str(position)).inc()
+
+    def know(self, model: str) -> None:
+        """A model is served: what autoscalers ask about it is 0 from now on, and not unknown until somebody asks."""
+        self.num_requests_queued.labels(model, _ENGINE)
+        for state in _FALLBACK_STATES:
+            self.fallback_requests.labels(model, _ENGINE, state)
+
+    def move_fallback(self, model: str, before: str | None, after: str | None) -> None:
+        """A text goes from one state to another; None: it begins, or ends."""
+        if before == after:
+            return
+        if before is not None:
+            self.fallback_requests.labels(model, _ENGINE, before).dec()
+        if after is not None:
+            self.fallback_requests.labels(model, _ENGINE, after).inc()
 
     def count_start(self, model: str, mode: str) -> None:
         """A text that begins speculating, paused, probing or disabled."""
@@ -182,3 +235,20 @@ class CoordinatorMetrics:
             self.request_queue_time.labels(*labels).observe(times.queue_ms / 1000)
         if times.prefill_ms is not None:
             self.request_prefill_time.labels(*labels).observe(times.prefill_ms / 1000)
+
+
+def serve_replica(registry: CollectorRegistry, settings: CoordinatorSettings) -> int | None:
+    """Serves a replica's own `/metrics` for as long as its process lives, to whoever has a certificate where there are
+    certificates. Returns the port; None where none is asked for. Raises ConfigurationError where none is free."""
+    first = settings.metrics_port
+    if first is None:
+        return None
+    files = None if settings.tls_dir is None else TlsFiles(Path(settings.tls_dir))
+    for port in range(first, first + METRICS_PORTS):
+        try:
+            return serve_metrics(registry, settings.metrics_host, port, files)
+        except ConfigurationError as error:  # another replica's, most likely
+            failure = error
+    raise ConfigurationError(
+        f"none of the {METRICS_PORTS} ports from --metrics-port {first} on can be used: {failure.message}"
+    )

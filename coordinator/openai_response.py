@@ -181,6 +181,8 @@ class ResponseWriter:
         }
         if self._spec.sampling.seed is not None:
             metrics["seed"] = self._spec.sampling.seed
+        if self._spec.assignment is not None:
+            metrics["canary_arm"] = self._spec.assignment.arm
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from coordinator.generation_request import REQUEST_ID_CHARS_MAX
+from coordinator.generation_request import CANARY_KEY_CHARS_MAX, REQUEST_ID_CHARS_MAX
 from coordinator.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from coordinator.openapi_components import TEXT, Schema, component_schemas
 from outrider import __version__
@@ -63,12 +63,21 @@ def openapi_document() -> dict[str, Any]:
                 {"200": _json("Health"), "503": _json("Health", "No target worker is live.")},
             ),
             "/livez": _get("livez", "Whether this replica is alive.", {"200": _json("Alive")}),
-            "/metrics": _get("metrics", "For Prometheus.", {"200": _content("text/plain", TEXT)}),
+            "/metrics": _get("metrics", "Of the replica that answers.", {"200": _content("text/plain", TEXT)}),
             "/openapi.json": _get(
                 "openapi", "This document.", {"200": _content("application/json", {"type": "object"})}
             ),
         },
-        "components": {"schemas": component_schemas()},
+        "components": {
+            "schemas": component_schemas(),
+            "securitySchemes": {
+                "key": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "an API key, where the coordinator was given some (`--api-keys`)",
+                }
+            },
+        },
     }  # fmt: skip
 
 
@@ -95,6 +104,12 @@ def _error(description: str, *, is_passing: bool = False) -> Schema:
     return response
 
 
+_OPEN: Final = ("health", "livez")  # to those without a key
+_KEY: Final[list[Schema]] = [{"key": []}, {}]  # or nothing, where there are no keys
+_LOCKED: Final[Schema] = {
+    "401": _error("No API key, or one that is not known."),
+    "403": _error("The key is not good for this."),
+}
 _EVENT: Final[Schema] = {
     "type": "object",
     "properties": {"data": TEXT},
@@ -133,6 +148,14 @@ _LAST_EVENT: Final[Schema] = {
     "schema": TEXT,
     "description": "the id of the last event that came: what follows it is sent. The request goes by its X-Request-Id",
 }
+_CANARY_KEY: Final[Schema] = {
+    "name": "X-Canary-Key",
+    "in": "header",
+    "required": False,
+    "schema": TEXT,
+    "description": "requests with the same one get the same arm while a canary lasts; at most "
+    f"{CANARY_KEY_CHARS_MAX} characters; `prompt_cache_key`, `user` or the request's id where it is left out",
+}
 _ID_IN_PATH: Final[Schema] = {"name": "request_id", "in": "path", "required": True, "schema": TEXT}
 _RESUMED: Final[Schema] = _GENERATED["ChatCompletion"] | {
     "200": _content("text/event-stream", _EVENT, "The rest of its events."),
@@ -147,7 +170,8 @@ def _get(name: str, summary: str, responses: Schema, parameters: Sequence[Schema
             "operationId": name,
             "summary": summary,
             "parameters": list(parameters),
-            "responses": responses,
+            "responses": responses if name in _OPEN else responses | _LOCKED,
+            "security": [{}] if name in _OPEN else _KEY,
         }
     }
 
@@ -158,11 +182,12 @@ def _post(name: str, summary: str, body: type[BaseModel], responses: Schema) -> 
         "post": {
             "operationId": name,
             "summary": summary,
-            "parameters": [_REQUEST_ID, _LAST_EVENT],
+            "parameters": [_REQUEST_ID, _LAST_EVENT, _CANARY_KEY],
             "requestBody": {
                 "required": True,
                 "content": {"application/json": {"schema": _ref(body.__name__)}},
             },
-            "responses": responses | refused,
+            "responses": responses | refused | _LOCKED,
+            "security": _KEY,
         }
     }

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.generation_request import GenerationSpec
+from outrider.canary.plan import ArmName
 from outrider.sampling_params import DecodingMode
 
 HALF_LIFE_S: Final = 300.0
@@ -91,7 +92,7 @@ class PriorKey:
     """What requests must share to learn from each other. `str` gives the name that it has in Redis."""
 
     model: str
-    route: str  # one of twelve, see `route_of`
+    route: str  # one of twelve, and with a canary as many again, see `route_of`
     tenant: str = ""  # a digest; empty: all tenants together
 
     def __str__(self) -> str:
@@ -109,13 +110,19 @@ class PriorKey:
 
 
 def route_of(spec: GenerationSpec) -> str:
-    """What kind of text is asked for: chat or plain, free or by a grammar, and how its tokens are decided.
+    """What kind of text is asked for: chat or plain, free or by a grammar, and how its tokens are decided; of a
+    canary's arm also of which canary.
 
     These move acceptance. HTTP or gRPC, streamed or not, do not: the same text comes of both.
     """
     kind = "text" if spec.request.messages is None else "chat"
     form = "free" if spec.sampling.grammar is None else "grammar"
-    return f"{kind}/{form}/{_MODE_NAMES[spec.sampling.decoding_mode]}"
+    route = f"{kind}/{form}/{_MODE_NAMES[spec.sampling.decoding_mode]}"
+    # With another draft, or fewer hints, other things are learned; and an arm must not pay for what the other learned.
+    assignment = spec.assignment
+    if assignment is None or assignment.arm is ArmName.CONTROL:
+        return route
+    return f"{route}@{assignment.canary_id}"
 
 
 def key_for(spec: GenerationSpec, tenant: str = "") -> PriorKey:

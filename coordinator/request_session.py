@@ -87,12 +87,13 @@ class RequestSession:
         preferred: WorkerRecord | None = None,
         point: ResumePoint = NOTHING_SEEN,
         known_token_ids: Sequence[int] = (),
+        has_begun: bool = False,
     ) -> None:
         """`arrival_s` is when the request came in, on the environment's clock; `index` is the text's place among the
         candidates. A `preferred` target is tried first while it has room.
 
         What the client has already, up to `point`, is yielded as a repeat; of that the `known_token_ids` need not be
-        generated again.
+        generated again. One that `has_begun` is not asked to wait as if it were new.
         """
         request = spec.request
         self._environment = environment
@@ -124,12 +125,14 @@ class RequestSession:
         # Log probabilities are not known of them, and come with their tokens only.
         has_logprobs = spec.sampling.num_logprobs is not None or spec.sampling.num_prompt_logprobs is not None
         self._known_token_ids = () if has_logprobs or spec.prompt_text is not None else known_token_ids
+        self._has_begun = has_begun
         self._is_finished = False
+        self._shown_state: str | None = None  # that the metrics count it under
         self._ticket = Ticket(
             request.priority,
             request.tenant,
             len(spec.prompt_token_ids),
-            may_be_shed=spec.num_candidates == 1 and not point.has_begun,
+            may_be_shed=spec.num_candidates == 1 and not has_begun,
         )
         self._prefix = prefix_key(spec.prompt_token_ids)
         self._waited_ms = 0.0  # for a place at a target
@@ -146,8 +149,10 @@ class RequestSession:
         when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value or the
         parameters leave no token that could follow.
         """
-        self._environment.metrics.count_start(self._spec.model, self._controller.state.name.lower())
+        if not self._spec.is_background:
+            self._environment.metrics.count_start(self._spec.model, self._controller.state.name.lower())
         try:
+            self._show_state()
             for known in self._repeated():
                 yield known
             if self._is_finished:
@@ -156,6 +161,7 @@ class RequestSession:
                 async for item in items:
                     yield item
         finally:  # one that was cancelled has learned something too
+            self._environment.metrics.move_fallback(self._spec.model, self._shown_state, None)
             if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
                 self._environment.priors.record(self._prior_key, evidence, now_s)
@@ -188,8 +194,15 @@ class RequestSession:
                     if isinstance(error, DeadlineExceeded) and self._is_late():
                         raise
                     refusal = error  # of a target that would be too late; another may be in time
-                    _log.warning("request %s leaves target %s: %s", self._spec.request.request_id,
-                                 target.worker_id, error.message)  # fmt: skip
+                    request_id = self._spec.request.request_id
+                    _log.warning(
+                        "request %s leaves target %s: %s",
+                        *(request_id, target.worker_id, error.message),
+                        extra={"request_id": request_id, "worker_id": target.worker_id},
+                    )
+                    self._spec.span.event(
+                        "left its target", {"target": target.worker_id, "because": error.message}
+                    )
                     # A target that died right after the last token owes us nothing but the word that it is done.
                     if 0 < self._spec.max_tokens <= len(self._output.token_ids):
                         yield self._finish("length", None)
@@ -231,7 +244,8 @@ class RequestSession:
     async def _begin_attempt(self) -> Attempt | None:
         """None where there is no target to try. Raises Overloaded and DeadlineExceeded, see `Admission.place`."""
         environment, spec = self._environment, self._spec
-        if (self._output.token_ids or self._point.num_tokens) and self._ticket.priority != URGENT:
+        has_begun = bool(self._has_begun or self._output.token_ids)
+        if has_begun and not spec.is_background and self._ticket.priority != URGENT:
             self._ticket = Ticket(URGENT, self._ticket.tenant, may_be_shed=False)
         # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
         session_id = environment.new_id()
@@ -247,8 +261,11 @@ class RequestSession:
             return None
         self._preferred = None
         self._tried.add(key_of(place.target))
+        spec.span.event("placed", {"target": place.target.worker_id, "session_id": session_id})
+        hint_token = environment.new_id()
         request = target_pb2.GenerateRequest(
             session_id=session_id,
+            hint_token=hint_token,
             token_ids=self._committed(),
             num_prompt_tokens=len(spec.prompt_token_ids),
             sampling=self._sampling,
@@ -258,12 +275,15 @@ class RequestSession:
         )
         session = LinkedSession(
             session_id=session_id,
+            hint_token=hint_token,
             target=place.target,
             sampling=self._sampling,
             speculation=spec.request.speculation.to_proto(),
             num_prompt_tokens=len(spec.prompt_token_ids),
             num_tokens_max=spec.num_tokens_max,
+            drafts=spec.drafts,
             deadline_s=self._deadline_s,
+            traceparent=spec.span.traceparent,
             committed=self._committed,
         )
         return Attempt(
@@ -358,12 +378,15 @@ class RequestSession:
         return self._finish("stop" if is_stop else "length", stop_token_id)
 
     def _take_step(self, step: target_pb2.StepOutput, attempt: Attempt) -> list[News]:
-        metrics, model = self._environment.metrics, self._spec.model
-        gap_s = self.times.chunk(self._environment.now_s())
-        if gap_s is not None:
-            metrics.observe_gap(model, gap_s)
+        environment = self._environment
+        metrics, model = environment.metrics, self._spec.model
+        gap_s = self.times.chunk(environment.now_s())
+        if not self._spec.is_background:
+            environment.limits.owe(self._spec.request.origin.caller, len(step.token_ids))
+            if gap_s is not None:
+                metrics.observe_gap(model, gap_s)
         self.counts.add_step(step.num_draft_tokens, step.num_accepted_draft_tokens)
-        self._environment.admission.count_output(model, self._ticket.tenant, len(step.token_ids))
+        environment.admission.count_output(model, self._ticket.tenant, len(step.token_ids))
         if step.num_draft_tokens:
             metrics.observe_step(model, step.num_draft_tokens, step.num_accepted_draft_tokens)
             self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
@@ -422,11 +445,23 @@ class RequestSession:
         attempt.apply(self._controller.on_no_draft())
         self._count_move(state)
 
+    def _show_state(self) -> None:
+        controller = self._controller
+        is_undrafted = (
+            controller.state is FallbackState.PAUSED and controller.last_trigger is Trigger.NO_DRAFT
+        )
+        shown = "undrafted" if is_undrafted else controller.state.name.lower()
+        self._environment.metrics.move_fallback(self._spec.model, self._shown_state, shown)
+        self._shown_state = shown
+
     def _count_move(self, before: FallbackState) -> None:
         metrics, controller = self._environment.metrics, self._controller
+        self._show_state()
         if controller.state is before:
             return
         metrics.fallback_transitions.labels(controller.state.name.lower()).inc()
+        why = "" if controller.last_trigger is None else controller.last_trigger.name.lower()
+        self._spec.span.event("fallback", {"state": controller.state.name.lower(), "because": why})
         if before is FallbackState.PROBING:
             assert isinstance(controller.last_trigger, Trigger)
             metrics.count_probe(self._spec.model, controller.last_trigger.name.lower())

@@ -73,11 +73,12 @@ class Resumption:
 
     points: tuple[ResumePoint, ...]  # one for each text
     token_ids: tuple[Sequence[int], ...]  # of each text, from its beginning, as far as the journal has them
+    has_begun: bool  # known to have, and not only by its client's word
 
     @classmethod
     def of_nothing(cls, num_texts: int) -> Self:
         """A stream that begins."""
-        return cls((NOTHING_SEEN,) * num_texts, ((),) * num_texts)
+        return cls((NOTHING_SEEN,) * num_texts, ((),) * num_texts, has_begun=False)
 
     def known(self, index: int) -> list[int]:
         """Tokens of a text that need not be made again. What the client lacks is, with all that belongs to it."""

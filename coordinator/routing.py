@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.canary.plan import ANY_DRAFT, DraftChoice
 from outrider.worker_record import Snapshot, WorkerRecord
 
 WorkerKey = tuple[str, str, str]  # pool, worker id, incarnation: a restarted worker starts with a clean sheet
@@ -169,15 +170,17 @@ class Router:
         num_tokens: int,
         excluded: Collection[WorkerKey],
         target: WorkerRecord | None = None,
+        choice: DraftChoice = ANY_DRAFT,
     ) -> list[WorkerRecord]:
-        """Draft workers with a free slot that can hold `num_tokens`, the one to take first: those with something to
-        spare before busy ones, of these the ones near `target`."""
+        """Draft workers of this choice with a free slot that can hold `num_tokens`, the one to take first: those with
+        something to spare before busy ones, of these the ones near `target`."""
         usable, _ = self.usable(snapshot.drafts, now_s)
         groups: dict[tuple[bool, int], list[WorkerRecord]] = {}
         loads: dict[str, float] = {}
         for worker in usable:
             if (
-                worker.max_model_len >= num_tokens
+                choice.admits(worker.model_name)
+                and worker.max_model_len >= num_tokens
                 and self.has_room(worker)
                 and key_of(worker) not in excluded
                 and not self._is_on_trial(worker)

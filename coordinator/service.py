@@ -11,26 +11,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Final, Self
 
 from coordinator.admission import Admission
+from coordinator.canary import CanaryDesk
+from coordinator.canary_audit import CanaryAuditor
+from coordinator.canary_keeper import CanaryKeeper
+from coordinator.canary_observation import observed
 from coordinator.choices import ChoiceNews, RequestFinished, run_choices
 from coordinator.environment import Environment, Outside
 from coordinator.fair_queue import Ticket
-from coordinator.generation_request import GenerationInput, GenerationSpec, check_input
+from coordinator.generation_request import (
+    GenerationInput,
+    GenerationSpec,
+    Origin,
+    check_input,
+    check_request_id,
+)
 from coordinator.journal import Journal, JournalEntry
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
+from coordinator.rate_limits import RateLimits
+from coordinator.request_record import RequestRecord
 from coordinator.reservations import Reservations
 from coordinator.resumption import ResumePoint, Resumption
 from coordinator.routing import Exclusion, Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
+from outrider.api_keys import ANYBODY, Caller, KeyFile, Scope
 from outrider.background import end_tasks
-from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.canary.store import CanaryStore
+from outrider.errors import (
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    RegistryUnavailable,
+    Unavailable,
+)
 from outrider.registry import Registry
 from outrider.sampling_params import DecodingMode
 from outrider.worker_directory import WorkerDirectory
@@ -50,6 +75,14 @@ class ModelStatus:
     max_model_len: int  # of the roomiest target, tokens
     num_target_workers: int
     num_draft_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recollection:
+    """What is known of a stream whose client says that it has begun."""
+
+    entry: JournalEntry | None
+    has_begun: bool  # the journal has it, or cannot be asked: then its client is believed
 
 
 class GenerationService:
@@ -77,6 +110,9 @@ class GenerationService:
         self._journal: Journal | None = None
         self._stack = AsyncExitStack()
         self._num_active = 0
+        self._keys = None if settings.api_keys_file is None else KeyFile(Path(settings.api_keys_file))
+        self.canary = CanaryDesk(uuid.uuid4().hex)
+        self._canary_keeper: CanaryKeeper | None = None
         self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
         router = Router(
             tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
@@ -102,7 +138,10 @@ class GenerationService:
             now_s=outside.now_s,
             new_id=outside.new_id,
             policy=outside.policy,
+            tracing=outside.tracing,
+            limits=RateLimits(self._quick_registry, outside.now_s),
         )
+        self._canary_auditor = CanaryAuditor(self.environment, self.canary, self._hurry_canary)
 
     async def __aenter__(self) -> Self:
         settings, registry = self.environment.settings, self._registry
@@ -112,14 +151,24 @@ class GenerationService:
             if settings.uses_priors:
                 store = PriorStore(redis, self.environment.priors, self.environment.now_s)
                 self._prior_store = await self._stack.enter_async_context(store)
+            environment = self.environment
+            keeper = CanaryKeeper(
+                *(CanaryStore(redis), self.canary, environment.metrics, environment.now_s, self._has_draft)
+            )
+            self._canary_keeper = await self._stack.enter_async_context(keeper)
         if registry is not None:
-            self._journal = await self._stack.enter_async_context(Journal(registry))
+            self._journal = await self._stack.enter_async_context(
+                Journal(registry, now_s=self.environment.now_s)
+            )
             if self._injected_snapshot is None:
                 self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
                 if self._quick_registry is not None:
                     self._stack.push_async_callback(self._quick_registry.close)
                 await self._stack.enter_async_context(self.environment.reservations)
+                await self._stack.enter_async_context(self.environment.limits)
+        self._stack.push_async_callback(self.environment.tracing.close)
         self._stack.push_async_callback(self.environment.channels.close)
+        await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
         self._stack.push_async_callback(end_tasks, housekeeping)
@@ -133,6 +182,19 @@ class GenerationService:
         if self._injected_snapshot is not None:
             return self._injected_snapshot()
         return self._directory.snapshot if self._directory is not None else Snapshot(degraded=True)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers need one."""
+        return self._keys is not None
+
+    def authenticate(self, authorization: str | None, scope: Scope) -> Caller:
+        """Who asks, by the `Authorization` of the call. Raises Unauthenticated or Forbidden."""
+        if self._keys is None:
+            return ANYBODY
+        caller = self._keys.authenticate(authorization)
+        caller.check(scope)
+        return caller
 
     def models(self) -> list[ModelStatus]:
         """Models with at least one usable target, in order of their names."""
@@ -150,15 +212,26 @@ class GenerationService:
         return excluded
 
     async def prepare(self, request: GenerationInput, *, has_begun: bool = False) -> GenerationSpec:
-        """Checks and tokenizes. Raises InvalidRequest, NotFound for the model, Unavailable without a target, and,
-        unless its client has seen tokens already, Overloaded where it would have to wait for too long."""
+        """Checks and tokenizes. Raises InvalidRequest, NotFound for the model, Unavailable without a target, Forbidden
+        for another tenant's name or priority, Overloaded where its tenant has used up what it may and, unless it is
+        known to have begun, where it would have to wait for too long."""
+        environment, caller = self.environment, request.origin.caller
+        request = _on_behalf_of_its_key(request)
         check_input(request)
         model, targets = self.find_model(request.model)
         if not has_begun:
-            time_left_s = request.deadline_s or self.environment.settings.deadline_default_s
+            environment.limits.check(caller)
+            time_left_s = request.deadline_s or environment.settings.deadline_default_s
             ticket = Ticket(request.priority, request.tenant)
-            self.environment.admission.check_room(model, ticket, time_left_s)
-        return await self.preparation.prepare(request, model, targets)
+            environment.admission.check_room(model, ticket, time_left_s)
+        spec = await self.preparation.prepare(request, model, targets)
+        await environment.limits.admit(caller, len(spec.prompt_token_ids), has_begun=has_begun)
+        return self.canary.place(spec, environment.now_s())
+
+    async def admit(self, caller: Caller) -> None:
+        """A request that generates nothing. Raises Overloaded where its tenant has used up what it may."""
+        self.environment.limits.check(caller)
+        await self.environment.limits.admit(caller, 0)
 
     async def generate(
         self,
@@ -180,46 +253,77 @@ class GenerationService:
                     environment.admission.retry_after_s(spec.model),
                 )
         self._num_active += 1
-        gauge = environment.metrics.waiting(spec.model)
-        gauge.inc()
         stream = None
         if entry is not None and self._journal is not None and spec.num_candidates == spec.num_choices:
             entry = replace(entry, seed=spec.sampling.seed)
-            stream = self._journal.begin(spec.request.request_id, entry, spec.deadline_s)
+            stream = self._journal.begin(_journal_id(spec.request), entry, spec.deadline_s)
         try:
-            async with aclosing(run_choices(environment, spec, arrival_s, resumption)) as items:
-                async for item in items:
-                    if stream is not None and isinstance(item, ChoiceNews):
-                        stream.add(
-                            item.index, item.news.token_ids if isinstance(item.news, VisibleOutput) else ()
-                        )
-                    if gauge is not environment.metrics.running(spec.model):
-                        gauge.dec()
-                        gauge = environment.metrics.running(spec.model)
-                        gauge.inc()
-                    yield item
+            with RequestRecord(environment, spec) as record:
+                spec = replace(spec, span=record.span)
+                items = run_choices(environment, spec, arrival_s, resumption)
+                async with aclosing(self._observed(spec, items, is_resumed=resumption is not None)) as items:
+                    async for item in items:
+                        record.take(item)
+                        if (
+                            isinstance(item, ChoiceNews)
+                            and isinstance(item.news, VisibleOutput)
+                            and stream is not None
+                        ):
+                            stream.add(item.index, item.news.token_ids)
+                        yield item
         finally:
             if stream is not None:
                 stream.end()
-            gauge.dec()
             self._num_active -= 1
 
-    async def look_up(self, request_id: str) -> JournalEntry:
-        """A stream that another replica has begun, perhaps. Raises NotFound."""
-        entry = None if self._journal is None else await self._journal.load(request_id)
-        if entry is None:
+    def _observed(
+        self, spec: GenerationSpec, items: AsyncGenerator[ChoiceNews | RequestFinished], *, is_resumed: bool
+    ) -> AsyncGenerator[ChoiceNews | RequestFinished]:
+        """The same items, watched where the request got an arm of a canary. One that is resumed began elsewhere: its
+        times say nothing, and it has been counted there."""
+        if spec.assignment is None or is_resumed:
+            return items
+        return observed(
+            items, spec, spec.assignment, self.canary, self._canary_auditor, self.environment.metrics
+        )
+
+    async def recall(self, request_id: str, caller: Caller) -> Recollection:
+        """Of a stream that another replica has begun, perhaps; another tenant's is none. Raises InvalidRequest."""
+        check_request_id(request_id)
+        if self._journal is None:
+            return Recollection(None, has_begun=True)
+        try:
+            entry = await self._journal.load(
+                _journal_id(GenerationInput(request_id=request_id, origin=Origin(caller)))
+            )
+        except RegistryUnavailable as error:
+            _log.warning("request %s cannot be looked up: %s", request_id, error.message)
+            return Recollection(None, has_begun=True)
+        return Recollection(entry, has_begun=entry is not None)
+
+    async def look_up(self, request_id: str, caller: Caller) -> Recollection:
+        """With its entry. Raises InvalidRequest, NotFound where there is none, Unavailable where nobody can say."""
+        recollection = await self.recall(request_id, caller)
+        if recollection.entry is None:
+            if self._journal is not None and recollection.has_begun:
+                raise Unavailable(
+                    f"the registry does not answer, which would know of the stream {request_id}; come back, or send "
+                    "the request again with the id of the last event that came",
+                    2.0,
+                )
             raise NotFound(
                 f"there is no stream {request_id} to go on with: it ended a while ago, was too long to be kept, or "
                 "never began; send the request again with the id of the last event that came, or without to begin anew",
                 "request_id",
             )
-        return entry
+        return recollection
 
     async def resume(
-        self, spec: GenerationSpec, position: tuple[ResumePoint, ...], entry: JournalEntry | None
+        self, spec: GenerationSpec, position: tuple[ResumePoint, ...], recollection: Recollection
     ) -> tuple[GenerationSpec, Resumption]:
         """The request as it was begun, and what is known of its texts. Raises InvalidRequest when tokens that have been
         shown cannot be made again."""
+        entry = recollection.entry
         if entry is not None and entry.seed is not None:
             spec = replace(spec, sampling=replace(spec.sampling, seed=entry.seed))
         has_seen = any(point.num_tokens for point in position)
@@ -232,7 +336,7 @@ class GenerationService:
             )
         known = () if entry is None else entry.token_ids
         padding = ((),) * (len(position) - len(known))
-        return spec, Resumption(position, (*known, *padding)[: len(position)])
+        return spec, Resumption(position, (*known, *padding)[: len(position)], recollection.has_begun)
 
     def find_model(self, name: str) -> tuple[str, list[WorkerRecord]]:
         """The model's name and its usable targets. Raises NotFound naming those served, or Unavailable."""
@@ -249,6 +353,14 @@ class GenerationService:
         if name not in models:
             raise Unavailable(self._why_no_target(), 2.0)
         return name, models[name]
+
+    def _has_draft(self, model_name: str) -> bool:
+        usable, _ = self.environment.router.usable(self.snapshot().drafts, self.environment.now_s())
+        return any(worker.model_name == model_name for worker in usable)
+
+    def _hurry_canary(self) -> None:
+        if self._canary_keeper is not None:
+            self._canary_keeper.hurry()
 
     def _why_no_target(self) -> str:
         reasons = [f"{each.worker_id}: {each.reason}" for each in self.exclusions() if each.pool == "target"]
@@ -274,15 +386,44 @@ class GenerationService:
             for pool, workers in (("target", snapshot.targets), ("draft", snapshot.drafts)):
                 usable, _ = self.environment.router.usable(workers, self.environment.now_s())
                 metrics.live_workers.labels(pool).set(len(usable))
+            for model in self.models():
+                metrics.know(model.model)
             self.environment.watch.keep(snapshot.drafts)
             metrics.show_draft_alarms(self.environment.watch.alarms)
             metrics.registry_degraded.set(snapshot.degraded)
             priors = self.environment.priors
             metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)
+            metrics.canary_degraded.set(self._canary_keeper is not None and self._canary_keeper.is_degraded)
             metrics.journal_degraded.set(self._journal is not None and self._journal.is_degraded)
             metrics.priors_degraded.set(self._prior_store is not None and self._prior_store.is_degraded)
             await asyncio.sleep(_HOUSEKEEPING_S)
 
-    def count_failure(self, error: OutriderError) -> None:
-        """Counts a request that ended in an error, by its gRPC code."""
-        self.environment.metrics.request_failure.labels(error.grpc_code).inc()
+    def count_failure(self, error: Exception) -> None:
+        """Counts a request that ended in an error, by its gRPC code: INTERNAL for what is a defect of ours."""
+        kind = error if isinstance(error, OutriderError) else OutriderError
+        self.environment.metrics.request_failure.labels(kind.grpc_code).inc()
+
+
+def _on_behalf_of_its_key(request: GenerationInput) -> GenerationInput:
+    """Raises Forbidden for a tenant that is another's, and for a turn before all others that it may not have."""
+    tenant, priority_min = request.origin.caller.tenant, request.origin.caller.limits.priority_min
+    if tenant is None:
+        return request
+    if request.priority < priority_min:
+        raise Forbidden(
+            f"tenant {tenant} may ask for priority {priority_min} and above, where lower goes first; the request's is "
+            f"{request.priority}"
+        )
+    if request.tenant == tenant:
+        return request
+    if request.tenant:
+        raise Forbidden(f"this API key is tenant {tenant}'s, and the request names another")
+    return replace(request, tenant=tenant)
+
+
+def _journal_id(request: GenerationInput) -> str:
+    """What the journal calls a stream: request ids are the clients' to choose, and tenants do not see each other's."""
+    tenant = request.origin.caller.tenant
+    if tenant is None:
+        return request.request_id
+    return f"{sha256(tenant.encode()).hexdigest()[:16]}:{request.request_id}"

@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.logs import LogFormat
 from outrider.tenants import check_tenant_weight
 
 REFUSALS_AT_ONCE: Final = 128
 """Requests beyond those served that a replica takes in to refuse them."""
+METRICS_PORTS: Final = 16
+"""From `metrics_port` on: replicas of one machine, those that leave included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,18 @@ class CoordinatorSettings:
     target_wait_max_s: float = 60.0  # how long a text that has begun looks for a target to go on at
     draft_attempts_max: int = 3  # draft workers tried for one attachment
     quarantine_s: float = 3.0  # how long a worker that failed to answer is passed over
+    tls_dir: str | None = None  # certificates to call workers with; None: in the clear
+    otlp_endpoint: str | None = None  # where traces go; None: nowhere
+    log_format: LogFormat = LogFormat.TEXT
+    log_path: str | None = None  # of replicas' logs; None: their standard error, which Ray keeps in files
+    logs_requests: bool = False  # a line for each
+    api_keys_file: str | None = None  # None: whoever reaches it may ask
+    # Each replica's own `/metrics`, on the first free one of METRICS_PORTS ports from here on. None: there is none.
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    is_metrics_insecure: bool = (
+        False  # the operator knows that the network itself keeps strangers from that port
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -42,5 +57,16 @@ class CoordinatorSettings:
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.metrics_port is not None:
+            if not 0 < self.metrics_port <= 65536 - METRICS_PORTS:
+                raise ValueError(
+                    f"metrics_port must lie between 1 and {65536 - METRICS_PORTS}, got {self.metrics_port}"
+                )
+            if self.api_keys_file is not None and self.tls_dir is None and not self.is_metrics_insecure:
+                raise ValueError(
+                    "metrics_port beside api_keys_file needs tls_dir: that port knows its callers by their "
+                    "certificates, and would answer everybody without; name tls_dir, leave metrics_port out, or say "
+                    "that it may be so (is_metrics_insecure, OUTRIDER_METRICS_INSECURE=1, --insecure)"
+                )
         for tenant, weight in self.tenant_weights:
             check_tenant_weight(tenant, weight)

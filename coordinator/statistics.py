@@ -20,6 +20,7 @@ class SpeculationCounts:
 
     num_steps: int = 0
     num_stale_hints: int = 0
+    num_late_hints: int = 0
     # These come with the target's last word alone: None where a stop string, or a replay, kept it from us.
     num_hint_bytes: int | None = None
     num_forced_tokens: int | None = None
@@ -34,6 +35,7 @@ class SpeculationCounts:
     def add_end(self, stats: common_pb2.SpeculationStats, *, is_complete: bool) -> None:
         """Takes what the target alone can count; `is_complete` when it saw the whole session."""
         self.num_stale_hints += stats.num_stale_hints
+        self.num_late_hints += stats.num_late_hints
         if is_complete:
             self.num_hint_bytes, self.num_forced_tokens = stats.num_hint_bytes, stats.num_forced_tokens
             self.num_lookup_tokens = stats.num_lookup_tokens
@@ -44,6 +46,7 @@ class SpeculationCounts:
         return cls(
             num_steps=sum(part.num_steps for part in parts),
             num_stale_hints=sum(part.num_stale_hints for part in parts),
+            num_late_hints=sum(part.num_late_hints for part in parts),
             num_hint_bytes=_sum_if_known([part.num_hint_bytes for part in parts]),
             num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
             num_lookup_tokens=_sum_if_known([part.num_lookup_tokens for part in parts]),
@@ -66,6 +69,7 @@ class SpeculationCounts:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_draft_tokens=self.num_accepted_draft_tokens,
             num_stale_hints=self.num_stale_hints,
+            num_late_hints=self.num_late_hints,
             acceptance_histogram=_histogram([accepted for _, accepted in self.per_step]),
             draft_length_histogram=_histogram([drafted for drafted, _ in self.per_step]),
             num_hint_bytes=self.num_hint_bytes or 0,
@@ -98,6 +102,7 @@ class SpeculationCounts:
             "num_accepted_draft_tokens": num_accepted,
             "num_draft_tokens": self.num_draft_tokens,
             "num_stale_hints": self.num_stale_hints,
+            "num_late_hints": self.num_late_hints,
             "num_forced_tokens": self.num_forced_tokens,
             "num_lookup_tokens": self.num_lookup_tokens,
             "num_hint_bytes": self.num_hint_bytes,

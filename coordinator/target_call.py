@@ -29,12 +29,13 @@ class TargetCall:
         target: WorkerRecord,
         request: target_pb2.GenerateRequest,
         deadline_s: float,
+        traceparent: str = "",
     ) -> None:
         """`deadline_s` is on the environment's clock."""
         self._environment = environment
         self._target = target
         self._call = environment.channels.generate(
-            target.address, request, remaining_s(deadline_s, environment.now_s())
+            target.address, request, remaining_s(deadline_s, environment.now_s()), traceparent
         )
 
     def cancel(self) -> None:

@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 
 from coordinator.generation_request import UINT32_MAX
+from outrider.tls import PLAINTEXT, Dialer, Role
+from outrider.tracing import metadata_of
 from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 _MESSAGE_BYTES_MAX: Final = 16 << 20
@@ -34,36 +36,51 @@ AttachCall = grpc.aio.UnaryStreamCall[draft_pb2.AttachRequest, draft_pb2.AttachS
 
 
 class WorkerChannels:
-    """Calls to workers by their address, host:port. Plaintext for now."""
+    """Calls to workers by their address, host:port."""
 
-    def __init__(self) -> None:
+    def __init__(self, dialer: Dialer = PLAINTEXT) -> None:
+        self._dialer = dialer
+        self._version = dialer.version
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._unlisted_since_s: dict[str, float] = {}
+        self._outdated: list[tuple[float, grpc.aio.Channel]] = []  # since when, seconds
 
-    def generate(self, address: str, request: target_pb2.GenerateRequest, timeout_s: float) -> GenerateCall:
+    def generate(
+        self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
+    ) -> GenerateCall:
         """Opens Target.Generate; nothing is sent until the event loop runs."""
-        stub = target_pb2_grpc.TargetStub(self._channel(address))
-        return cast(GenerateCall, stub.Generate(request, timeout=timeout_s))
+        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
+        return cast(
+            GenerateCall, stub.Generate(request, timeout=timeout_s, metadata=metadata_of(traceparent))
+        )
 
     async def set_speculation(
         self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float
     ) -> None:
         """Calls Target.SetSpeculation. Raises grpc.aio.AioRpcError."""
-        stub = target_pb2_grpc.TargetStub(self._channel(address))
+        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
         await stub.SetSpeculation(request, timeout=timeout_s)
 
-    def attach(self, address: str, request: draft_pb2.AttachRequest, timeout_s: float) -> AttachCall:
+    def attach(
+        self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
+    ) -> AttachCall:
         """Opens Draft.Attach; cancelling the call detaches."""
-        stub = draft_pb2_grpc.DraftStub(self._channel(address))
-        return cast(AttachCall, stub.Attach(request, timeout=timeout_s))
+        stub = draft_pb2_grpc.DraftStub(self._channel(address, Role.DRAFT))
+        return cast(AttachCall, stub.Attach(request, timeout=timeout_s, metadata=metadata_of(traceparent)))
 
     async def forget_all_but(self, addresses: Collection[str], now_s: float, after_s: float) -> None:
         """Closes channels to workers that have been gone for `after_s`, so that a long life does not collect
-        them.
+        them, and those with certificates that have been replaced since: calls from now on find new ones.
 
         Not sooner: a worker may be off the list (a restart of Redis, a lease that ran out) while calls to it
         go on.
         """
+        if self._dialer.version != self._version:
+            self._version = self._dialer.version
+            self._outdated += [(now_s, channel) for channel in self._channels.values()]
+            self._channels.clear()
+        while self._outdated and now_s - self._outdated[0][0] >= after_s:
+            await self._outdated.pop(0)[1].close(grace=None)
         for address in self._channels.keys() - set(addresses):
             self._unlisted_since_s.setdefault(address, now_s)
         for address, since_s in list(self._unlisted_since_s.items()):
@@ -71,17 +88,19 @@ class WorkerChannels:
                 del self._unlisted_since_s[address]
             elif now_s - since_s >= after_s:
                 del self._unlisted_since_s[address]
-                await self._channels.pop(address).close(grace=None)
+                if channel := self._channels.pop(address, None):
+                    await channel.close(grace=None)
 
     async def close(self) -> None:
         """Closes every channel; calls in flight end as cancelled."""
-        channels, self._channels = list(self._channels.values()), {}
+        channels = [*self._channels.values(), *(channel for _, channel in self._outdated)]
+        self._channels, self._outdated = {}, []
         await asyncio.gather(*(channel.close(grace=None) for channel in channels))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _channel(self, address: str, role: Role) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            channel = self._channels[address] = self._dialer.open(address, role, _CHANNEL_OPTIONS)
         return channel
 
 

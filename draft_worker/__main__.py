@@ -6,10 +6,12 @@ import argparse
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from draft_worker.limits import DraftLimits
 from outrider.errors import TokenizerMismatch
+from outrider.tls import Role
+from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draft_worker")
 
 DEFAULTS = DraftLimits()
+PERMITTED: Final = {"/outrider.v1.Draft/Attach": frozenset({Role.COORDINATOR})}
+"""Who may call what, where there are certificates; what is not named is for everybody who has one."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -140,18 +144,23 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = limits_from(arguments)
     # Imported late, so that --help and bad arguments do not wait for torch.
+    from draft_worker.links import TargetDialer
     from draft_worker.runner import DraftCore
     from draft_worker.scheduler import DraftScheduler
     from draft_worker.server import DraftServicer
     from outrider.engine.loading import load_model
     from outrider.engine.rank_group import join_ranks
     from outrider.grammar import GrammarCompiler
-    from outrider.telemetry import DraftMetrics, serve_metrics
+    from outrider.telemetry import DraftMetrics
     from protos.outrider.v1 import draft_pb2_grpc
 
     options = worker_options(arguments)
     name = model_name(arguments.model)
-    async with WorkerProcess(options, "draft", ["outrider.v1.Draft"]) as process:
+    # Closed after the server has stopped, for that ends the spans of those who are cut off.
+    async with (
+        Tracing.to(arguments.otlp_endpoint, "outrider-draft", options.worker_id) as tracing,
+        WorkerProcess(options, "draft", ["outrider.v1.Draft"], PERMITTED) as process,
+    ):
         engine = load_model(engine_config(arguments), join_ranks(options.stall_exit_s))
         engine.lead()
         tokenizer_dir = learn_language(engine, arguments)
@@ -164,13 +173,14 @@ async def serve(arguments: argparse.Namespace) -> None:
             tokenizer_dir=tokenizer_dir,
         )
         metrics = DraftMetrics(name, options.worker_id)
-        metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
+        metrics.max_num_seqs.set(scheduler.num_slots)
+        metrics_port = process.serve_metrics(metrics.registry)
         grammars = GrammarCompiler(
             tokenizer_dir / "tokenizer.json",
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        servicer = DraftServicer(info, scheduler, metrics, grammars)
+        servicer = DraftServicer(info, scheduler, metrics, grammars, TargetDialer(process.dialer), tracing)
         core = DraftCore(scheduler, engine, metrics)
         thread = process.make_thread(core, servicer.dispatch)
         core.has_events = thread.has_events
@@ -194,7 +204,8 @@ def main() -> int:
     arguments = parse_arguments()
     if is_follower():
         return follow(arguments)
-    return run_worker(lambda: serve(arguments), cores=own_cores(arguments.cpu_affinity))
+    cores = own_cores(arguments.cpu_affinity)
+    return run_worker(lambda: serve(arguments), cores, arguments.log_format)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHi
 from outrider.background import end_tasks
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.hint_wire import HintEncoder
+from outrider.tls import PLAINTEXT, Dialer, Role
 from outrider.worker_process import CHANNEL_OPTIONS
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 
@@ -41,10 +42,16 @@ Dial = Callable[[str], AbstractAsyncContextManager[Any]]
 """Opens `Hints.Exchange` at an address; what it yields is the call, as grpc.aio has it."""
 
 
-@contextlib.asynccontextmanager
-async def dial(address: str) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        yield hints_pb2_grpc.HintsStub(channel).Exchange()
+class TargetDialer:
+    """The real one: a channel for every stream, with the certificates of the moment."""
+
+    def __init__(self, dialer: Dialer = PLAINTEXT) -> None:
+        self._dialer = dialer
+
+    @contextlib.asynccontextmanager
+    async def __call__(self, address: str) -> AsyncIterator[Any]:
+        async with self._dialer.open(address, Role.TARGET, CHANNEL_OPTIONS) as channel:
+            yield hints_pb2_grpc.HintsStub(channel).Exchange()
 
 
 class _Pace:
@@ -75,12 +82,13 @@ class TargetLink:
         self._dial = dial
         self._distance = distance
         self._is_ping_due = False
-        self.session_ids: set[str] = set()
+        self.hint_tokens: dict[str, str] = {}  # of the sessions here, by their ids
         self._on_event = on_event
         self._channels: dict[str, int] = {}  # session id -> its number on this stream
         self._session_ids: dict[int, str] = {}  # and the other way round
         self._encoders: dict[int, HintEncoder] = {}  # by channel
         self._last_channel = 0
+        self._hints: list[tuple[int, SendHints]] = []
         self._forget_pending()
         self._has_dropped = False
         self._num_failures = 0
@@ -101,7 +109,7 @@ class TargetLink:
                 self._unsubscribe.add(action.session_id)
             case SendHints() if self._num_pending_nodes >= MAX_PENDING_NODES:
                 self._has_dropped = True
-            case SendHints() if action.session_id in self._channels:
+            case SendHints() if self._is_subscribed(action.session_id):
                 self._num_pending_nodes += len(action.hints)
                 self._hints.append((self._channels[action.session_id], action))
         if not isinstance(action, SendHints) or action.is_urgent:
@@ -120,9 +128,17 @@ class TargetLink:
         self._channels[session_id] = self._last_channel
         self._session_ids[self._last_channel] = session_id
 
+    def _is_subscribed(self, session_id: str) -> bool:
+        """On the stream that there is, or with the frame that leaves next: hints on a channel that a target has not
+        heard of are nonsense to it."""
+        return session_id in self._subscribe or self._channels.get(session_id) in self._encoders
+
     def close_channel(self, session_id: str) -> None:
-        self._session_ids.pop(self._channels.pop(session_id, 0), None)
+        closed = self._channels.pop(session_id, 0)
+        self._session_ids.pop(closed, None)
         self._subscribe.pop(session_id, None)
+        self._hints[:] = [(channel, hints) for channel, hints in self._hints if channel != closed]
+        self._num_pending_nodes = sum(len(hints.hints) for _, hints in self._hints)
 
     async def close(self) -> None:
         self._forget_timer()
@@ -203,6 +219,7 @@ class TargetLink:
                 attachment=action.attachment,
                 known_len=action.known_len,
                 channel=channel,
+                hint_token=self.hint_tokens.get(action.session_id, ""),
             )
         for channel, hints in self._hints:
             encoder = self._encoders.setdefault(channel, HintEncoder())
@@ -218,40 +235,41 @@ class TargetLink:
     def _forget_pending(self) -> None:
         self._subscribe: dict[str, Subscribe] = {}
         self._unsubscribe: set[str] = set()
-        self._hints: list[tuple[int, SendHints]] = []
+        self._hints = []
         self._num_pending_nodes = 0
 
 
 class TargetLinks:
     """All links of one draft worker, opened and closed as sessions come and go."""
 
-    def __init__(self, on_event: Callable[[Event], None], dial: Dial = dial) -> None:
+    def __init__(self, on_event: Callable[[Event], None], dial: Dial | None = None) -> None:
+        """`dial` None: in the clear."""
         self._on_event = on_event
-        self._dial = dial
+        self._dial = dial or TargetDialer()
         self.distances = Distances()
         self._links: dict[str, TargetLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def join(self, address: str, session_id: str) -> None:
+    def join(self, address: str, session_id: str, hint_token: str = "") -> None:
         """Opens the link, if need be; to be followed by `leave`."""
         if address not in self._links:
             self._links[address] = TargetLink(address, self._on_event, self._dial, self.distances.to(address))
-        self._links[address].session_ids.add(session_id)
+        self._links[address].hint_tokens[session_id] = hint_token
 
     def leave(self, address: str, session_id: str) -> None:
         link = self._links.get(address)
         if link is None:
             return
-        link.session_ids.discard(session_id)
+        link.hint_tokens.pop(session_id, None)
         link.close_channel(session_id)
-        if not link.session_ids:
+        if not link.hint_tokens:
             task = asyncio.create_task(self._close_if_idle(link))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def _close_if_idle(self, link: TargetLink) -> None:
         await asyncio.sleep(IDLE_S)
-        if not link.session_ids and self._links.get(link.address) is link:
+        if not link.hint_tokens and self._links.get(link.address) is link:
             del self._links[link.address]
             await link.close()
 

@@ -261,6 +261,9 @@ class DraftCore:
         self.engine = engine
         self._metrics = metrics
         self._num_cached_tokens = 0  # counted so far
+        self._quiet: tuple[float, bool] | None = (
+            None  # since when there is no step to run, and whether with sessions
+        )
         self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
         # Whether there is news, for which a chain breaks off; whoever makes the core's thread says how to know.
         self.has_events: Callable[[], bool] = lambda: False
@@ -271,6 +274,7 @@ class DraftCore:
     def run_next(self, now: float) -> tuple[list[Action], float | None]:
         step = self.scheduler.next_step()
         self._observe_load()
+        self._observe_quiet(now, is_quiet=step is None)
         if step is None:
             self.engine.rest()
             if not self.scheduler.num_sessions:  # else it waits for commits, and has to answer at once
@@ -281,6 +285,12 @@ class DraftCore:
         step_ms = (time.perf_counter() - started) * 1e3
         self._metrics.step_ms.observe(step_ms)
         return self.scheduler.finish_step(step, expansions, step_ms), 0.0
+
+    def _observe_quiet(self, now: float, *, is_quiet: bool) -> None:
+        if self._quiet is not None:
+            since, has_sessions = self._quiet
+            (self._metrics.wait_s if has_sessions else self._metrics.idle_s).inc(max(now - since, 0.0))
+        self._quiet = (now, self.scheduler.num_sessions > 0) if is_quiet else None
 
     def _observe_load(self) -> None:
         self._metrics.num_sessions.set(self.scheduler.num_sessions)

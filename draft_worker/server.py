@@ -6,12 +6,12 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
 
-from draft_worker.links import Dial, TargetLinks, dial
+from draft_worker.links import Dial, TargetLinks
 from draft_worker.messages import (
     Action,
     AttachmentAccepted,
@@ -36,13 +36,24 @@ from outrider.grammar import GrammarCompiler
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.telemetry import DraftMetrics
+from outrider.tracing import OFF, Attributes, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 MAX_SESSION_ID = 64  # characters
+MAX_HINT_TOKEN = 64  # characters
 STATUS_EVERY_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Who attached a session."""
+
+    actions: asyncio.Queue[Action]  # what it is still to hear
+    hint_token: str  # that the target asks for
+    num_sent_nodes: int = 0
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -54,16 +65,18 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         scheduler: DraftScheduler,
         metrics: DraftMetrics,
         grammars: GrammarCompiler,
-        dial: Dial = dial,
+        dial: Dial | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self._info = info
         self._grammars = grammars
         self._scheduler = scheduler
         self._metrics = metrics
-        self._callers: dict[str, asyncio.Queue[Action]] = {}
+        self._callers: dict[str, _Caller] = {}
         self._thread: ModelThread[Event, Action] | None = None
         self._links = TargetLinks(lambda event: self._submit(event, is_from_peer=True), dial)
         self._is_draining = False
+        self._tracing = tracing
 
     def bind(self, thread: ModelThread[Event, Action]) -> None:
         """Must be called before the server starts."""
@@ -86,12 +99,15 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             if isinstance(action, AttachmentAccepted | AttachmentRefused | AttachmentEnded):
                 caller = self._callers.get(action.session_id)
                 if caller is not None:
-                    caller.put_nowait(action)
+                    caller.actions.put_nowait(action)
             else:
                 if isinstance(action, Subscribe) and action.session_id in self._callers:
-                    self._links.join(action.target_address, action.session_id)
+                    token = self._callers[action.session_id].hint_token
+                    self._links.join(action.target_address, action.session_id, token)
                 elif isinstance(action, SendHints):
                     self._metrics.num_sent_nodes.inc(len(action.hints))
+                    if action.session_id in self._callers:
+                        self._callers[action.session_id].num_sent_nodes += len(action.hints)
                 self._links.put(action)
 
     def _submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None:
@@ -118,11 +134,19 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             await abort(context, error)
             return
         actions: asyncio.Queue[Action] = asyncio.Queue()
-        self._callers[event.session_id] = actions
+        caller = self._callers[event.session_id] = _Caller(actions, request.hint_token)
         try:
             self._submit(event)
-            async for status in self._follow(event.session_id, actions, request.deadline_ms / 1e3):
-                yield status
+            attributes: Attributes = {
+                "outrider.session_id": event.session_id,
+                "outrider.attachment": event.attachment,
+            }
+            with self._tracing.span("draft.attach", self._tracing.parent_of(context), attributes) as span:
+                try:
+                    async for status in self._follow(event.session_id, actions, request.deadline_ms / 1e3):
+                        yield status
+                finally:
+                    span.set({"outrider.num_sent_nodes": caller.num_sent_nodes})
         except OutriderError as error:
             await abort(context, error)
         finally:
@@ -162,6 +186,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             raise Unavailable("this worker is draining")
         if not 0 < len(request.session_id) <= MAX_SESSION_ID:
             raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
+        if len(request.hint_token) > MAX_HINT_TOKEN:
+            raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
         self._check_free(request.session_id)
         if not request.token_ids:
             raise InvalidRequest(

@@ -4,6 +4,8 @@ The tree:
 
     OutriderError                     500  INTERNAL
     ├── InvalidRequest                400  INVALID_ARGUMENT     the caller can fix it; names the parameter
+    ├── Unauthenticated               401  UNAUTHENTICATED      who asks is not known
+    ├── Forbidden                     403  PERMISSION_DENIED    who asks may not do this
     ├── NotFound                      404  NOT_FOUND            no such model, session or route
     ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; come back after `retry_after_s`
     ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
@@ -71,6 +73,24 @@ class InvalidRequest(OutriderError):
     def __init__(self, parameter: str | None, message: str) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class Unauthenticated(OutriderError):
+    """Who asks has not said who it is, or not so that it can be believed."""
+
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+    error_type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(OutriderError):
+    """Who asks is known, and may not do this."""
+
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+    error_type = "permission_error"
+    code = "forbidden"
 
 
 class NotFound(OutriderError):

@@ -65,6 +65,7 @@ class HintTree:
     def __init__(self, *, max_nodes: int = 512) -> None:
         self.max_nodes = max_nodes
         self.num_stale = 0
+        self.num_late = 0
         self._attachment = 0
         self._base_len = -1
         self._nodes: dict[int, _Node] = {}
@@ -110,6 +111,7 @@ class HintTree:
                 self.num_stale += 1
                 return False
             self._step_onto(hint.node_id, depth)
+            self.num_late += 1
             if position == len(committed) - 1:
                 self._cursor = hint.node_id
                 self._cursor_children = []

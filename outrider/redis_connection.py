@@ -10,6 +10,7 @@ a failover needs nobody's help; they share the password unless `?sentinel_passwo
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -20,9 +21,11 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
+from outrider.errors import ConfigurationError
+
 _SENTINEL_SUFFIX: Final = "+sentinel"
 _SENTINEL_PORT: Final = 26379
-_MAX_CONNECTIONS: Final = 64
+MAX_CONNECTIONS: Final = 64
 
 
 def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
@@ -38,7 +41,7 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
         # The default sleeps through ten attempts. Once and at once, where a connection in the pool turns out to have
         # been closed; never after a timeout.
         "retry": Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,)),
-        "max_connections": _MAX_CONNECTIONS,
+        "max_connections": MAX_CONNECTIONS,
     }
     parts = urlsplit(url)
     if not parts.scheme.endswith(_SENTINEL_SUFFIX):
@@ -92,6 +95,21 @@ async def close_redis(client: redis.asyncio.Redis) -> None:
     if isinstance(client.connection_pool, SentinelConnectionPool):
         for sentinel in client.connection_pool.sentinel_manager.sentinels:
             await sentinel.aclose()
+
+
+def redis_url_from(url: str | None, file: Path | None) -> str | None:
+    """The URL that was given, or the one in the file. Raises ConfigurationError for a file that has none."""
+    if file is None:
+        return url
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--redis-url-file {file} cannot be read: {error}") from error
+    if "://" not in text or len(text.split()) != 1:
+        raise ConfigurationError(
+            f"--redis-url-file {file} holds no URL; one line is wanted, such as redis://:password@host:6379/0"
+        )
+    return text
 
 
 def without_password(url: str) -> str:

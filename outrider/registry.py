@@ -5,6 +5,7 @@
     {or:POOL}:events   stream: who joined, changed state, left or expired; the last thousand
     {or:POOL}:r:INC    sorted set of one run of a worker: reservations by the moment they end
     or:journal:ID      hash: a stream that another coordinator can go on with (`coordinator.journal`)
+    {or:canary}:...    a share of traffic that is decoded otherwise (`outrider.canary.store`)
     POOL is target or draft; every moment is Redis' own clock's, in ms; the hash tag keeps a pool on one cluster slot
 
 Invariants: a record is written and removed only by the process whose incarnation it carries; of two that live under
@@ -27,7 +28,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from outrider.errors import RegistryUnavailable
-from outrider.redis_connection import close_redis, open_redis, without_password
+from outrider.redis_connection import MAX_CONNECTIONS, close_redis, open_redis, without_password
 from outrider.worker_record import Pool, WorkerRecord
 
 _log = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class Registry:
         self._lease_ms = int(lease_s * 1000)
         self._reservation_ms = int(reservation_s * 1000)
         self._client = open_redis(url, timeout_s)
+        self._room = asyncio.Semaphore(MAX_CONNECTIONS)
         self._write = self.register_script(_WRITE)
         self._remove = self.register_script(_REMOVE)
         self._read = self.register_script(_READ)
@@ -265,12 +267,17 @@ class Registry:
         """A Lua script on this connection; `ask` for what calling it returns."""
         return self._client.register_script(source)
 
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Removes keys of one cluster slot, those that there are."""
+        await self.ask(self._client.delete(*keys))
+
     async def ask(self, reply: Any) -> Any:
         """Awaits a reply of Redis. Raises RegistryUnavailable."""
         task = asyncio.current_task()
         num_cancellations = task.cancelling() if task is not None else 0
         try:
-            async with asyncio.timeout(2 * self._timeout_s):  # connecting and asking
+            # For a connection, for connecting and for the answer. More calls at once than connections are an error.
+            async with asyncio.timeout(2 * self._timeout_s), self._room:
                 answer = await reply
         except (RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(
@@ -279,6 +286,8 @@ class Registry:
                 "(`outrider serve` without it starts its own)"
             ) from error
         finally:
+            if asyncio.iscoroutine(reply):
+                reply.close()  # it may not have been begun
             # redis-py (8.1) swallows cancellations that meet its own work; a task that nobody can end is the price.
             if task is not None and task.cancelling() > num_cancellations:
                 raise asyncio.CancelledError

@@ -1,16 +1,27 @@
-"""Metrics of the worker processes, under the names that people already graph (vLLM's, with our prefix)."""
+"""Metrics of the worker processes, under the names that people already graph (vLLM's, with our prefix); and one
+that every process exports."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.errors import ConfigurationError
+from outrider.tls import TlsFiles
 
-__all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "serve_metrics"]
+__all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "show_expiry"]
 
 MILLISECOND_BUCKETS = (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LABELS = ("model_name", "engine")
+
+
+def show_expiry(files: TlsFiles, registry: CollectorRegistry) -> None:
+    """Adds when the certificate ends that a process has just now."""
+    expiry = Gauge(
+        "outrider_certificate_expiry_timestamp_seconds",
+        "When this process' own certificate expires, since the epoch",
+        registry=registry,
+    )
+    expiry.set_function(lambda: files.current().expires_at_s)
 
 
 class _Metrics:
@@ -23,6 +34,9 @@ class _Metrics:
         self.num_integrity_failures = self._counter(
             "kv_cache_integrity_failures",
             "Times that an idle worker found KV blocks lost or owned twice; anything but 0 is a defect",
+        )
+        self.max_num_seqs = self._gauge(
+            "max_num_seqs", "Sessions that run, or are drafted for, at once at most"
         )
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -64,6 +78,24 @@ class TargetMetrics(_Metrics):
         self.step_gap_ms = self._histogram(
             "step_gap_milliseconds", "From a step's end to the next one's start"
         )
+        self.hint_wait_s = self._counter("hint_wait_seconds", "Time that steps waited for hints")
+        self.bubble_s = self._counter(
+            "bubble_seconds",
+            "Time between two steps while there were sessions to go on with, waits for hints included",
+        )
+        self._estimated_speedup = Gauge(
+            "outrider_estimated_speedup",
+            "Speed of late steps over what plain decoding of the same batches is measured to reach; absent until known",
+            LABELS,
+            registry=self.registry,
+        )
+        self._own_speedup: Gauge | None = None
+        self.num_stale_hints = self._counter(
+            "stale_hints", "Hints dropped because the committed tokens said otherwise, of sessions that ended"
+        )
+        self.num_late_hints = self._counter(
+            "late_hints", "Hints that were right and came too late to be verified, of sessions that ended"
+        )
         self.num_bad_hints = self._counter("bad_hint_messages", "Hint messages that made no sense")
         self.num_hint_frames = self._counter("hint_frames", "Messages from draft workers' streams")
         self.num_commit_frames = self._counter("commit_frames", "Messages on draft workers' streams to them")
@@ -89,6 +121,14 @@ class TargetMetrics(_Metrics):
             "prefix_cache_hits", "Prompt tokens whose KV an earlier prompt had left"
         )
 
+    def show_speedup(self, speedup: float | None) -> None:
+        """None while it is not known."""
+        if speedup is None:
+            return
+        if self._own_speedup is None:  # looked up once, for this is called with every step and event
+            self._own_speedup = self._estimated_speedup.labels(*self._values)
+        self._own_speedup.set(speedup)
+
     def observe_accepted(self, num_accepted: int) -> None:
         for position in range(num_accepted):
             self.num_accepted_tokens_per_pos.labels(*self._values, str(position)).inc()
@@ -100,19 +140,13 @@ class DraftMetrics(_Metrics):
     def __init__(self, model_name: str, worker_id: str) -> None:
         super().__init__(model_name, worker_id)
         self.num_sessions = self._gauge("draft_sessions", "Sessions attached")
+        self.idle_s = self._counter("draft_idle_seconds", "Time without any session")
+        self.wait_s = self._counter(
+            "draft_wait_seconds",
+            "Time with sessions and nothing worth guessing: all lookahead is used up, or targets do not listen",
+        )
         self.num_sent_nodes = self._counter("draft_nodes_sent", "Hint tree nodes sent")
         self.num_cached_tokens = self._counter(
             "draft_prefix_cache_hits", "Tokens whose KV an earlier session had left"
         )
         self.step_ms = self._histogram("draft_step_milliseconds", "Forward pass of a batch of nodes")
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serves `/metrics` over HTTP on a thread of its own; returns the port (0 picks a free one)."""
-    try:
-        server, _ = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigurationError(
-            f"metrics port {port} on {host} cannot be used ({error.strerror}); name another with --metrics-port"
-        ) from error
-    return int(server.server_port)

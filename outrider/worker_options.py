@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from outrider.errors import ConfigurationError
+from outrider.logs import LogFormat
+from outrider.redis_connection import redis_url_from
+from outrider.tls import LOOPBACK_HOSTS
 
 if TYPE_CHECKING:
     from outrider.engine.model import EngineConfig
@@ -31,9 +34,17 @@ class WorkerOptions:
     stall_exit_s: float = 30.0  # until it ends itself
     announce: str | None = None  # host:port under which others reach it; None: where it listens
     zone: str = ""  # where it is, in the operator's words
+    tls_dir: Path | None = None  # certificates; None: in the clear
+    health_port: int | None = None  # of health alone, in the clear; 0 picks a free one
+    is_insecure: bool = False  # may be reached from other machines in the clear
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError, naming the flag."""
+        if self.tls_dir is None and self.host not in LOOPBACK_HOSTS and not self.is_insecure:
+            raise ConfigurationError(
+                f"--host {self.host} without --tls-dir lets whoever reaches it in; give --tls-dir, or --insecure where "
+                "the network itself keeps strangers out"
+            )
         if not 0 < self.stall_s < self.stall_exit_s:
             raise ConfigurationError(
                 f"--stall-s is {self.stall_s:g} and --stall-exit-s {self.stall_exit_s:g}; permitted: above 0, and the "
@@ -63,6 +74,48 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         "--redis-url",
         default=os.environ.get("OUTRIDER_REDIS_URL"),
         help="where to announce the worker (default: OUTRIDER_REDIS_URL); not announced without it",
+    )
+    network.add_argument(
+        "--redis-url-file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="that holds the URL and its password, in place of --redis-url: other processes can see a command line and "
+        "an environment",
+    )
+    network.add_argument(
+        "--tls-dir",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="with tls.crt, tls.key and ca.crt: mutual TLS on all ports; the files may be replaced at any time",
+    )
+    network.add_argument(
+        "--health-port",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="with --tls-dir: answers grpc.health.v1 and nothing else, in the clear, for probes that have no "
+        "certificate (default: none)",
+    )
+    network.add_argument(
+        "--otlp-endpoint",
+        default=None,
+        metavar="URL",
+        help="OpenTelemetry collector to send traces to, such as http://127.0.0.1:4317 (default: no traces)",
+    )
+    network.add_argument(
+        "--log-format",
+        type=LogFormat,
+        choices=list(LogFormat),
+        default=LogFormat.TEXT,
+        metavar="{text,json}",
+        help="of log lines, on standard error (default %(default)s)",
+    )
+    network.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve on another --host than this machine's own without --tls-dir",
     )
     network.add_argument(
         "--zone",
@@ -159,10 +212,11 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
+    """Raises ConfigurationError, naming the flag."""
     return WorkerOptions(
         arguments.host,
         arguments.port,
-        arguments.redis_url,
+        redis_url_from(arguments.redis_url, arguments.redis_url_file),
         arguments.metrics_port,
         arguments.worker_id,
         arguments.drain_grace_s,
@@ -170,4 +224,7 @@ def worker_options(arguments: argparse.Namespace) -> WorkerOptions:
         arguments.stall_exit_s,
         arguments.announce,
         arguments.zone,
+        arguments.tls_dir,
+        arguments.health_port,
+        arguments.insecure,
     )

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -34,11 +34,16 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry
 
-from outrider import turns
+from outrider import logs, turns
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
+from outrider.logs import LogFormat
+from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
+from outrider.telemetry import show_expiry
+from outrider.tls import Dialer, Role, RoleCheck, TlsFiles, check_role
 from outrider.worker_lease import WorkerLease
 from outrider.worker_options import WorkerOptions
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
@@ -122,12 +127,26 @@ def pin_to_cores(cores: str | None) -> None:
 class WorkerProcess:
     """One worker's server from start to end."""
 
-    def __init__(self, options: WorkerOptions, role: str, service_names: list[str]) -> None:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        role: Pool,
+        service_names: list[str],
+        permitted: Mapping[str, frozenset[Role]] | None = None,
+    ) -> None:
+        """`permitted`: who may call which method, /package.Service/Method, where there are certificates."""
         self.options = options
         self.role = role
         self.incarnation = uuid.uuid4().hex
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.files = None if options.tls_dir is None else TlsFiles(options.tls_dir)
+        if self.files is not None:
+            check_role(self.files.current(), Role[role.upper()])
+        self.dialer = Dialer(self.files)
+        interceptors = () if self.files is None else (RoleCheck(permitted or {}),)
+        self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.port = 0
+        self.health_port = 0
+        self._health_server: grpc.aio.Server | None = None
         self._service_names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._health = health_aio.HealthServicer()
         self._stop = asyncio.Event()
@@ -152,16 +171,30 @@ class WorkerProcess:
             except ValueError as error:
                 raise ConfigurationError(f"--redis-url is not a Redis URL: {error}") from error
             await self._registry.ping()
-        address = f"{self.options.host}:{self.options.port}"
-        _check_port(self.options.host, self.options.port)
+        self.port = self._listen(self.server, self.options.port, "--port", self.files)
+        if self.options.health_port is not None:
+            self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self.health_port = self._listen(
+                self._health_server, self.options.health_port, "--health-port", None
+            )
+        return self
+
+    def _listen(self, server: grpc.aio.Server, port: int, flag: str, files: TlsFiles | None) -> int:
+        """The port, which is another one where 0 was asked for."""
+        address = f"{self.options.host}:{port}"
+        _check_port(self.options.host, port, flag)
         try:
-            self.port = self.server.add_insecure_port(address)
+            if files is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, files.server_credentials())
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on {address}: {error}") from error
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.server.stop(grace=0.5)
+        if self._health_server is not None:
+            await self._health_server.stop(grace=0.5)
         if self._registry is not None:
             await self._registry.close()
 
@@ -169,6 +202,12 @@ class WorkerProcess:
     def address(self) -> str:
         """Where others reach it, host:port."""
         return self.options.announce or f"{self.options.host}:{self.port}"
+
+    def serve_metrics(self, registry: CollectorRegistry) -> int:
+        """Serves `/metrics` with what is in the registry; returns the port. Raises ConfigurationError."""
+        if self.files is not None:
+            show_expiry(self.files, registry)
+        return serve_metrics(registry, self.options.host, self.options.metrics_port, self.files)
 
     def request_stop(self, failure: BaseException | None = None) -> None:
         """Ends `run`; with a failure the process exits non-zero. Call it on the event loop."""
@@ -204,6 +243,9 @@ class WorkerProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
         await self.server.start()
+        if self._health_server is not None:
+            await self._health_server.start()
+            ready_facts = {**ready_facts, "health_port": self.health_port}
         record = replace(record, address=self.address, zone=self.options.zone)
         async with contextlib.AsyncExitStack() as stack:
             lease: WorkerLease | None = None
@@ -294,7 +336,7 @@ def _check_announced(address: str) -> None:
         raise ConfigurationError(f"--announce {address} is not HOST:PORT, such as 10.0.0.2:50051")
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, flag: str) -> None:
     """gRPC's own error does not say which port or why."""
     if port == 0:
         return
@@ -304,7 +346,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigurationError(
-                f"port {port} on {host} cannot be used ({error.strerror}); name another with --port"
+                f"port {port} on {host} cannot be used ({error.strerror}); name another with {flag}"
             ) from error
 
 
@@ -322,19 +364,29 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
     await context.abort(code, error.message, rpc_status.to_status(status).trailing_metadata)
 
 
-def run_worker(main: Callable[[], Any], cores: str | None = None) -> int:
+def run_worker(
+    main: Callable[[], Any], cores: str | None = None, log_format: LogFormat = LogFormat.TEXT
+) -> int:
     """Runs an async main, on `cores` alone if given; a known error is one paragraph on stderr and exit status 1."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(log_format)
     try:
         pin_to_cores(cores)
         turns.take_short_turns()
         uvloop.run(main())
     except OutriderError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        tell_cause(error.message)
         return 1
     return 0
+
+
+def tell_cause(message: str) -> None:
+    """Why this process ends: on standard error, and under torchrun where its report, which comes last, shows it."""
+    print(f"error: {message}", file=sys.stderr)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def leave(status: int) -> NoReturn:

@@ -14,7 +14,7 @@ import sys
 
 from outrider.errors import OutriderError
 from outrider.worker_options import engine_config, worker_options
-from outrider.worker_process import pin_to_cores
+from outrider.worker_process import pin_to_cores, tell_cause
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def follow(arguments: argparse.Namespace) -> int:
         group = join_ranks(options.stall_exit_s)
         engine = load_model(config, group)
     except OutriderError as error:
-        print(f"error: rank {rank}: {error.message}", file=sys.stderr)
+        tell_cause(f"rank {rank}: {error.message}")
         return 1
     try:
         engine.follow()

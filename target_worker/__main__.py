@@ -6,7 +6,10 @@ import argparse
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
+from outrider.tls import Role
+from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
@@ -23,6 +26,12 @@ from target_worker.limits import SchedulerLimits
 logger = logging.getLogger("target_worker")
 
 DEFAULTS = SchedulerLimits()
+PERMITTED: Final = {
+    "/outrider.v1.Target/Generate": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Target/SetSpeculation": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Hints/Exchange": frozenset({Role.DRAFT}),
+}
+"""Who may call what, where there are certificates; what is not named is for everybody who has one."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -110,7 +119,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     from outrider.engine.rank_group import join_ranks
     from outrider.engine.self_test import batch_invariance_failures
     from outrider.grammar import GrammarCompiler
-    from outrider.telemetry import TargetMetrics, serve_metrics
+    from outrider.telemetry import TargetMetrics
     from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
     from target_worker.runner import TargetCore
     from target_worker.scheduler import Scheduler
@@ -118,7 +127,12 @@ async def serve(arguments: argparse.Namespace) -> None:
 
     options = worker_options(arguments)
     name = arguments.served_model_name or model_name(arguments.model)
-    async with WorkerProcess(options, "target", ["outrider.v1.Target", "outrider.v1.Hints"]) as process:
+    services = ["outrider.v1.Target", "outrider.v1.Hints"]
+    # Closed after the server has stopped, for that ends the spans of those who are cut off.
+    async with (
+        Tracing.to(arguments.otlp_endpoint, "outrider-target", options.worker_id) as tracing,
+        WorkerProcess(options, "target", services, PERMITTED) as process,
+    ):
         engine = load_model(engine_config(arguments), join_ranks(options.stall_exit_s))
         engine.lead()
         if failures := batch_invariance_failures(engine):
@@ -133,13 +147,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
         metrics = TargetMetrics(name, options.worker_id)
-        metrics_port = serve_metrics(metrics.registry, options.host, options.metrics_port)
+        metrics.max_num_seqs.set(limits.max_num_seqs)
+        metrics_port = process.serve_metrics(metrics.registry)
         grammars = GrammarCompiler(
             Path(arguments.model) / "tokenizer.json",
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        servicer = TargetServicer(info, metrics, grammars, scheduler.check_room)
+        servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=tracing)
         thread = process.make_thread(TargetCore(scheduler, engine, metrics), servicer.dispatch)
         servicer.bind(thread)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)
@@ -161,7 +176,8 @@ def main() -> int:
     arguments = parse_arguments()
     if is_follower():
         return follow(arguments)
-    return run_worker(lambda: serve(arguments), cores=own_cores(arguments.cpu_affinity))
+    cores = own_cores(arguments.cpu_affinity)
+    return run_worker(lambda: serve(arguments), cores, arguments.log_format)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ class BatchListening:
         """The state of one that has a draft worker from now on."""
         return self._policy.start(num_running) if self._may_session_rest(session) else SessionListening()
 
+    @property
+    def speed(self) -> float | None:
+        """As `ListeningPolicy.speed`."""
+        return self._policy.speed
+
     def audience(self, running: Iterable[Session]) -> Audience:
         followed = [session for session in running if session.subscribers and session.may_listen]
         sessions = [session for session in followed if self._may_session_rest(session)]

@@ -186,7 +186,13 @@ class ListeningPolicy:
     def __init__(self) -> None:
         self._regimes: dict[int, Regime] = {}
         self._plain_cost = StepCost()
+        self._speed = DecayedMean(0.98)
         self._num_plain_steps = 0
+
+    @property
+    def speed(self) -> float | None:
+        """Of late steps, over what plain decoding of the same batches costs; None until that is known."""
+        return self._speed.mean if self._speed.weight else None
 
     def regime(self, num_running: int) -> Regime:
         """That of batches of about this size; sizes a factor of two apart have their own.
@@ -232,8 +238,11 @@ class ListeningPolicy:
         if listeners is None or listeners.listening == 0.0:
             self._plain_cost.observe(num_fed, whole_ms, num_context)
             self._num_plain_steps += 1
-        if listeners is not None and self._num_plain_steps >= NUM_FIRST_STEPS:
-            plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
-            speed = (num_committed / num_running) * (plain_ms / whole_ms)
+        if self._num_plain_steps < NUM_FIRST_STEPS:
+            return
+        plain_ms = self._plain_cost.line(num_context).step_ms(num_running)
+        speed = (num_committed / num_running) * (plain_ms / whole_ms)
+        self._speed.observe(speed)
+        if listeners is not None:
             regime = self.regime(num_running)
             regime.observe(speed, is_as_meant=regime.is_as_meant(listeners))

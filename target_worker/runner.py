@@ -100,6 +100,8 @@ class TargetCore:
         self.engine = engine
         self._metrics = metrics
         self._last_end: float | None = None
+        self._bubble_since: float | None = None  # end of the last step, where another is to follow
+        self._waits_since: float | None = None  # for hints
         self._num_preemptions = 0  # counted so far
         self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
 
@@ -114,15 +116,23 @@ class TargetCore:
         if decision is None:
             self.engine.rest()
             self._idle_check.look(now)
-            self._last_end = None
+            self._last_end = self._bubble_since = self._waits_since = None
             return [], None
         if isinstance(decision, WaitForHints):
             self._last_end = None  # a wait on purpose is not overhead
+            if self._waits_since is None:
+                self._waits_since = time.perf_counter()
             return [], decision.until
+        began = time.perf_counter()
         if self._last_end is not None:
-            self._metrics.step_gap_ms.observe((time.perf_counter() - self._last_end) * 1e3)
+            self._metrics.step_gap_ms.observe((began - self._last_end) * 1e3)
+        if self._bubble_since is not None:
+            self._metrics.bubble_s.inc(began - self._bubble_since)
+        if self._waits_since is not None:
+            self._metrics.hint_wait_s.inc(began - self._waits_since)
+            self._waits_since = None
         result = run_step(self.engine, decision)
-        self._last_end = time.perf_counter()
+        self._last_end = self._bubble_since = time.perf_counter()
         self._metrics.step_ms.observe(result.step_ms)
         self._metrics.step_sessions.observe(len(decision.items))
         actions = self.scheduler.finish_step(decision, result, time.monotonic())
@@ -133,6 +143,7 @@ class TargetCore:
         self._metrics.num_requests_running.set(self.scheduler.num_running)
         self._metrics.num_requests_waiting.set(self.scheduler.num_waiting)
         self._metrics.kv_cache_usage_perc.set(self.scheduler.kv_usage)
+        self._metrics.show_speedup(self.scheduler.speedup)
         if (num_preemptions := self.scheduler.num_preemptions) != self._num_preemptions:
             self._metrics.num_preemptions.inc(num_preemptions - self._num_preemptions)
             self._num_preemptions = num_preemptions

@@ -119,6 +119,11 @@ class Scheduler:
         """How long a session that came now would wait for a place, as far as can be told. For any thread."""
         return round(1e3 * self._forecast.wait_s(self._ms_per_token))
 
+    @property
+    def speedup(self) -> float | None:
+        """Of late steps over plain decoding; None until that is known."""
+        return self._listening.speed
+
     def check_room(self) -> None:
         """Raises Overloaded when no other session may wait. For any thread; `handle` has the last word."""
         self._forecast.check_room(self._ms_per_token)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from outrider.loop_share import LoopShare
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
+from outrider.tracing import OFF, Span, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
 from target_worker.messages import (
@@ -52,6 +54,7 @@ from target_worker.session import add_up_to_limit
 logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID = 64  # characters
+MAX_HINT_TOKEN = 64  # characters
 MAX_CHANNEL = 65535
 MAX_FRAME_MESSAGES = 16384
 MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
@@ -111,6 +114,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         grammars: GrammarCompiler,
         check_room: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
+        tracing: Tracing = OFF,
     ) -> None:
         """`check_room` raises Overloaded, on the event loop, when no other session could wait; the scheduler has the
         last word. `now` is the clock that the scheduler is told, seconds."""
@@ -119,13 +123,15 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._grammars = grammars
         self._check_room = check_room
         self._now = now
-        self._callers: dict[str, asyncio.Queue[Action]] = {}
+        self._callers: dict[str, asyncio.Queue[Action]] = {}  # by the session's name
+        self._names: dict[str, str] = {}  # by its id
         self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
         self._newcomers = LoopShare()
         self._thread: ModelThread[Event, Action] | None = None
         self._is_draining = False
+        self._tracing = tracing
 
     def bind(self, thread: ModelThread[Event, Action]) -> None:
         """Must be called before the server starts."""
@@ -149,7 +155,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
 
     def _publish(self, action: CommitPublished) -> None:
         stream = self._streams.get(action.stream_id)
-        channel = stream.channels.get(action.session_id) if stream is not None else None
+        session_id = session_id_of(action.session_id)
+        channel = stream.channels.get(session_id) if stream is not None else None
         if stream is None or channel is None:
             return
         message = _commit_message(action, channel)
@@ -159,7 +166,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         if action.session_id in self._callers:
             self._num_commit_bytes[action.session_id] += num_bytes
         if action.is_finished:
-            del stream.channels[action.session_id]
+            del stream.channels[session_id]
 
     def _submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None:
         assert self._thread is not None
@@ -182,40 +189,47 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 self._check_room()  # a refusal comes before any work
                 event = replace(event, grammar=await self._compile(event.sampling.grammar))
             # After the last wait, so that of two calls with one id the second finds the first.
-            if event.session_id in self._callers:
-                raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
+            if request.session_id in self._names:
+                raise InvalidRequest("session_id", f"session {request.session_id} is already running here")
         except OutriderError as error:
             await abort(context, error)
             return
         actions: asyncio.Queue[Action] = asyncio.Queue()
         self._callers[event.session_id] = actions
+        self._names[request.session_id] = event.session_id
         has_begun = has_ended = False
         try:
-            self._submit(event)
-            while not has_ended:
-                if has_begun:
-                    action = await actions.get()
-                else:
-                    try:
-                        async with asyncio.timeout(WAITING_EVERY_S):
-                            action = await actions.get()
-                    except TimeoutError:
-                        # Not while the model is stuck, though this loop is not: the caller should look elsewhere.
-                        if self._stalled_s() < WAITING_STALL_MAX_S:
-                            yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
-                        continue
-                    has_begun = isinstance(action, TokensCommitted)
-                if isinstance(action, SessionRefused | SessionAborted):
-                    has_ended = True
-                    raise action.error
-                if isinstance(action, SessionEnded):
-                    has_ended = True
-                    add_up_to_limit(action.stats, "num_hint_bytes", self._num_commit_bytes[event.session_id])
-                yield _event_message(action)
+            attributes = {"outrider.session_id": request.session_id}
+            with self._tracing.span("target.generate", self._tracing.parent_of(context), attributes) as span:
+                self._submit(event)
+                while not has_ended:
+                    if has_begun:
+                        action = await actions.get()
+                    else:
+                        try:
+                            async with asyncio.timeout(WAITING_EVERY_S):
+                                action = await actions.get()
+                        except TimeoutError:
+                            # Not while the model is stuck, though this loop is not: the caller should look elsewhere.
+                            if self._stalled_s() < WAITING_STALL_MAX_S:
+                                yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
+                            continue
+                        has_begun = isinstance(action, TokensCommitted)
+                    if isinstance(action, SessionRefused | SessionAborted):
+                        has_ended = True
+                        raise action.error
+                    if isinstance(action, SessionEnded):
+                        has_ended = True
+                        add_up_to_limit(
+                            action.stats, "num_hint_bytes", self._num_commit_bytes[event.session_id]
+                        )
+                    _show(span, action)
+                    yield _event_message(action)
         except OutriderError as error:
             await abort(context, error)
         finally:
             del self._callers[event.session_id]
+            del self._names[request.session_id]
             self._num_commit_bytes.pop(event.session_id, None)
             if not has_ended:
                 self._submit(CancelSession(event.session_id), is_release=True)
@@ -239,11 +253,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self, request: target_pb2.SetSpeculationRequest, context: Context
     ) -> target_pb2.SetSpeculationResponse:
         try:
-            if request.session_id not in self._callers:
+            name = self._names.get(request.session_id)
+            if name is None:
                 raise NotFound(f"no session {request.session_id} here")
-            self._submit(
-                ChangeSpeculation(request.session_id, SpeculationSettings.from_proto(request.speculation))
-            )
+            self._submit(ChangeSpeculation(name, SpeculationSettings.from_proto(request.speculation)))
         except OutriderError as error:
             await abort(context, error)
         return target_pb2.SetSpeculationResponse()
@@ -306,20 +319,25 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         if frame.ping:
             stream.answer_ping(frame.ping)
         for session_id in dict.fromkeys(frame.unsubscribe):
-            stream.channels.pop(session_id, None)
-            self._submit(UnsubscribeDraft(stream_id, session_id), is_from_peer=True)
+            followed = channels.get(stream.channels.pop(session_id, -1))
+            name = session_id if followed is None else followed.name
+            self._submit(UnsubscribeDraft(stream_id, name), is_from_peer=True)
         # A thousand words on one session cost as much as the last of them.
         for subscribe in {each.session_id: each for each in frame.subscribe}.values():
-            if 0 < len(subscribe.session_id) <= MAX_SESSION_ID and subscribe.channel <= MAX_CHANNEL:
+            if is_session_id(subscribe.session_id) and subscribe.channel <= MAX_CHANNEL:
+                name = session_name(subscribe.session_id, subscribe.hint_token)
                 before = channels.get(subscribe.channel)
-                if before is not None and stream.channels.get(before.session_id) == subscribe.channel:
-                    del stream.channels[before.session_id]  # its commits would be taken for this one's
-                channels[subscribe.channel] = HintChannel(subscribe.session_id, subscribe.attachment)
+                if (
+                    before is not None
+                    and stream.channels.get(session_id_of(before.name)) == subscribe.channel
+                ):
+                    del stream.channels[
+                        session_id_of(before.name)
+                    ]  # its commits would be taken for this one's
+                channels[subscribe.channel] = HintChannel(name, subscribe.attachment)
                 stream.channels[subscribe.session_id] = subscribe.channel
                 self._submit(
-                    SubscribeDraft(
-                        stream_id, subscribe.session_id, subscribe.attachment, subscribe.known_len
-                    ),
+                    SubscribeDraft(stream_id, name, subscribe.attachment, subscribe.known_len),
                     is_from_peer=True,
                 )
         for nodes in frame.nodes:
@@ -346,6 +364,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             self._metrics.num_cached_tokens.inc(action.num_cached_tokens)
             self._metrics.num_forced_tokens.inc(action.stats.num_forced_tokens)
             self._metrics.num_lookup_tokens.inc(action.stats.num_lookup_tokens)
+            self._metrics.num_stale_hints.inc(action.stats.num_stale_hints)
+            self._metrics.num_late_hints.inc(action.stats.num_late_hints)
             self._metrics.num_outcomes.inc(action.stats.num_outcomes)
             self._metrics.num_predicted_outcomes.inc(action.stats.num_predicted_outcomes)
             self._metrics.num_ready_outcomes.inc(action.stats.num_ready_outcomes)
@@ -353,13 +373,17 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
 
 def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = math.inf) -> StartSession:
     """Raises InvalidRequest naming the field. `deadline_at` is on the scheduler's clock, seconds."""
-    if not 0 < len(request.session_id) <= MAX_SESSION_ID:
-        raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
+    if not is_session_id(request.session_id):
+        raise InvalidRequest(
+            "session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters and no blanks"
+        )
+    if len(request.hint_token) > MAX_HINT_TOKEN:
+        raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
     if not request.token_ids:
         raise InvalidRequest("token_ids", "token_ids is empty; at least one token is needed to go on from")
     sampling = SamplingParams.from_proto(request.sampling)
     return StartSession(
-        request.session_id,
+        session_name(request.session_id, request.hint_token),
         list(request.token_ids),
         request.num_prompt_tokens or len(request.token_ids),
         sampling,
@@ -378,9 +402,30 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
 class HintChannel:
     """One session on a draft worker's stream."""
 
-    session_id: str
+    name: str  # `session_name`
     attachment: int
     decoder: HintDecoder = field(default_factory=HintDecoder)
+
+
+def is_session_id(text: str) -> bool:
+    """Whether callers and draft workers may call a session so."""
+    return 0 < len(text) <= MAX_SESSION_ID and " " not in text
+
+
+def session_name(session_id: str, hint_token: str) -> str:
+    """What the scheduler calls a session: a draft worker that has the id and not the token names one that does not
+    exist, and its hints are kept for a moment and forgotten like those of any other.
+
+    The token itself gets into no log: a digest stands for it.
+    """
+    if not hint_token:
+        return session_id
+    return f"{session_id} {blake2b(hint_token.encode(), digest_size=16).hexdigest()}"
+
+
+def session_id_of(name: str) -> str:
+    """The id in a name."""
+    return name.partition(" ")[0]
 
 
 def check_frame(frame: hints_pb2.HintFrame) -> None:
@@ -403,13 +448,36 @@ def parse_hints(
     if hints is None:
         return None
     return HintsArrived(
-        channel.session_id,
+        channel.name,
         channel.attachment,
         channel.decoder.base_len,
         hints,
         arrived_at,
         message.ByteSize(),
     )
+
+
+def _show(span: Span, action: Action) -> None:
+    if not span.is_recorded:
+        return
+    if isinstance(action, TokensCommitted):
+        step = {
+            "tokens": len(action.token_ids),
+            "draft_tokens": action.num_draft_tokens,
+            "accepted_draft_tokens": action.num_accepted_draft_tokens,
+            "step_ms": action.step_ms,
+        }
+        span.event("step", step)
+    elif isinstance(action, SessionEnded):
+        ended = {
+            "queue_ms": action.queue_ms,
+            "prefill_ms": action.prefill_ms,
+            "num_prompt_tokens": action.num_prompt_tokens,
+            "num_output_tokens": action.num_output_tokens,
+            "num_cached_tokens": action.num_cached_tokens,
+            "num_preemptions": action.num_preemptions,
+        }
+        span.set({f"outrider.{name}": value for name, value in ended.items()})
 
 
 def _commit_message(action: CommitPublished, channel: int) -> hints_pb2.SessionCommit:

@@ -384,6 +384,7 @@ class Session:
 
     def final_stats(self) -> common_pb2.SpeculationStats:
         add_up_to_limit(self.stats, "num_stale_hints", self.tree.num_stale)
+        add_up_to_limit(self.stats, "num_late_hints", self.tree.num_late)
         return self.stats
 
 

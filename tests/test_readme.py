@@ -20,7 +20,19 @@ import pytest
 
 from coordinator.openai_schema import ChatBody, CompletionBody
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
-from tests.e2e.system import ROOT, System, environment, events_of, running_system, text_of
+from tests.e2e.system import (
+    FREE_PORTS,
+    READY,
+    ROOT,
+    START_TIMEOUT_S,
+    Command,
+    System,
+    environment,
+    events_of,
+    eventually,
+    running_system,
+    text_of,
+)
 from tests.exactness.cases import LARGE_CASES, SMALL_CASES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -125,14 +137,15 @@ def test_the_exactness_table_has_every_parameter_and_cases_that_exist() -> None:
 
 
 NOT_ABOUT_TEXT = {
-    "model", "prompt", "messages", "stream", "stream_options", "user", "request_id", "return_token_ids",
-    "return_tokens_as_token_ids", "skip_special_tokens", "chat_template_kwargs", "parallel_tool_calls",
-    "max_completion_tokens", "priority", "deadline_ms",
+    "model", "prompt", "messages", "stream", "stream_options", "user", "prompt_cache_key", "request_id",
+    "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "chat_template_kwargs",
+    "parallel_tool_calls", "max_completion_tokens", "priority", "deadline_ms",
 }  # fmt: skip
 """What is asked and how the answer is shown."""
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
     (_, content), (_, table) = blocks("How many of each?")
     example, ratios, _ = commands(content)
@@ -192,6 +205,33 @@ def test_commands_show_their_help_and_know_the_flags_the_readme_gives_them(shell
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_locked_server_is_made_and_asked_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
+    _, content = blocks("Operated like a service")[0]
+    content = content.replace(" tls", f" {tmp_path}/tls").replace(" keys.toml", f" {tmp_path}/keys.toml")
+    certificates, keys, serve = commands(content)
+    run(certificates, shell)
+    key = run(keys, shell).strip()
+    command = Command.start(tmp_path / "cache", *serve[1:], *FREE_PORTS)
+    try:
+        url = eventually(
+            lambda: READY.search(command.stdout) or command.process.poll(),
+            lambda seen: seen is not None,
+            "it is ready",
+            START_TIMEOUT_S,
+        )
+        assert isinstance(url, re.Match), command.stderr
+        (curl,) = [line for line in content.splitlines() if line.startswith("curl ")]
+        curl = curl.replace("https://127.0.0.1:8000", url.group(1))
+        answer = json.loads(run(["bash", "-euc", curl], shell | {"OUTRIDER_API_KEY": key}))
+        assert [model["id"] for model in answer["data"]] == ["target"]
+        refused = json.loads(run(["bash", "-euc", curl], shell | {"OUTRIDER_API_KEY": "or-another"}))
+        assert refused["error"]["code"] == "invalid_api_key"
+    finally:
+        command.stop()
+
+
 def test_make_knows_every_target_that_the_readme_names() -> None:
     named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README, re.MULTILINE))
     targets = {target for pair in named for target in pair if target}

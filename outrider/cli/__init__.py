@@ -13,8 +13,11 @@ from rich.text import Text
 from outrider import __version__
 from outrider.cli.audit.command import audit
 from outrider.cli.bench.command import bench
+from outrider.cli.canary.command import canary
+from outrider.cli.certificates import certificates
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
+from outrider.cli.keys import keys
 from outrider.cli.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
 from outrider.cli.plan import plan
 from outrider.cli.profile import profile
@@ -48,6 +51,9 @@ app.command(rich_help_panel="One machine")(profile)
 app.command(rich_help_panel="A fleet")(simulate)
 app.command(rich_help_panel="A running server")(audit)
 app.command(rich_help_panel="A running server")(bench)
+app.add_typer(canary, name="canary", rich_help_panel="A running server")
+app.command(rich_help_panel="Security")(certificates)
+app.command(rich_help_panel="Security")(keys)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(target_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(draft_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(coordinator)

@@ -28,6 +28,9 @@ def chat(
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Ask the server not to listen to hints.")
     ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Sent as a bearer token.")
+    ] = None,
     complete: Annotated[
         bool, typer.Option("--complete", help="Continue each line instead of holding a conversation.")
     ] = False,
@@ -42,13 +45,13 @@ def chat(
         "speculation": {"enabled": not no_speculation, "detail": True},
     }
     body.update({name: value for name, value in (("model", model), ("seed", seed)) if value is not None})
-    asyncio.run(_converse(url, body, is_completing=complete))
+    asyncio.run(_converse(url, api_key, body, is_completing=complete))
 
 
-async def _converse(url: str, body: dict[str, Any], *, is_completing: bool) -> None:
+async def _converse(url: str, api_key: str | None, body: dict[str, Any], *, is_completing: bool) -> None:
     console = Console(highlight=False)
     messages: list[dict[str, str]] = []
-    async with new_client(url) as client:
+    async with new_client(url, api_key) as client:
         console.print(legend(), soft_wrap=True)
         while True:
             line = await asyncio.to_thread(_read_line, console)

@@ -52,10 +52,11 @@ class Answer:
         return statistics if isinstance(statistics, dict) else {}
 
 
-def new_client(url: str) -> httpx.AsyncClient:
+def new_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
     """A client for the server at `url`. Proxies in the environment are not for a server next door."""
     timeout = httpx.Timeout(10.0, read=READ_TIMEOUT_S)
-    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False)
 
 
 async def stream(

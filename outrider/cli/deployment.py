@@ -5,6 +5,7 @@ Pure: options in, child specifications out. Paths are only put together here, ne
 
 from __future__ import annotations
 
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from outrider.child_spec import ChildSpec
+from outrider.tls import AUTHORITY, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_TARGET = ROOT / "demo" / "target"
@@ -84,6 +86,22 @@ class Deployment:
     tensor_parallel_size: int = 1  # processes of each target worker, which share its model
     draft_tensor_parallel_size: int = 1
     allow_heterogeneous_vocab: bool = False
+    api_keys: Path | None = None
+    tls_dir: Path | None = None  # as `outrider certificates` makes it, with a folder for each part
+    is_insecure: bool = False
+    logs_requests: bool = False
+    otlp_endpoint: str | None = None
+
+    @property
+    def trust(self) -> ssl.SSLContext | bool:
+        """What a client on this machine believes the coordinator by."""
+        if self.tls_dir is None:
+            return True
+        return ssl.create_default_context(cafile=str(self.tls_dir / AUTHORITY))
+
+    def certificates_of(self, role: Role) -> Path | None:
+        """The folder of a part's certificate."""
+        return None if self.tls_dir is None else self.tls_dir / role.name.lower()
 
     @property
     def model_name(self) -> str:
@@ -173,6 +191,8 @@ def _worker_spec(
         "--dtype": deployment.dtype.value,
         "--worker-id": f"{role}-{index}-{run_id}",
         "--drain-grace-s": WORKER_DRAIN_S,
+        "--tls-dir": deployment.certificates_of(Role[role.upper()]),
+        "--otlp-endpoint": deployment.otlp_endpoint,
         "--max-num-seqs": deployment.max_num_seqs,
         "--max-model-len": deployment.max_model_len,
         "--num-threads": num_threads or None,
@@ -208,8 +228,16 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
         "--proxy": None if deployment.proxy is None else deployment.proxy.value,
         "--max-requests": deployment.max_requests,
         "--max-queue-wait": deployment.max_queue_wait_s,
+        "--api-keys": deployment.api_keys,
+        "--tls-dir": deployment.certificates_of(Role.COORDINATOR),
+        "--otlp-endpoint": deployment.otlp_endpoint,
     }
-    words = [*flatten(flags), *(["--seed-requests"] if deployment.seed_requests else [])]
+    switches = {
+        "--seed-requests": deployment.seed_requests,
+        "--insecure": deployment.is_insecure,
+        "--log-requests": deployment.logs_requests,
+    }
+    words = [*flatten(flags), *(name for name, is_on in switches.items() if is_on)]
     for weight in deployment.tenant_weights:
         words += ["--tenant-weight", weight]
     return ChildSpec(

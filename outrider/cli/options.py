@@ -13,6 +13,7 @@ from outrider.tenants import parse_tenant_weight
 _MODELS = "Models"
 _NETWORK = "Network"
 _CAPACITY = "Capacity"
+_SECURITY = "Security and observability"
 
 
 def _check_tenant_weights(values: list[str] | None) -> list[str] | None:
@@ -133,6 +134,47 @@ RedisUrl = Annotated[
         help="Redis to use.",
         show_default="an embedded one",
         rich_help_panel=_NETWORK,
+    ),
+]
+ApiKeys = Annotated[
+    Path | None,
+    typer.Option(
+        help="Requests need a key from this file (see `outrider keys`).",
+        show_default="whoever reaches it may ask",
+        rich_help_panel=_SECURITY,
+    ),
+]
+TlsDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="TLS on the public ports and between all parts, with the certificates that `outrider certificates` makes.",
+        show_default="in the clear",
+        rich_help_panel=_SECURITY,
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Listen on another --host than this machine's own without --api-keys.",
+        rich_help_panel=_SECURITY,
+    ),
+]
+LogRequests = Annotated[
+    bool,
+    typer.Option(
+        "--log-requests",
+        help="A line for each request in the coordinator's log; never what was said.",
+        rich_help_panel=_SECURITY,
+    ),
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="OpenTelemetry collector to send traces to, such as http://127.0.0.1:4317.",
+        show_default="no traces",
+        rich_help_panel=_SECURITY,
     ),
 ]
 NumTargetWorkers = Annotated[int, typer.Option(min=1, max=64, rich_help_panel=_CAPACITY)]

@@ -11,9 +11,11 @@ from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from outrider.api_keys import KeyFile
 from outrider.cli.deployment import Deployment, Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
 from outrider.machine import GIB, available_memory
+from outrider.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.tokenizer import fingerprint
 from outrider.vocabulary_map import has_same_base
 
@@ -31,10 +33,26 @@ def check(deployment: Deployment) -> None:
         if not deployment.allow_heterogeneous_vocab:
             check_tokenizers(deployment.target, deployment.draft)
     check_memory(deployment, available_memory())
+    check_access(deployment)
     if deployment.port == deployment.grpc_port != 0:
         raise ConfigurationError(f"--port and --grpc-port are both {deployment.port}; they must differ")
     check_port(deployment.host, deployment.port, "--port")
     check_port(deployment.host, deployment.grpc_port, "--grpc-port")
+
+
+def check_access(deployment: Deployment) -> None:
+    """Keys and certificates that can be used, and no door that stands open by mistake."""
+    if deployment.api_keys is not None:
+        KeyFile(deployment.api_keys)
+    elif deployment.host not in LOOPBACK_HOSTS and not deployment.is_insecure:
+        raise ConfigurationError(
+            f"--host {deployment.host} without --api-keys lets whoever reaches it in. Make keys with `outrider keys`, "
+            "or give --insecure where the network itself keeps strangers out."
+        )
+    for role in (Role.COORDINATOR, Role.TARGET, Role.DRAFT):
+        folder = deployment.certificates_of(role)
+        if folder is not None:
+            check_role(TlsFiles(folder).current(), role)
 
 
 def check_model(folder: Path, flag: str) -> None:

@@ -15,6 +15,7 @@ from outrider.cli.deployment import DEMO_TARGET, Affinity, Deployment, Dtype, Pr
 from outrider.cli.draft_choice import UnfitDraft, choose_draft
 from outrider.cli.options import (
     AllowHeterogeneousVocab,
+    ApiKeys,
     CpuAffinity,
     Draft,
     DraftQuantizationChoice,
@@ -22,7 +23,9 @@ from outrider.cli.options import (
     DtypeChoice,
     GrpcPort,
     Host,
+    Insecure,
     LogDir,
+    LogRequests,
     MaxModelLen,
     MaxNumSeqs,
     MaxQueueWait,
@@ -34,6 +37,7 @@ from outrider.cli.options import (
     NumReplicas,
     NumSpeculativeTokens,
     NumTargetWorkers,
+    OtlpEndpoint,
     Port,
     QuantizationChoice,
     RedisUrl,
@@ -43,6 +47,7 @@ from outrider.cli.options import (
     Target,
     TenantWeights,
     TensorParallelSize,
+    TlsDir,
     Verbose,
 )
 from outrider.cli.progress import Progress
@@ -91,6 +96,11 @@ def serve(
     max_queue_wait: MaxQueueWait = None,
     tenant_weight: TenantWeights = None,
     cpu_affinity: CpuAffinity = Affinity.AUTO,
+    api_keys: ApiKeys = None,
+    tls_dir: TlsDir = None,
+    insecure: Insecure = False,
+    log_requests: LogRequests = False,
+    otlp_endpoint: OtlpEndpoint = None,
     log_dir: LogDir = None,
     verbose: Verbose = False,
 ) -> None:
@@ -136,6 +146,11 @@ def serve(
         enable_prefix_caching=not no_prefix_caching,
         seed_requests=seed_requests,
         proxy=proxy,
+        api_keys=api_keys,
+        tls_dir=tls_dir,
+        is_insecure=insecure,
+        logs_requests=log_requests,
+        otlp_endpoint=otlp_endpoint,
     )
     status = run_until_signalled(lambda: _serve(deployment, redis_url, log_dir, verbose))
     # Being asked to stop and having stopped is success; Ctrl-C keeps the status that shells expect.
@@ -170,9 +185,9 @@ async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | 
 
 async def _probe_draft(deployment: Deployment, url: str, progress: Progress) -> None:
     """Says how the draft does; loudly where it is of no use."""
-    if deployment.draft is None:
+    if deployment.draft is None or deployment.api_keys is not None:  # nobody gave us a key
         return
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=deployment.trust) as client:
         found = await probe(client, deployment.model_name)
     if found is None:
         return

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -97,7 +98,7 @@ async def running_system(
         shared = _shared_environment(url)
         specs = [replace(spec, environment={**shared, **spec.environment}) for spec in specs]
         ready = (await supervisor.start(specs))[-1]
-        await _wait_for_first_answer(str(ready["http"]))
+        await _wait_for_first_answer(str(ready["http"]), deployment.trust)
         yield Addresses(str(ready["http"]), str(ready["grpc"]), log_dir)
     finally:
         # From here on another Ctrl-C means: never mind the order.
@@ -143,11 +144,11 @@ def _shared_environment(redis_url: str) -> dict[str, str]:
     }
 
 
-async def _wait_for_first_answer(url: str) -> None:
+async def _wait_for_first_answer(url: str, trust: ssl.SSLContext | bool) -> None:
     """Until /health says 200: the coordinator has seen a target worker."""
     deadline = time.monotonic() + FIRST_ANSWER_TIMEOUT_S
     last = "no answer"
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=trust) as client:
         while time.monotonic() < deadline:
             try:
                 response = await client.get(f"{url}/health")

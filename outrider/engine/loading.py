@@ -49,13 +49,20 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
         raise ModelLoadError(
             f"no model in {config.model_dir}: config.json is missing; name a folder in Hugging Face format"
         )
-    if not any(config.model_dir.glob("*.safetensors")) and not any(config.model_dir.glob("*.bin")):
+    if not any(config.model_dir.glob("*.safetensors")):
+        if any(config.model_dir.glob("*.bin")):
+            raise ModelLoadError(
+                f"{config.model_dir} has pickled weights (*.bin) alone, and reading these runs whatever their author "
+                "wrote into them; save them as safetensors where that does no harm"
+            )
         raise ModelLoadError(
             f"{config.model_dir} has a config.json but no weights (*.safetensors); was the download finished?"
         )
     model: Any
     try:
-        hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(
+            config.model_dir, local_files_only=True, trust_remote_code=False
+        )
         refuse_other_states(hf_config)
         published = read_as_plain(hf_config)
         if published is not None and group is not None:
@@ -70,6 +77,8 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
             dtype=DTYPES[config.dtype],
             attn_implementation="eager",  # the definition: sdpa, for one, knows no softcap
             local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
             distributed_config=None if group is None else _distribution(config, group),
         )
@@ -178,7 +187,9 @@ def _distribution(config: EngineConfig, group: RankGroup) -> Any:
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
-    hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True).get_text_config()
+    hf_config = AutoConfig.from_pretrained(
+        config.model_dir, local_files_only=True, trust_remote_code=False
+    ).get_text_config()
     num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
     if num_heads % group.size or (num_kv_heads % group.size and group.size % num_kv_heads):
         raise ModelLoadError(

@@ -84,7 +84,7 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
             f"cannot read {model_dir / 'config.json'}: name a folder in Hugging Face format"
         )
     try:
-        hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         layers = layout_of_config(hf_config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)

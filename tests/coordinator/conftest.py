@@ -77,7 +77,11 @@ class ClusterFactory:
             ) -> tuple[WorkerRecord, ...]:
                 addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
                 fingerprint = self.tokenizer.fingerprint
-                return tuple(record_of(pool, address, fingerprint, **record) for address in addresses)
+                names = [{"model_name": getattr(worker, "model_name", "demo")} for worker in workers]
+                return tuple(
+                    record_of(pool, address, fingerprint, **(name | record))
+                    for address, name in zip(addresses, names, strict=True)
+                )
 
             snapshot = Snapshot(await started("target", targets), await started("draft", drafts))
             options = {"tokenizer_dir": str(self.model_dir), "redis_url": "unused", **(settings or {})}

@@ -158,6 +158,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     is_full: bool = False
     lets_go_after_s: float | None = None
     is_mute: bool = False  # accepts the call and never reports
+    model_name: str = "demo"  # as registered
     requests: list[draft_pb2.AttachRequest] = field(default_factory=list)
     num_open: int = 0
     num_closed: int = 0

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import grpc
+import grpc.aio
+import httpx
 import pytest
+from cryptography import x509
 
 from coordinator import ingress
-from coordinator.haproxy_launcher import rewritten
+from coordinator.haproxy_launcher import _contents, hand_over, rewritten
 from coordinator.ingress import FOLDER_BYTES_MAX, GRPC_HOST_VARIABLE, Ingress, Proxy, ProxyUnusable, choose
+from outrider.certificate_authority import CertificateAuthority
+from outrider.free_ports import free_ports
+from outrider.tls import Role
 
 PUBLIC = Ingress(host="10.0.0.5", port=8000, grpc_port=9000, requests_max=300, generation_max_s=3600)
 CONFIGURATION = """\
 global
     stats socket /tmp/or/s mode 666
+defaults
+    mode http
 frontend prometheus
     bind :9101
 frontend http_frontend
@@ -138,15 +152,52 @@ class TestLauncher:
         assert [line.strip() for line in lines if "bind" in line] == [
             "bind 127.0.0.1:9101", "bind 10.0.0.5:8000", "bind 10.0.0.5:9000 proto h2", "bind 127.0.0.1:8404",
         ]  # fmt: skip
-        assert [line for line in lines if "bind" not in line] == [
+        added = [line for line in lines if line not in CONFIGURATION and "bind" not in line]
+        assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
+        assert len(added) == 4
+
+    def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
+        text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))
+        assert "\ndefaults\n    timeout http-request 10s\n    timeout http-keep-alive 75s\n" in text
+        with pytest.raises(ValueError, match="no defaults section"):
+            rewritten(CONFIGURATION.replace("defaults", "default"), "*", frozenset({8000}))
+
+    def test_strangers_are_not_told_which_applications_there_are(self) -> None:
+        lines = [line.strip() for line in rewritten(CONFIGURATION, "*", frozenset({8000, 9000})).splitlines()]
+        assert "/-/routes" in lines[lines.index("bind *:8000") + 1]
+        assert "ListApplications" in lines[lines.index("bind *:9000 proto h2") + 1]
+
+    @pytest.mark.parametrize("verify", ["none", "required"])
+    def test_with_certificates_the_public_listeners_speak_tls_alone(self, verify: str) -> None:
+        text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}), "/certs", verify)
+        lines = [line.strip() for line in text.splitlines()]
+        tls = f"ssl crt /certs/tls.crt ca-file /certs/ca.crt verify {verify} alpn"
+        assert [line for line in lines if line.startswith("bind")] == [
+            "bind 127.0.0.1:9101", f"bind *:8000 {tls} h2,http/1.1", f"bind *:9000 {tls} h2", "bind 127.0.0.1:8404",
+        ]  # fmt: skip
+        assert lines[:4] == [
+            "global", "ssl-load-extra-del-ext", "ssl-load-extra-files key",
+            "ssl-default-bind-options ssl-min-ver TLSv1.2",
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match="no global section"):
+            rewritten(CONFIGURATION.replace("global", "globals"), "*", frozenset({8000}), "/certs")
+
+    def test_tls_is_not_given_up_for_a_proxy_that_has_none(self, folder: Path, other_program: Path) -> None:
+        secured = replace(PUBLIC, tls_dir=folder)
+        with pytest.raises(ProxyUnusable, match="no TLS"):
+            choose(Proxy.PYTHON, secured, folder, 2)
+        other_program.write_text("#!/bin/sh\nexit 1\n")
+        with pytest.raises(ProxyUnusable, match="does not run"):
+            choose(None, secured, folder, 2)
 
     def test_nothing_is_spliced(self) -> None:
         options = ["option abortonclose", "option splice-request", "option splice-response"]
         configuration = "defaults\n    " + "\n    ".join(options) + "\nfrontend x\n    bind :8000\n"
         changed = rewritten(configuration, "*", frozenset({8000}))
-        assert changed == "defaults\n    option abortonclose\nfrontend x\n    bind *:8000\n"
+        assert changed.partition("keep-alive 75s\n")[2].startswith("    option abortonclose\nfrontend x\n")
+        assert "splice" not in changed
 
     def test_a_configuration_of_another_kind_is_refused(self) -> None:
         for unknown in ("frontend x\n    bind unix@/tmp/s\n", "frontend x\n"):
@@ -180,3 +231,113 @@ class TestLauncher:
             parent.kill()
             parent.wait()
             assert output.read() == "", "the pipe closes when the last of them has gone"
+
+
+async def test_two_systems_do_not_share_a_replicas_grpc_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve tries the next port where this one is refused."""
+    from ray.serve._private import default_impl, grpc_util
+    from ray.serve.config import gRPCOptions
+
+    from coordinator.listeners import listen_on_one_address
+
+    monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
+    monkeypatch.setattr(grpc_util, "gRPCGenericServer", grpc_util.gRPCGenericServer)
+    monkeypatch.setenv(GRPC_HOST_VARIABLE, "127.0.0.1")
+    listen_on_one_address()
+    (port,) = free_ports(1)
+
+    async def start() -> tuple[asyncio.Task[None], grpc.aio.Server]:
+        started: tuple[asyncio.Task[None], grpc.aio.Server] = await grpc_util.start_grpc_server(
+            lambda **_: None, gRPCOptions(port=port), event_loop=asyncio.get_running_loop()
+        )
+        return started
+
+    task, server = await start()
+    try:
+        with pytest.raises(RuntimeError, match=str(port)):
+            await start()
+    finally:
+        await server.stop(None)
+        await task
+
+
+class TestHandingOver:
+    """Of certificates, to an HAProxy that runs."""
+
+    @pytest.fixture
+    def authority(self, folder: Path) -> CertificateAuthority:
+        authority = CertificateAuthority.make()
+        authority.issue(folder, Role.COORDINATOR, names=("localhost",), valid_for=datetime.timedelta(days=1))
+        return authority
+
+    @pytest.fixture
+    def port(self, folder: Path, authority: CertificateAuthority) -> Iterator[int]:
+        try:
+            haproxy = ingress.find_haproxy(folder)
+        except ProxyUnusable as error:
+            pytest.skip(str(error))
+        (port,) = free_ports(1)
+        given = (
+            f"global\n    stats socket {folder}/s level admin\ndefaults\n    mode http\n    timeout connect 1s\n"
+            "    timeout client 9s\n    timeout server 9s\n"
+            f"frontend x\n    bind :{port}\n    http-request return status 200\n"
+        )
+        (folder / "cfg").write_text(rewritten(given, "127.0.0.1", frozenset({port}), str(folder)))
+        process = subprocess.Popen([haproxy, "-db", "-f", folder / "cfg"], stderr=subprocess.DEVNULL)
+        try:
+            until_listening(port)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+    def serial(self, folder: Path, port: int) -> int:
+        context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as secure,
+        ):
+            shown = secure.getpeercert(binary_form=True)
+            assert shown is not None
+            return x509.load_der_x509_certificate(shown).serial_number
+
+    def test_a_new_certificate_of_a_new_authority_is_shown(
+        self, folder: Path, authority: CertificateAuthority, port: int
+    ) -> None:
+        before = self.serial(folder, port)
+        other = CertificateAuthority.make()
+        other.issue(folder, Role.COORDINATOR, names=("localhost",), valid_for=datetime.timedelta(days=1))
+        assert hand_over(str(folder), _contents(str(folder)), str(folder / "s")) == ""
+        assert self.serial(folder, port) != before
+
+    def test_a_key_of_another_certificate_is_refused_with_what_haproxy_says(
+        self, folder: Path, authority: CertificateAuthority, port: int
+    ) -> None:
+        before = self.serial(folder, port)
+        certificate, _, authorities = _contents(str(folder))
+        authority.issue(folder, Role.COORDINATOR, valid_for=datetime.timedelta(days=1))
+        wrong = (certificate, _contents(str(folder))[1], authorities)
+        assert "inconsistencies" in hand_over(str(folder), wrong, str(folder / "s"))
+        assert self.serial(folder, port) == before
+
+    def test_strangers_find_no_list_under_another_spelling(
+        self, folder: Path, authority: CertificateAuthority, port: int
+    ) -> None:
+        context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        with httpx.Client(base_url=f"https://localhost:{port}", verify=context) as client:
+            codes = [
+                client.get(path).status_code for path in ("/-/routes", "/%2D/routes", "/-/%72outes", "/x")
+            ]
+        assert codes == [404, 404, 404, 200]
+
+
+def until_listening(port: int) -> None:
+    until_s = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.02)

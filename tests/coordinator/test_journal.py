@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 import redis.asyncio
 
-from coordinator.journal import PAYLOAD_BYTES_MAX, Journal, JournalEntry
+from coordinator.journal import LIFE_AFTER_END_S, PAYLOAD_BYTES_MAX, Journal, JournalEntry
 from outrider.errors import RegistryUnavailable
 from outrider.registry import Registry
 
@@ -102,7 +103,8 @@ async def test_while_redis_is_away_news_wait_and_are_written_later(registry: Reg
         await asyncio.sleep(0.05)
         stream.add(0, [3])
         assert journal.is_degraded
-        assert await journal.load("r1") is None
+        with pytest.raises(RegistryUnavailable):
+            await journal.load("r1")
         absent.is_away = False
         assert list((await loaded(journal, "r1", 3)).token_ids[0]) == [1, 2, 3]
         await asyncio.sleep(0.01)
@@ -132,3 +134,21 @@ async def test_the_end_of_a_stream_leaves_alone_the_one_that_took_its_place(regi
         await flushing
         after.add(0, [1, 2, 3])
         assert list((await loaded(journal, "r1", 3)).token_ids[0]) == [1, 2, 3]
+
+
+async def test_requests_beyond_a_replicas_share_of_redis_are_not_kept_until_others_are_gone(
+    registry: Registry,
+) -> None:
+    now_s = 0.0
+    size = len(ENTRY.payload)
+    async with Journal(registry, 0.01, now_s=lambda: now_s, bytes_max=2 * size) as journal:
+        first, second = (journal.begin(f"r{number}", ENTRY, deadline_s=10) for number in range(2))
+        assert first is not None
+        assert second is not None
+        assert journal.begin("r2", ENTRY, deadline_s=10) is None
+        first.end()
+        now_s = LIFE_AFTER_END_S - 1
+        assert journal.begin("r3", ENTRY, deadline_s=10) is None
+        now_s = LIFE_AFTER_END_S
+        assert journal.begin("r4", ENTRY, deadline_s=10) is not None
+        assert journal.begin("r5", ENTRY, deadline_s=10) is None

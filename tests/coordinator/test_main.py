@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -60,6 +61,20 @@ class TestRefusalsAtStart:
         assert not _parse(given)[0].seed_requests
         assert _parse([*given, "--seed-requests"])[0].seed_requests
         assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
+
+    def test_files_that_are_links_stay_links_for_they_will_lead_elsewhere(self, tmp_path: Path) -> None:
+        """A secret of Kubernetes is a link to a folder that the next version replaces."""
+        (tmp_path / "..1").mkdir()
+        (tmp_path / "..1" / "keys.toml").write_text("")
+        (tmp_path / "..data").symlink_to("..1")
+        (tmp_path / "keys.toml").symlink_to("..data/keys.toml")
+        given = ["--tokenizer", ".", "--redis-url", "redis://x"]
+        settings, listen = _parse(
+            [*given, "--api-keys", str(tmp_path / "keys.toml"), "--tls-dir", str(tmp_path / "..data")]
+        )
+        assert settings.api_keys_file == str(tmp_path / "keys.toml")
+        assert settings.tls_dir == str(tmp_path / "..data")
+        assert listen.tls_dir == tmp_path / "..data"
 
     def test_what_came_of_other_requests_counts_unless_it_is_told_not_to(self) -> None:
         given = ["--tokenizer", ".", "--redis-url", "redis://x"]
@@ -271,9 +286,12 @@ class TestUnderRayServe:
 
     async def test_it_stops_with_status_zero_and_leaves_no_process(self, running: Running) -> None:
         family = psutil.Process(running.process.pid).children(recursive=True)
-        assert any("raylet" in process.name() for process in family)
-        is_haproxy = running.ready["proxy"] == "haproxy"
-        assert any(process.name() == "haproxy" for process in family) is is_haproxy
+        names = set()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ray's come and go
+                names.add(process.name())
+        assert "raylet" in names
+        assert ("haproxy" in names) is (running.ready["proxy"] == "haproxy")
         running.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             assert await running.process.wait() == 0

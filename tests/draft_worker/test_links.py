@@ -97,13 +97,14 @@ async def test_a_model_thread_that_is_too_far_behind_does_not_end_the_link() -> 
             await links.close()
 
 
-async def test_a_session_that_left_before_the_frame_did_is_not_subscribed() -> None:
+async def test_a_session_that_left_before_the_frame_did_is_not_subscribed_and_hints_nothing() -> None:
     async with serving(BreakingTarget()) as (target, address):
         links: TargetLinks
 
         def introduce(event: Event) -> None:
             if isinstance(event, LinkOpened):
                 links.put(Subscribe(address, "a", 1, 5))
+                links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))
                 links.put(Unsubscribe(address, "a"))
 
         links = TargetLinks(introduce)
@@ -112,7 +113,33 @@ async def test_a_session_that_left_before_the_frame_did_is_not_subscribed() -> N
             async with asyncio.timeout(WAIT_S):
                 frame = await target.frames.get()
             assert not frame.subscribe
+            assert not frame.nodes
             assert list(frame.unsubscribe) == ["a"]
+        finally:
+            await links.close()
+
+
+async def test_after_a_break_hints_wait_until_the_target_has_heard_of_their_session_again() -> None:
+    async with serving(BreakingTarget()) as (target, address):
+        links: TargetLinks
+        num_streams = 0
+
+        def introduce(event: Event) -> None:
+            nonlocal num_streams
+            if isinstance(event, LinkOpened):
+                num_streams += 1
+                links.put(SendHints(address, "a", 1, 5, [Hint(1, 0, 7)]))  # begun before the break
+                links.put(Subscribe(address, "a", 1, 5))
+
+        links = TargetLinks(introduce)
+        links.join(address, "a")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                for _ in range(2):
+                    frame = await target.frames.get()
+                    assert [subscribe.session_id for subscribe in frame.subscribe] == ["a"]
+                    assert not frame.nodes
+            assert num_streams >= 2
         finally:
             await links.close()
 

@@ -28,7 +28,7 @@ FREE_PORTS = ("--port", "0", "--grpc-port", "0")
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
 READY = re.compile(
-    r"Outrider is ready: (http://\S+)/v1 \(OpenAI\), (\S+) \(gRPC\), model (\S+), logs in (.+)"
+    r"Outrider is ready: (https?://\S+)/v1 \(OpenAI\), (\S+) \(gRPC\), model (\S+), logs in (.+)"
 )
 
 SeenT = TypeVar("SeenT")
@@ -130,6 +130,11 @@ class System:
         ]
         assert samples, f"{worker} has no metric {name}"
         return sum(samples)
+
+    def own_metric(self, name: str) -> float:
+        """The value of the coordinator's metric, over its labels; 0 where nothing has been counted."""
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def sessions(self) -> dict[str, float]:
         """Sessions that the workers hold now."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +91,69 @@ def counts_of(usage: dict[str, Any]) -> dict[str, int]:
     return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
+COUNTERS = {  # what a request is told of itself, and the counters that it is counted in at the target
+    "num_spec_steps": "spec_decode_num_drafts",
+    "num_draft_tokens": "spec_decode_num_draft_tokens",
+    "num_accepted_draft_tokens": "spec_decode_num_accepted_tokens",
+    "num_stale_hints": "stale_hints",
+    "num_late_hints": "late_hints",
+    "num_forced_tokens": "grammar_forced_tokens",
+    "num_lookup_tokens": "lookup_accepted_tokens",
+}
+OF_COORDINATOR = (
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+)  # which it counts as well
+
+
 # What it says.
+
+
+def test_statistics_of_requests_sum_to_the_counters(system: System) -> None:
+    """Of greedy, seeded, sampled and structured requests, with and without speculation, some of which end by a stop."""
+    system.expect_idle()
+
+    def look() -> dict[str, float]:
+        seen = {
+            f"target {name}": system.metric("target-0", f"outrider_{name}_total")
+            for name in COUNTERS.values()
+        }
+        for name in ("prompt_tokens", "generation_tokens"):
+            seen[f"target {name}"] = system.metric("target-0", f"outrider_{name}_total")
+            seen[f"coordinator {name}"] = system.own_metric(f"outrider_{name}_total")
+        for name in OF_COORDINATOR:
+            seen[f"coordinator {COUNTERS[name]}"] = system.own_metric(f"outrider_{COUNTERS[name]}_total")
+        return seen
+
+    before = look()
+    told: Counter[str] = Counter()
+    kinds: list[dict[str, Any]] = [
+        {"speculation": {"always": True}},
+        {"speculation": {"enabled": False}},
+        {"temperature": 1, "seed": 7},
+        {"temperature": 1},
+        {"structured_outputs": {"regex": "(alpha|beta|gamma){3,9} and nothing else"}, "max_tokens": 60},
+        {"prompt": "one two three four five six seven eight " * 4, "speculation": {"always": True}},
+    ]
+    for prompt, parameters in zip(held_out_prompts(12), kinds * 2, strict=True):
+        answer = system.complete(**{"prompt": prompt, "max_tokens": 50, **parameters})
+        statistics = answer["metrics"]["speculative_decoding"]
+        for name, counter in COUNTERS.items():
+            told[f"target {counter}"] += statistics[name]
+        for name in OF_COORDINATOR:
+            told[f"coordinator {COUNTERS[name]}"] += statistics[name]
+        for who in ("target", "coordinator"):
+            told[f"{who} prompt_tokens"] += answer["usage"]["prompt_tokens"]
+            told[f"{who} generation_tokens"] += answer["usage"]["completion_tokens"]
+    assert told["target spec_decode_num_draft_tokens"] > 50
+    assert told["target grammar_forced_tokens"] > 0
+    eventually(
+        lambda: {name: value - before[name] for name, value in look().items()},
+        lambda seen: seen == told,
+        f"the counters to have risen by {dict(told)}",
+        timeout_s=5,
+    )
 
 
 def test_greedy_text_is_the_same_with_speculation_streamed_and_over_grpc(

@@ -118,3 +118,43 @@ def test_end_of_sequence_tokens_come_from_the_generation_configuration(tmp_path:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     assert load_model(models.engine_config(directory)).eos_token_ids == frozenset({5, 7})
     shutil.rmtree(directory)
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    """Reading them would run what is in them."""
+    directory = models.copy_of("llama", tmp_path / "model")
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    ran = tmp_path / "ran"
+    torch.save(_Booby(ran), directory / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="save them as safetensors"):
+        load_model(EngineConfig(directory))
+    assert not ran.exists()
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    ran = tmp_path / "ran"
+    (directory / "theirs.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+        "class Config(C):\n    model_type = 'theirs'\nclass Model(M):\n    config_class = Config\n"
+    )
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=str(directory)):
+        load_model(EngineConfig(directory))
+    assert not ran.exists()
+
+
+class _Booby:
+    """Whose unpickling leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (str(self._path), "w")

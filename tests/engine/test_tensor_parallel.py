@@ -263,7 +263,9 @@ def own_memory_mib() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1], ids=["rank 0", "another one"])
+@pytest.mark.parametrize(
+    "who", [pytest.param(0, id="rank 0"), pytest.param(1, id="another one", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_the_ranks_end_when_one_of_them_is_gone(tmp_path: Path, who: int, number: int) -> None:
     with Ranks(4, tmp_path, "talk", models.model_dir("llama")) as ranks:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.telemetry import serve_metrics
+from outrider.metrics_server import serve_metrics
 from outrider.worker_options import WorkerOptions
 from outrider.worker_process import (
     EXIT_STALLED,
@@ -27,6 +28,7 @@ from outrider.worker_process import (
     WorkerProcess,
     abort,
     pin_to_cores,
+    tell_cause,
 )
 from protos.outrider.v1 import common_pb2, draft_pb2_grpc
 
@@ -85,14 +87,16 @@ async def test_a_port_in_use_is_named() -> None:
 
 
 async def test_an_address_that_nobody_can_dial_is_not_announced() -> None:
-    options = WorkerOptions("0.0.0.0", 0, "redis://127.0.0.1:1/0", 0, "w", 1.0)
-    with pytest.raises(OutriderError, match=r"--host 0\.0\.0\.0"):
+    options = WorkerOptions("0.0.0.0", 0, "redis://127.0.0.1:1/0", 0, "w", 1.0, is_insecure=True)
+    with pytest.raises(OutriderError, match=r"--host 0\.0\.0\.0 cannot be announced"):
         async with WorkerProcess(options, "draft", []):
             pass
 
 
 async def test_an_address_given_is_announced_instead_of_the_one_it_listens_on() -> None:
-    options = WorkerOptions("0.0.0.0", 0, None, 0, "w", 1.0, announce="worker.internal:7000")
+    options = WorkerOptions(
+        "0.0.0.0", 0, None, 0, "w", 1.0, announce="worker.internal:7000", is_insecure=True
+    )
     async with WorkerProcess(options, "draft", []) as process:
         assert process.address == "worker.internal:7000"
         assert process.port not in (0, 7000)
@@ -202,3 +206,14 @@ def test_bounds_of_a_stall_that_make_no_sense_are_refused_by_the_flag() -> None:
 def test_cores_that_do_not_exist_are_refused_by_the_flag(cores: str) -> None:
     with pytest.raises(OutriderError, match="--cpu-affinity"):
         pin_to_cores(cores)
+
+
+def test_the_cause_of_an_end_is_in_torchruns_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "error.json"
+    tell_cause("no such model")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    tell_cause("3 ranks cannot share 2 heads")
+    assert json.loads(path.read_text())["message"]["message"] == "3 ranks cannot share 2 heads"
+    assert capsys.readouterr().err == "error: no such model\nerror: 3 ranks cannot share 2 heads\n"

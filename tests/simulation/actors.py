@@ -461,12 +461,16 @@ class _Channels:
     def __init__(self, network: Network, process: Process) -> None:
         self._network, self._process = network, process
 
-    def generate(self, address: str, request: target_pb2.GenerateRequest, timeout_s: float) -> Call:
+    def generate(
+        self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
+    ) -> Call:
         return self._network.stream(
             self._process, address, "Target/Generate", request, target_pb2.GenerateEvent, timeout_s
         )
 
-    def attach(self, address: str, request: draft_pb2.AttachRequest, timeout_s: float) -> Call:
+    def attach(
+        self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
+    ) -> Call:
         return self._network.stream(
             self._process, address, "Draft/Attach", request, draft_pb2.AttachStatus, timeout_s
         )

@@ -28,7 +28,7 @@ from tests.simulation.registry import PoolModel
 from tests.simulation.scenario import draw
 from tests.simulation.world import run
 
-NUM_SEEDS = int(os.environ.get("OUTRIDER_SIMULATION_SEEDS", "2000"))
+NUM_SEEDS = int(os.environ.get("OUTRIDER_SIMULATION_SEEDS", "1000"))
 NUM_SEEDS_TO_FIND = 1000
 
 

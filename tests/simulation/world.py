@@ -12,6 +12,7 @@ from coordinator.settings import CoordinatorSettings
 from draft_worker.messages import SendHints
 from outrider.engine.kv_cache import KVSequence
 from outrider.hint_tree import ROOT_ID
+from target_worker.server import session_id_of
 from target_worker.session import Session
 from tests.simulation.actors import REDIS, Coordinator, Draft, Redis, Target, Worker
 from tests.simulation.client import Client, texts_of
@@ -298,7 +299,8 @@ class _World:
         tree = session.tree
         if len(tree) > _TREE_NODES_MAX:
             self.wrong(f"I7: the tree of {session.session_id} has {len(tree)} nodes")
-        paths = self._hints.get((session.session_id, tree._attachment, tree._base_len), {})
+        named = session_id_of(session.session_id), tree._attachment, tree._base_len
+        paths = self._hints.get(named, {})
         committed = tuple(session.token_ids[tree._base_len :])
         for node_id, node in tree._nodes.items():
             path = paths.get(node_id, ())

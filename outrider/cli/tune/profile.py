@@ -68,7 +68,7 @@ def longest_sequence(model_dir: Path) -> int:
     from outrider.engine.model import ModelLoadError
 
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"cannot read {model_dir / 'config.json'}: {error}") from error
     return getattr(config, "max_position_embeddings", None) or 1 << 20

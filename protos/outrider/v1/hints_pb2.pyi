@@ -19,16 +19,18 @@ class HintFrame(_message.Message):
     def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("session_id", "attachment", "known_len", "channel")
+    __slots__ = ("session_id", "attachment", "known_len", "channel", "hint_token")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_LEN_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    HINT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     attachment: int
     known_len: int
     channel: int
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ...) -> None: ...
+    hint_token: str
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ..., hint_token: _Optional[str] = ...) -> None: ...
 
 class HintNodes(_message.Message):
     __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences")

@@ -18,7 +18,7 @@ from tests.e2e.chaos.faults import FAULTS
 from tests.e2e.system import ROOT, environment
 
 # Of the part with faults; start, learning and end take about a minute more.
-SECONDS = float(os.environ.get("OUTRIDER_CHAOS_SECONDS", "75"))
+SECONDS = float(os.environ.get("OUTRIDER_CHAOS_SECONDS", "45"))
 SECONDS_LONG = float(os.environ.get("OUTRIDER_CHAOS_SECONDS_LONG", "1800"))
 AROUND_S = 240.0
 

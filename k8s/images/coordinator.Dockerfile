@@ -1,0 +1,39 @@
+# The coordinator, by itself (`python -m coordinator`) or as nodes of a Ray cluster, which KubeRay starts with commands of
+# its own. No torch in it. From the root of the repository:
+#
+#   docker build --file k8s/images/coordinator.Dockerfile --tag outrider-coordinator .
+#
+# For linux/amd64, as the lock. `docker buildx imagetools inspect python:3.11-slim-bookworm` shows the digest of today's base.
+FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
+
+# A mirror is named by --build-arg PIP_INDEX_URL=…; what it offers must have the lock's hashes.
+FROM base AS packages
+ARG PIP_INDEX_URL
+COPY k8s/images/locks/coordinator.txt /locks/
+RUN python -m venv --without-pip /venv \
+    && pip --python /venv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
+        --requirement /locks/coordinator.txt
+COPY outrider /app/outrider
+COPY protos /app/protos
+COPY coordinator /app/coordinator
+RUN python -m compileall -q /app
+
+FROM base
+RUN groupadd --gid 10001 outrider \
+    && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin outrider
+COPY --from=packages /venv /venv
+COPY --from=packages /app /app
+# Tokenizers are no secret tokens.
+# hadolint ignore=DL3064
+ENV PATH=/venv/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    TOKENIZERS_PARALLELISM=false \
+    RAY_USAGE_STATS_ENABLED=0
+WORKDIR /app
+USER 10001:10001
+EXPOSE 8000 9000
+ENTRYPOINT ["python", "-m"]
+CMD ["coordinator", "--help"]

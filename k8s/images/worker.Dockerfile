@@ -1,0 +1,65 @@
+# Both workers: target_worker and draft_worker. From the root of the repository:
+#
+#   docker build --file k8s/images/worker.Dockerfile --tag outrider-worker:cpu .
+#   docker build --file k8s/images/worker.Dockerfile --build-arg VARIANT=cuda --tag outrider-worker:cuda .
+#
+# The variants differ in the lock file alone: torch brings the CUDA libraries that it was built with, the driver comes
+# with the node. For linux/amd64, as the locks. What a base image is called says which one it was when it was pinned;
+# `docker buildx imagetools inspect python:3.11-slim-bookworm` shows the digest of today's.
+ARG VARIANT=cpu
+
+# A compiler for the CPU kernels, so the large image; nothing but /app of it is kept.
+FROM python:3.11-bookworm@sha256:b99029c95d3d37fb1e4e76d287f7984373dca77c665885986e31b2c95260c13c AS build
+WORKDIR /src
+COPY k8s/images/locks/build.txt ./
+RUN pip install --no-cache-dir --require-hashes --only-binary :all: --requirement build.txt
+COPY pyproject.toml README.md ./
+COPY outrider ./outrider
+COPY protos ./protos
+COPY draft_worker ./draft_worker
+COPY target_worker ./target_worker
+# Without its compiler the package installs all the same, only slower: here that is an error.
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel . \
+    && python -m zipfile -e /wheel/outrider-*.whl /app \
+    && test -f /app/outrider/engine/_kernels.*.so \
+    && python -m compileall -q /app
+
+FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
+
+FROM base AS packages-cpu
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+FROM base AS packages-cuda
+
+# A mirror is named by --build-arg PIP_INDEX_URL=…; what it offers must have the lock's hashes.
+# hadolint ignore=DL3006
+FROM packages-${VARIANT} AS packages
+ARG VARIANT
+ARG PIP_INDEX_URL
+COPY k8s/images/locks/worker-${VARIANT}.txt /locks/worker.txt
+RUN python -m venv --without-pip /venv \
+    && pip --python /venv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
+        --requirement /locks/worker.txt
+
+# No compiler, no pip among the packages, nothing that is written to but /tmp.
+FROM base
+RUN groupadd --gid 10001 outrider \
+    && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin outrider
+COPY --from=packages /venv /venv
+COPY --from=build /app /app
+# Tokenizers are no secret tokens.
+# hadolint ignore=DL3064
+ENV PATH=/venv/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONPATH=/app \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    HF_HUB_OFFLINE=1 \
+    TOKENIZERS_PARALLELISM=false \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+WORKDIR /app
+USER 10001:10001
+EXPOSE 50051 9100
+# Which worker, and its flags, are the arguments. Several ranks: torchrun --standalone --nproc-per-node=4 -m
+ENTRYPOINT ["python", "-m"]
+CMD ["target_worker", "--help"]

@@ -1,0 +1,37 @@
+#!/bin/sh
+# Makes Redis' users, new passwords and all: coordinators, which keep everything there, and target and draft workers,
+# which find nothing but the leases of their own pool. A worker that has been taken over reads nobody's prompts in it.
+#
+#   k8s/redis_users.sh FOLDER [ADDRESS]
+#
+# writes FOLDER/users.conf for Redis, with hashes alone, and FOLDER/url-coordinator, url-target and url-draft, for
+# --redis-url-file. ADDRESS is rediss://redis:6379, with the certificates of the component `mtls`, unless given;
+# redis://HOST:PORT is in the clear.
+set -eu
+umask 077
+folder=${1:?k8s/redis_users.sh FOLDER [ADDRESS]}
+address=${2:-rediss://redis:6379}
+certificates=
+case $address in
+rediss://*)
+  tls=/etc/outrider/tls
+  certificates="?ssl_certfile=$tls/tls.crt&ssl_keyfile=$tls/tls.key&ssl_ca_certs=$tls/ca.crt"
+  ;;
+redis://*) ;;
+*) echo "redis_users.sh: $address is neither redis://HOST:PORT nor rediss://HOST:PORT" >&2; exit 2 ;;
+esac
+mkdir -p "$folder"
+
+user() { # NAME KEYS-AND-MORE
+  password=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+  hash=$(printf %s "$password" | sha256sum | cut -c1-64)
+  echo "user $1 on #$hash +@all -@admin -@dangerous $2"
+  echo "${address%%://*}://$1:$password@${address#*://}/0$certificates" >"$folder/url-$1"
+}
+
+{
+  echo "user default off"
+  user coordinator "~* &*"
+  user target "~{or:target}:* -scan -randomkey"
+  user draft "~{or:draft}:* -scan -randomkey"
+} >"$folder/users.conf"

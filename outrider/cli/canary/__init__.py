@@ -1,0 +1,1 @@
+"""`outrider canary`: tries another way of speculating on a share of the traffic, and says what came of it."""

@@ -1,0 +1,258 @@
+"""Mutual TLS between processes: certificates in a folder, read again when they change, and who may call what.
+
+A folder holds `tls.crt`, `tls.key` and `ca.crt`, as cert-manager and Kubernetes' secrets have them. The authority is
+Outrider's alone, so that whoever it signed belongs to the system; a certificate's DNS name says which part it is
+(`Role`). Addresses come from the registry and change all the time, so names are checked in place of them: a client
+expects `target.outrider.internal` wherever it dials a target.
+
+Invariant: files are only ever replaced in use by files that belong together. A rotation that is half done, or gone
+wrong, leaves what was there before, and says so.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from enum import StrEnum
+from inspect import isasyncgenfunction
+from pathlib import Path
+from typing import Any, Final, cast
+
+import grpc
+import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from outrider.errors import ConfigurationError
+from outrider.watched_files import WatchedFiles
+
+CERTIFICATE: Final = "tls.crt"
+PRIVATE_KEY: Final = "tls.key"
+AUTHORITY: Final = "ca.crt"
+LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+"""Where nobody else can listen in, or ask."""
+_FILE_BYTES_MAX: Final = 1 << 20
+
+
+class Role(StrEnum):
+    """A part of the system, by the DNS name in its certificate."""
+
+    COORDINATOR = "coordinator.outrider.internal"
+    TARGET = "target.outrider.internal"
+    DRAFT = "draft.outrider.internal"
+    REDIS = "redis.outrider.internal"
+    CLIENT = "client.outrider.internal"  # of the coordinator: a load balancer, or a service
+    OPERATOR = "operator.outrider.internal"  # people, and what watches
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMaterial:
+    """What one reading of a folder found; all of it PEM."""
+
+    certificate_chain: bytes
+    private_key: bytes
+    authorities: bytes
+    names: frozenset[str]  # DNS names of the certificate
+    expires_at_s: float  # since the epoch
+
+    @property
+    def version(self) -> int:
+        """Another one for every reading that found something new."""
+        return hash((self.certificate_chain, self.authorities))
+
+
+class TlsFiles:
+    """One folder. For any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigurationError, which names the file."""
+        self.folder = folder
+        paths = [folder / name for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY)]
+        self._files = WatchedFiles(paths, lambda: _read(folder))
+        self._lock = threading.Lock()
+        self._context: tuple[int, ssl.SSLContext] | None = None
+
+    def current(self) -> KeyMaterial:
+        """The newest that is whole."""
+        return self._files.current()
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server that lets in only whom the authority signed, and whose certificate is looked up anew for every
+        connection."""
+        told = [self.current().version]
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            material = self.current()
+            if material.version == told[0]:
+                return None  # as before
+            told[0] = material.version
+            return _server_configuration(material)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(self.current()),
+            cast(Callable[[], grpc.ServerCertificateConfiguration], fetch),  # the stubs do not know of None
+            require_client_authentication=True,
+        )
+
+    def server_context(self) -> ssl.SSLContext:
+        """The same for servers that are not gRPC's; to be asked for every connection."""
+        material = self.current()
+        with self._lock:
+            if self._context is None or self._context[0] != material.version:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.minimum_version = ssl.TLSVersion.TLSv1_2
+                context.verify_mode = ssl.CERT_REQUIRED
+                try:
+                    context.load_cert_chain(self.folder / CERTIFICATE, self.folder / PRIVATE_KEY)
+                    # Comments between certificates may be in any language.
+                    context.load_verify_locations(cadata=material.authorities.decode("ascii", "ignore"))
+                except (OSError, ValueError):  # in the middle of a change
+                    if self._context is None:
+                        raise
+                    return self._context[1]
+                self._context = material.version, context
+            return self._context[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """Opens channels to other parts: over mutual TLS, or in the clear where there are no certificates."""
+
+    files: TlsFiles | None
+
+    @property
+    def version(self) -> int:
+        """Changes when channels should be opened anew, before the certificates of those that there are expire."""
+        return 0 if self.files is None else self.files.current().version
+
+    def open(self, address: str, role: Role, options: Iterable[tuple[str, int]]) -> grpc.aio.Channel:
+        """A channel to the part that listens at `address`, host:port."""
+        if self.files is None:
+            return grpc.aio.insecure_channel(address, options=list(options))
+        material = self.files.current()
+        credentials = grpc.ssl_channel_credentials(
+            material.authorities, material.private_key, material.certificate_chain
+        )
+        named: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", role.value)]
+        return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+PLAINTEXT: Final = Dialer(None)
+
+
+class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets a call through when its caller's certificate names a role that may make it; refuses all others.
+
+    What no rule names may be called by whoever the authority signed: health, reflection and GetInfo.
+    """
+
+    def __init__(self, permitted: Mapping[str, frozenset[Role]]) -> None:
+        """`permitted` by method, /package.Service/Method."""
+        self._permitted = permitted
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """As grpc.aio asks for every call."""
+        handler: Any = await continuation(handler_call_details)
+        roles = self._permitted.get(handler_call_details.method)
+        if handler is None or roles is None:
+            return handler
+        return _guarded(handler, handler_call_details.method, roles)
+
+
+def names_of_peer(context: grpc.aio.ServicerContext[Any, Any]) -> frozenset[str]:
+    """DNS names in the certificate of who calls; empty without one."""
+    # A name that the certificate repeats in its subject counts as well, for gRPC tells both alike.
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return frozenset(name.decode("ascii", errors="replace") for name in names)
+
+
+def _guarded(handler: Any, method: str, roles: frozenset[Role]) -> Any:
+    behaviours = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+    (kind,) = (each for each in behaviours if getattr(handler, each) is not None)
+    inner = getattr(handler, kind)
+
+    async def check(context: Any) -> None:
+        names = names_of_peer(context)
+        if not names & roles:
+            expected, found = " or ".join(sorted(roles)), ", ".join(sorted(names)) or "none"
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{method} is for {expected}; the certificate of the caller names {found}",
+            )
+
+    if isasyncgenfunction(inner):
+
+        async def stream(request: Any, context: Any) -> Any:
+            await check(context)
+            async with aclosing(inner(request, context)) as messages:
+                async for message in messages:
+                    yield message
+
+        return handler._replace(**{kind: stream})
+
+    async def call(request: Any, context: Any) -> Any:
+        await check(context)
+        return await inner(request, context)
+
+    return handler._replace(**{kind: call})
+
+
+def _server_configuration(material: KeyMaterial) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(material.private_key, material.certificate_chain)], root_certificates=material.authorities
+    )
+
+
+def _read(folder: Path) -> KeyMaterial:
+    """Raises ConfigurationError for files that are missing, are not PEM or do not belong together."""
+    chain, key, authorities = (_contents(folder / name) for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY))
+    own = _certificates(folder / CERTIFICATE, chain)[0]
+    _certificates(folder / AUTHORITY, authorities)
+    try:
+        private_key = load_pem_private_key(key, password=None)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{folder / PRIVATE_KEY} is no unencrypted PEM private key") from error
+    if private_key.public_key() != own.public_key():
+        raise ConfigurationError(
+            f"{folder / PRIVATE_KEY} is not the key of {folder / CERTIFICATE}; both must be of one issue"
+        )
+    try:
+        extension = own.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        names = frozenset(extension.value.get_values_for_type(x509.DNSName))
+    except x509.ExtensionNotFound:
+        names = frozenset()
+    return KeyMaterial(chain, key, authorities, names, own.not_valid_after_utc.timestamp())
+
+
+def check_role(material: KeyMaterial, role: Role) -> None:
+    """Raises ConfigurationError where others would not take the certificate's owner for what it is."""
+    if role not in material.names:
+        found = ", ".join(sorted(material.names)) or "none"
+        raise ConfigurationError(
+            f"the certificate's DNS names are {found}, and {role} is not among them: nobody would accept it here"
+        )
+
+
+def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigurationError(f"{path} holds no PEM certificate") from error
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error.strerror}); --tls-dir is a folder with {CERTIFICATE}, {PRIVATE_KEY} and "
+            f"{AUTHORITY} (`outrider certificates` makes such folders)"
+        ) from error

@@ -1,0 +1,167 @@
+"""What a tenant may do at a coordinator that knows its callers by their keys, and what it has to pay for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.fair_queue import URGENT
+from outrider.api_keys import Caller, Scope, entry, new_key
+from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import FakeTarget
+from tests.coordinator.test_resumption import Memory
+
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_event_ids": True}}
+
+
+@dataclass(frozen=True)
+class Door:
+    """A coordinator behind keys, and a tenant's way to it."""
+
+    cluster: Cluster
+    headers: dict[str, str]
+    charges: list[int]  # of output, tokens
+
+    async def ask(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        body = {"prompt": "import", "temperature": 0, "max_tokens": 8} | body
+        return await self.cluster.client.post(
+            "/v1/completions", json=body, headers=self.headers | (headers or {})
+        )
+
+    async def resume(self, request_id: str, last_event: str) -> httpx.Response:
+        headers = self.headers | {"Last-Event-ID": last_event}
+        return await self.cluster.client.get(f"/v1/streams/{request_id}", headers=headers)
+
+    async def write_journal(self) -> None:
+        await self.cluster.service._journal._flush()  # type: ignore[union-attr]
+
+    @property
+    def priorities(self) -> list[int]:
+        """That the target was asked for."""
+        return [request.priority for request in self.cluster.targets[0].requests]
+
+
+@asynccontextmanager
+async def door(clusters: ClusterFactory, folder: Path, limits: str) -> AsyncIterator[Door]:
+    key = new_key()
+    path = folder / "keys.toml"
+    path.write_text(
+        f"[tenants.search]\n{limits}\n" + entry(key, "search", frozenset({Scope.GENERATE}), None, "")
+    )
+    settings = {"api_keys_file": str(path)}
+    target = FakeTarget(clusters.script)
+    async with clusters.open([target], settings=settings, registry=Memory()) as cluster:  # type: ignore[arg-type]
+        charges: list[int] = []
+        tenants = cluster.service.environment.limits
+        owe = tenants.owe
+
+        def noted(caller: Caller, num_output_tokens: int) -> None:
+            charges.append(num_output_tokens)
+            owe(caller, num_output_tokens)
+
+        tenants.owe = noted  # type: ignore[method-assign]
+        yield Door(cluster, {"Authorization": f"Bearer {key}"}, charges)
+
+
+@pytest.mark.parametrize("last_event", ["0", "5", "999999999"])
+async def test_a_position_in_a_stream_that_nobody_knows_passes_no_limit(
+    clusters: ClusterFactory, tmp_path: Path, last_event: str
+) -> None:
+    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+        for _ in range(2):
+            assert (await one.ask({"Last-Event-ID": last_event}, **STREAM)).status_code == 200
+        refused = await one.ask({"Last-Event-ID": last_event}, **STREAM)
+        assert refused.status_code == 429
+        assert "tenant search has used up its 2 requests a minute" in refused.text
+        assert one.priorities == [0, 0]
+
+
+async def test_a_stream_goes_on_beyond_its_tenants_limit_but_not_for_ever(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    """Up to a minute's worth is owed."""
+    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+        assert (await one.ask({"X-Request-Id": "r1"}, **STREAM)).status_code == 200
+        assert (await one.ask()).status_code == 200
+        await one.write_journal()
+        assert (await one.ask()).status_code == 429
+        codes = [(await one.resume("r1", "3")).status_code for _ in range(4)]
+        assert codes == [200, 200, 429, 429]
+        assert one.priorities == [0, 0, URGENT, URGENT]
+
+
+async def test_what_is_made_is_paid_for_and_what_the_journal_has_is_not_made_again(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "tokens_per_minute = 60000") as one:
+        await one.ask({"X-Request-Id": "r1"}, **STREAM)
+        assert sum(one.charges) == 8
+        await one.write_journal()
+        await one.resume("r1", "6")
+        assert sum(one.charges) == 8 + 2
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "num_tokens"),
+    [
+        ({}, {}, 8),
+        ({"n": 3, "seed": 1, "temperature": 1}, {}, 24),
+        ({"n": 1, "best_of": 4, "seed": 1, "temperature": 1}, {}, 32),  # three of which nobody sees
+        (STREAM, {"Last-Event-ID": "999999999"}, 8),  # all of which the client says to have
+    ],
+    ids=["one", "several", "the best of several", "repeats"],
+)
+async def test_whatever_is_generated_is_charged_shown_or_not(
+    clusters: ClusterFactory, tmp_path: Path, body: dict[str, Any], headers: dict[str, str], num_tokens: int
+) -> None:
+    async with door(clusters, tmp_path, "tokens_per_minute = 60000") as one:
+        answer = await one.ask(headers, **body)
+        assert answer.status_code == 200, answer.text
+        assert sum(one.charges) == num_tokens
+
+
+async def test_whoever_is_over_its_limit_gets_no_work_done(clusters: ClusterFactory, tmp_path: Path) -> None:
+    async with door(clusters, tmp_path, "requests_per_minute = 1") as one:
+        assert (await one.ask()).status_code == 200
+        assert (await one.ask()).status_code == 429
+        num_prepared = 0
+        prepare = one.cluster.service.preparation.prepare
+
+        async def counted(*arguments: Any) -> Any:
+            nonlocal num_prepared
+            num_prepared += 1
+            return await prepare(*arguments)
+
+        one.cluster.service.preparation.prepare = counted  # type: ignore[method-assign, assignment]
+        assert (await one.ask(prompt="x " * 10_000)).status_code == 429
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+            answer = await one.cluster.client.post(path, json=body, headers=one.headers)
+            assert answer.status_code == 429, path
+        assert num_prepared == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "priority", "code"),
+    [("", 0, 200), ("", 7, 200), ("", -1, 403), ("priority_min = -3", -3, 200), ("priority_min = -3", -4, 403)],
+)  # fmt: skip
+async def test_nobody_goes_before_others_unless_the_file_says_so(
+    clusters: ClusterFactory, tmp_path: Path, limits: str, priority: int, code: int
+) -> None:
+    async with door(clusters, tmp_path, limits) as one:
+        answer = await one.ask(priority=priority)
+        assert answer.status_code == code, answer.text
+        assert one.priorities == ([priority] if code == 200 else [])
+
+
+async def test_an_id_that_no_request_could_have_is_not_looked_up(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "") as one:
+        answer = await one.ask({"Last-Event-ID": "1"}, request_id="x" * 100_000, **STREAM)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")

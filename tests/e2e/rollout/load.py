@@ -1,0 +1,176 @@
+"""Clients that ask all the time and compare every answer: the `openai` package, gRPC in Python, gRPC in JavaScript."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx
+import openai
+
+from outrider.cli.deployment import ROOT
+from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.e2e.secured import SecuredSystem
+
+REQUEST_TIMEOUT_S = 60.0
+NODE_PACKAGES = ("@grpc/grpc-js@1", "@grpc/proto-loader@0.8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A greedy request and the text that plain decoding gives it."""
+
+    prompt: str
+    max_tokens: int
+    text: str
+
+
+@dataclass
+class Tally:
+    """What came of all requests, by the kind of client."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def put(self, kind: str, failure: str = "") -> None:
+        self.done[kind] += 1
+        if failure and len(self.failures) < 1000:
+            self.failures.append(f"{kind}: {failure}")
+
+
+async def plain_cases(system: SecuredSystem, prompts: Sequence[str], max_tokens: int) -> list[Case]:
+    """What plain decoding says, asked of a coordinator directly."""
+    cases = []
+    async with system.http(system.key) as client:
+        for prompt in prompts:
+            body = {
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "speculation": {"enabled": False},
+            }
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            cases.append(Case(prompt, max_tokens, answer["choices"][0]["text"]))
+    return cases
+
+
+async def ask_by_openai(client: openai.AsyncOpenAI, case: Case, model: str) -> str:
+    """The failure, or nothing."""
+    try:
+        stream = await client.completions.create(
+            model=model, prompt=case.prompt, max_tokens=case.max_tokens, temperature=0, stream=True
+        )
+        text = "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        return f"{type(error).__name__} {error}"
+    return "" if text == case.text else "another text"
+
+
+async def ask_by_grpc(channel: grpc.aio.Channel, case: Case, key: str) -> str:
+    """The failure, or nothing."""
+    request = generation_pb2.GenerationRequest(
+        prompt=case.prompt, sampling=common_pb2.SamplingParams(max_tokens=case.max_tokens, top_p=1)
+    )
+    call = generation_pb2_grpc.GenerationStub(channel).Generate(
+        request, metadata=(("authorization", f"Bearer {key}"),), timeout=REQUEST_TIMEOUT_S
+    )
+    try:
+        text = "".join([chunk.text async for chunk in call])
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name} {error.details()}"
+    return "" if text == case.text else "another text"
+
+
+@dataclass(frozen=True)
+class Clients:
+    """How many of each kind ask at once; `node_modules` None: none in JavaScript."""
+
+    num_openai: int
+    num_grpc: int
+    think_s: float  # between an answer and the next request
+    node_modules: Path | None
+
+
+@asynccontextmanager
+async def asking(
+    system: SecuredSystem, url: str, address: str, cases: Sequence[Case], clients: Clients, scratch: Path
+) -> AsyncIterator[Tally]:
+    """All clients ask at the balancer for as long as the context is open; what has begun is finished."""
+    tally, is_over = Tally(), asyncio.Event()
+    http = openai.DefaultAsyncHttpxClient(verify=system.context(), timeout=REQUEST_TIMEOUT_S)
+
+    async def keep(kind: str, number: int, ask: Callable[[Case], Awaitable[str]]) -> None:
+        turn = number
+        while not is_over.is_set():
+            tally.put(kind, await ask(cases[turn % len(cases)]))
+            turn += 1
+            await asyncio.sleep(clients.think_s)
+
+    async with (
+        openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=system.key, max_retries=0, http_client=http
+        ) as openai_client,
+        system.channel(address) as channel,
+    ):
+        tasks = [
+            asyncio.create_task(keep("openai", i, lambda case: ask_by_openai(openai_client, case, "target")))
+            for i in range(clients.num_openai)
+        ]
+        tasks += [
+            asyncio.create_task(keep("grpc", i, lambda case: ask_by_grpc(channel, case, system.key)))
+            for i in range(clients.num_grpc)
+        ]
+        node = None
+        if clients.node_modules is not None:
+            node = await _start_node(system, address, cases, clients, scratch)
+            tasks.append(asyncio.create_task(_hear(node, tally)))
+        try:
+            yield tally
+        finally:
+            is_over.set()
+            if node is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    node.terminate()
+            async with asyncio.timeout(2 * REQUEST_TIMEOUT_S):
+                await asyncio.gather(*tasks)
+                if node is not None and await node.wait():
+                    tally.put("javascript", f"the client ended with {node.returncode}")
+
+
+async def _start_node(
+    system: SecuredSystem, address: str, cases: Sequence[Case], clients: Clients, scratch: Path
+) -> asyncio.subprocess.Process:
+    path = scratch / "cases.json"
+    path.write_text(json.dumps([asdict(case) for case in cases]))
+    script = Path(__file__).with_name("client.mjs")
+    authority = system.certificates / "ca.crt"
+    return await asyncio.create_subprocess_exec(
+        *("node", str(script), str(clients.node_modules), str(ROOT), address, str(authority), system.key),
+        *(str(path), str(clients.think_s)),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"GRPC_VERBOSITY": "NONE"},
+    )
+
+
+async def _hear(node: asyncio.subprocess.Process, tally: Tally) -> None:
+    assert node.stdout is not None
+    async for line in node.stdout:
+        answer = json.loads(line)
+        tally.put("javascript", "" if answer["ok"] else str(answer["error"]))
+
+
+def install_node_modules(folder: Path) -> None:
+    """Raises CalledProcessError or OSError where there is no npm, or no registry."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *NODE_PACKAGES]
+    subprocess.run(words, check=True, timeout=180, stdout=subprocess.DEVNULL)

@@ -1,0 +1,152 @@
+"""Clients of a stream that may break: each reads in a thread of its own, and can go on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+import httpx
+
+from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.e2e.load_balancers import Balancer
+from tests.e2e.system import eventually
+
+READ_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A bit of a text, and how many of its tokens have come with it."""
+
+    text: str
+    num_tokens: int
+    is_last: bool = False
+
+
+Read = Callable[[Piece | None], Iterator[Piece]]
+"""What follows a piece, from the beginning where there is none. Raises what the client's library does."""
+
+
+class Stream:
+    """A text as it comes. `error` is what ended the reading before the text's end."""
+
+    def __init__(self, request_id: str, read: Read) -> None:
+        self.request_id = request_id
+        self.pieces: list[Piece] = []
+        self.error: Exception | None = None
+        self._read = read
+        self._thread = threading.Thread(target=self._follow)
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces[-1].num_tokens if self.pieces else 0
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.pieces) and self.pieces[-1].is_last
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def eventually(self, holds: Callable[[], object], what: str) -> None:
+        """Fails with what was wrong when the stream breaks before it holds."""
+
+        def seen() -> bool:
+            assert self.error is None, f"{self.request_id} broke: {self.error}"
+            return bool(holds())
+
+        eventually(seen, bool, f"{self.request_id}: {what}")
+
+    def wait(self) -> None:
+        """Until it has ended, or broken."""
+        self._thread.join(READ_TIMEOUT_S)
+        assert not self._thread.is_alive(), f"{self.request_id} stands still after {self.num_tokens} tokens"
+
+    def resume(self) -> None:
+        """Reads the rest, all of it in the beginning. Raises what the client's library does."""
+        for piece in self._read(self.pieces[-1] if self.pieces else None):
+            self.pieces.append(piece)
+
+    def _follow(self) -> None:
+        try:
+            self.resume()
+        except (httpx.HTTPError, grpc.RpcError) as error:
+            self.error = error
+
+
+def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, http2: bool = False) -> Stream:
+    """Of `/v1/completions`."""
+    asked = {"temperature": 0, "stream": True, "stream_options": {"include_event_ids": True}} | body
+
+    def read(seen: Piece | None) -> Iterator[Piece]:
+        with httpx.Client(
+            base_url=balancer.url,
+            verify=balancer.trusted(),
+            http2=http2,
+            timeout=READ_TIMEOUT_S,
+            trust_env=False,
+        ) as client:
+            if seen is None:
+                opened = client.stream(
+                    "POST", "/v1/completions", json=asked, headers={"X-Request-Id": request_id}
+                )
+            else:
+                headers = {"Last-Event-ID": str(seen.num_tokens)}
+                opened = client.stream("GET", f"/v1/streams/{request_id}", headers=headers)
+            with opened as response:
+                if response.status_code != 200:
+                    response.read()
+                    response.raise_for_status()
+                assert response.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
+                yield from _pieces(response.iter_lines())
+
+    return Stream(request_id, read)
+
+
+def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
+    num_tokens = 0
+    for line in lines:
+        if line.startswith("id: "):
+            num_tokens = int(line.removeprefix("id: ").rstrip("e"))
+        elif line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            assert "choices" in event, event
+            for choice in event["choices"]:
+                yield Piece(choice["text"], num_tokens, choice["finish_reason"] is not None)
+
+
+def grpc_request(body: dict[str, Any]) -> generation_pb2.GenerationRequest:
+    """What the body of a greedy completion says, for gRPC: prompt, speculation, the rest sampling parameters."""
+    sampling = {name: value for name, value in body.items() if name not in ("prompt", "speculation")}
+    return generation_pb2.GenerationRequest(
+        prompt=body["prompt"],
+        sampling=common_pb2.SamplingParams(temperature=0, top_p=1, **sampling),
+        speculation=common_pb2.SpeculationParams(**body["speculation"]),
+    )
+
+
+def grpc_stream(channel: grpc.Channel, request_id: str, body: dict[str, Any]) -> Stream:
+    """`body`: as over HTTP."""
+    stub = generation_pb2_grpc.GenerationStub(channel)
+
+    def read(seen: Piece | None) -> Iterator[Piece]:
+        request = grpc_request(body) if seen is None else generation_pb2.GenerationRequest()
+        request.request_id = request_id
+        num_tokens = 0
+        if seen is not None:
+            num_tokens = seen.num_tokens
+            request.resume_from.add(num_tokens=num_tokens, has_begun=True)
+        for chunk in stub.Generate(request, timeout=READ_TIMEOUT_S):
+            num_tokens += len(chunk.token_ids)
+            yield Piece(chunk.text, num_tokens, chunk.HasField("finished"))
+
+    return Stream(request_id, read)

@@ -1,0 +1,33 @@
+"""A short run of what `make rollout` does: everything is replaced under load, and nothing fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.rollout.__main__ import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
+
+
+def test_everything_is_replaced_under_load_and_nothing_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--openai",
+        "2",
+        "--grpc",
+        "1",
+        "--pause-s",
+        "1",
+        "--think-s",
+        "0.5",
+        "--logs",
+        str(tmp_path / "logs"),
+    ]
+    status = main([*words, "--no-node", "--no-prometheus"])
+    shown = capsys.readouterr().out
+    assert status == 0, shown
+    assert shown.count("replaced ") == 9
+    assert " 0 failed\n" in shown

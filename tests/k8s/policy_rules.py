@@ -1,0 +1,167 @@
+"""Who may speak to whom, by the network policies that are rendered. Pure: rendered objects in, sentences out.
+
+A connection needs two permissions, to leave one pod and to enter the other. Only what our own policies are made of is
+understood; anything else raises KeyError or ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tests.k8s.pods import NAME, Object, matches, pods
+
+OURS: Final = {"kubernetes.io/metadata.name": "outrider"}
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One end of a connection: a pod of ours, or somebody in another namespace."""
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    namespace: Mapping[str, str] = field(default_factory=lambda: OURS)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.namespace == OURS
+
+
+def labelled(name: str) -> Party:
+    return Party(namespace={"kubernetes.io/metadata.name": "elsewhere", name: "true"})
+
+
+OTHERS: Final = {
+    "gateway": labelled("outrider.dev/may-ask"),
+    "prometheus": labelled("outrider.dev/may-watch"),
+    "operator": labelled("outrider.dev/may-operate"),
+    "stranger": labelled("outrider.dev/nothing"),
+    "dns": Party({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"}),
+}
+# From, to, port. Pods are named by their label, `kuberay` is Ray's head; one that an overlay lacks is passed over.
+NEEDED: Final = (
+    ("gateway", "coordinator", 8000),
+    ("gateway", "coordinator", 9000),
+    ("prometheus", "coordinator", 9100),
+    ("prometheus", "target", 9100),
+    ("prometheus", "draft", 9100),
+    ("operator", "kuberay", 8265),
+    ("coordinator", "kuberay", 6379),
+    ("kuberay", "coordinator", 52365),
+    ("coordinator", "coordinator", 30000),  # HAProxy of one pod, a replica in another
+    ("kuberay", "ray-redis", 6379),
+    ("coordinator", "redis", 6379),
+    ("target", "redis", 6379),
+    ("draft", "redis", 6379),
+    ("coordinator", "target", 50051),
+    ("coordinator", "draft", 50051),
+    ("draft", "target", 50051),
+    ("target-follower", "target", 29500),
+    ("target", "target-follower", 41234),  # NCCL chooses
+    ("coordinator", "dns", 53),
+    ("kuberay", "dns", 53),
+    ("target", "dns", 53),
+    ("target-follower", "dns", 53),
+    ("draft", "dns", 53),
+)
+FORBIDDEN: Final = (
+    ("stranger", "coordinator", 8000),
+    ("stranger", "target", 50051),
+    ("stranger", "kuberay", 8265),
+    ("stranger", "redis", 6379),
+    ("gateway", "coordinator", 8404),  # HAProxy's statistics
+    ("gateway", "coordinator", 9100),
+    ("gateway", "coordinator", 9190),
+    ("gateway", "kuberay", 8265),
+    ("gateway", "target", 50051),
+    ("prometheus", "coordinator", 8000),
+    ("prometheus", "redis", 6379),
+    ("operator", "coordinator", 8000),
+    ("operator", "ray-redis", 6379),
+    ("target", "kuberay", 6379),
+    ("target", "draft", 50051),
+    ("target", "coordinator", 8000),
+    ("draft", "kuberay", 6379),
+    ("draft", "coordinator", 8000),
+    ("draft", "draft", 50051),
+    ("draft", "ray-redis", 6379),
+    ("draft", "target-follower", 29500),
+    ("coordinator", "ray-redis", 6379),
+    ("redis", "target", 50051),
+    ("redis", "stranger", 443),
+    ("draft", "stranger", 443),
+    ("target", "stranger", 443),
+    ("coordinator", "stranger", 443),
+)
+
+
+def hops_that_are_shut(objects: Sequence[Object]) -> Iterator[str]:
+    for source, destination, port, is_permitted in _asked(objects, NEEDED):
+        if not is_permitted:
+            yield f"{source} cannot reach port {port} of {destination}"
+
+
+def pods_that_are_not_looked_at(objects: Sequence[Object]) -> Iterator[str]:
+    """Of another name than the table's: what they need and may not do would not be checked."""
+    if any(each["kind"] == "NetworkPolicy" for each in objects):
+        known = {end for source, destination, _ in NEEDED for end in (source, destination)}
+        for name in sorted({pod.name for pod in pods(objects)} - known):
+            yield f"nobody says whom {name} has to reach"
+
+
+def hops_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
+    for source, destination, port, is_permitted in _asked(objects, FORBIDDEN):
+        if is_permitted:
+            yield f"{source} reaches port {port} of {destination}"
+
+
+def _asked(
+    objects: Sequence[Object], hops: Sequence[tuple[str, str, int]]
+) -> Iterator[tuple[str, str, int, bool]]:
+    """Nothing where there are no policies."""
+    policies = [each["spec"] for each in objects if each["kind"] == "NetworkPolicy"]
+    parties = OTHERS | {pod.name: Party({NAME: pod.name}) for pod in pods(objects)}
+    for source, destination, port in hops:
+        if policies and {source, destination} <= parties.keys():
+            ends = parties[source], parties[destination]
+            yield source, destination, port, can_reach(policies, *ends, port)
+
+
+def can_reach(policies: Sequence[Object], source: Party, destination: Party, port: int) -> bool:
+    return _permits(policies, "Egress", source, destination, port) and _permits(
+        policies, "Ingress", destination, source, port
+    )
+
+
+def _permits(policies: Sequence[Object], direction: str, ours: Party, other: Party, port: int) -> bool:
+    """Whether one end lets it happen: a pod that no policy chooses for this direction lets everything."""
+    if not ours.is_ours:
+        return True
+    chosen = [
+        policy
+        for policy in policies
+        if direction in policy["policyTypes"] and matches(policy["podSelector"], ours.labels)
+    ]
+    peers = "to" if direction == "Egress" else "from"
+    rules = [rule for policy in chosen for rule in policy.get(direction.lower(), ())]
+    return not chosen or any(
+        (peers not in rule or any(_is_peer(peer, other) for peer in rule[peers]))
+        and ("ports" not in rule or any(each["port"] == port for each in rule["ports"]))
+        for rule in rules
+    )
+
+
+def _is_peer(peer: Object, other: Party) -> bool:
+    match sorted(peer):
+        case ["ipBlock"]:
+            return False  # of an address outside the cluster's pods
+        case ["podSelector"]:
+            return other.is_ours and matches(peer["podSelector"], other.labels)
+        case ["namespaceSelector"]:
+            return matches(peer["namespaceSelector"], other.namespace)
+        case ["namespaceSelector", "podSelector"]:
+            return matches(peer["namespaceSelector"], other.namespace) and matches(
+                peer["podSelector"], other.labels
+            )
+        case kinds:
+            raise ValueError(f"a peer of {kinds}")

@@ -1,0 +1,87 @@
+"""Log lines: fields where machines read them, and never more of a record than was meant."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider import logs
+from outrider.logs import JsonFormatter, LogFormat
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def record(message: str, *arguments: object, **extra: object) -> logging.LogRecord:
+    return logging.getLogger("outrider.test").makeRecord(
+        "outrider.test", logging.WARNING, __file__, 1, message, arguments, None, extra=extra
+    )
+
+
+def test_a_line_of_json_has_the_message_and_the_known_fields() -> None:
+    line = json.loads(
+        JsonFormatter().format(
+            record("leaves %s", "t-0", request_id="r1", num_output_tokens=3, prompt="secret")
+        )
+    )
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "WARNING",
+        "logger": "outrider.test",
+        "message": "leaves t-0",
+        "request_id": "r1",
+        "num_output_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize("text", ["two\nlines", 'quotes "', "\x00", "\ud800", "ü"])
+def test_whatever_the_message_a_line_is_one_line_of_json(text: str) -> None:
+    line = JsonFormatter().format(record("%s", text))
+    assert "\n" not in line
+    assert json.loads(line)["message"] == text
+
+
+def test_an_exception_is_part_of_its_line() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        failed = record("failed")
+        failed.exc_info = sys.exc_info()
+    assert "ValueError: broken" in json.loads(JsonFormatter().format(failed))["exception"]
+
+
+def test_lines_are_appended_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("before\n")
+    logs.configure(LogFormat.JSON, path=path)
+    logging.getLogger("x").info("hello")
+    before, line = path.read_text().splitlines()
+    assert (before, json.loads(line)["message"]) == ("before", "hello")
+    for handler in logging.getLogger().handlers:
+        handler.close()
+        if isinstance(handler, logging.StreamHandler):
+            handler.stream.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_what_cannot_be_opened_is_replaced_by_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As systemd starts a service: its standard error is a socket, which /proc names and nobody can open."""
+    near, far = socket.socketpair()
+    with near, far:
+        logs.configure(LogFormat.TEXT, level=logging.WARNING, path=Path(f"/proc/self/fd/{near.fileno()}"))
+    logging.getLogger("x").warning("hello")
+    warning, line = capsys.readouterr().err.splitlines()
+    assert "No such device or address" in warning
+    assert line.endswith("WARNING x: hello")

@@ -1,0 +1,73 @@
+"""The metrics port: what it serves, to whom, and that nobody can keep it busy."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from outrider import metrics_server
+from outrider.certificate_authority import CertificateAuthority
+from outrider.metrics_server import serve_metrics
+from outrider.tls import Role, TlsFiles
+
+DAY = datetime.timedelta(days=1)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    made = CollectorRegistry()
+    Counter("outrider_things", "Things", registry=made).inc(3)
+    return made
+
+
+def test_metrics_are_served_in_the_clear_where_there_are_no_certificates(registry: CollectorRegistry) -> None:
+    port = serve_metrics(registry, "127.0.0.1", 0)
+    assert "outrider_things_total 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+
+
+def test_with_certificates_metrics_are_for_those_who_have_one(
+    registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    authority = CertificateAuthority.make()
+    for role in (Role.TARGET, Role.OPERATOR):
+        authority.issue(tmp_path / role.name, role, names=("127.0.0.1",), valid_for=DAY)
+    port = serve_metrics(registry, "127.0.0.1", 0, TlsFiles(tmp_path / "TARGET"))
+    url = f"https://127.0.0.1:{port}/metrics"
+    context = ssl.create_default_context(cafile=str(tmp_path / "TARGET" / "ca.crt"))
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url, verify=context)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url.replace("https", "http"))
+    context.load_cert_chain(tmp_path / "OPERATOR" / "tls.crt", tmp_path / "OPERATOR" / "tls.key")
+    assert "outrider_things_total 3.0" in httpx.get(url, verify=context).text
+
+
+def test_clients_that_say_nothing_keep_nobody_waiting_for_long(
+    registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "_PATIENCE_S", 0.3)
+    CertificateAuthority.make().issue(tmp_path, Role.TARGET, names=("127.0.0.1",), valid_for=DAY)
+    port = serve_metrics(registry, "127.0.0.1", 0, TlsFiles(tmp_path))
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    try:
+        transport = httpx.HTTPTransport(verify=context, retries=0)
+        with httpx.Client(transport=transport, timeout=10) as client:
+            for attempt in range(100):  # the room is full until their time is up
+                try:
+                    assert client.get(f"https://127.0.0.1:{port}/metrics").status_code == 200
+                    break
+                except httpx.TransportError:
+                    assert attempt < 99, "never let in"
+                    time.sleep(0.1)
+    finally:
+        for each in silent:
+            each.close()

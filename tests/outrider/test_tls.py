@@ -1,0 +1,229 @@
+"""Mutual TLS: who is believed, who may call what, and what a change of certificates does."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider import watched_files
+from outrider.certificate_authority import CertificateAuthority
+from outrider.errors import ConfigurationError
+from outrider.tls import PLAINTEXT, Dialer, Role, RoleCheck, TlsFiles, check_role
+
+DAY = datetime.timedelta(days=1)
+SECRET = "/test.Service/Secret"
+STREAM = "/test.Service/Stream"
+OPEN = "/test.Service/Open"
+PERMITTED = {SECRET: frozenset({Role.COORDINATOR}), STREAM: frozenset({Role.DRAFT})}
+
+
+@pytest.fixture(autouse=True)
+def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched_files, "SETTLED_S", 0.0)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority.open(tmp_path / "ca")
+
+
+def folder_of(authority: CertificateAuthority, tmp_path: Path, role: Role) -> Path:
+    folder = tmp_path / role.name.lower()
+    authority.issue(folder, role, valid_for=DAY)
+    return folder
+
+
+@asynccontextmanager
+async def serving(files: TlsFiles) -> AsyncIterator[str]:
+    """A service with a call for coordinators, a stream for drafts and a call for everybody; its address."""
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        return b"answer to " + request
+
+    async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    server = grpc.aio.server(interceptors=(RoleCheck(PERMITTED),))
+    handlers = {
+        "Secret": grpc.unary_unary_rpc_method_handler(answer),
+        "Open": grpc.unary_unary_rpc_method_handler(answer),
+        "Stream": grpc.stream_stream_rpc_method_handler(stream),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_secure_port("127.0.0.1:0", files.server_credentials())
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def call(dialer: Dialer, address: str, method: str = SECRET, role: Role = Role.TARGET) -> bytes:
+    async with cast(Any, dialer.open(address, role, ())) as channel:
+        if method == STREAM:
+            async for message in channel.stream_stream(STREAM)(iter([b"x"]), timeout=10):
+                return bytes(message)
+        return bytes(await channel.unary_unary(method)(b"x", timeout=10))
+
+
+async def code_of(dialer: Dialer, address: str, **arguments: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(dialer, address, **arguments)
+    return caught.value.code()
+
+
+@pytest.mark.parametrize(
+    ("role", "method", "may"),
+    [
+        (Role.COORDINATOR, SECRET, True),
+        (Role.DRAFT, SECRET, False),
+        (Role.TARGET, SECRET, False),
+        (Role.OPERATOR, SECRET, False),
+        (Role.CLIENT, SECRET, False),
+        (Role.DRAFT, STREAM, True),
+        (Role.COORDINATOR, STREAM, False),
+        (Role.OPERATOR, OPEN, True),
+    ],
+)
+async def test_a_call_is_for_the_roles_that_may_make_it(
+    authority: CertificateAuthority, tmp_path: Path, role: Role, method: str, may: bool
+) -> None:
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, role)))
+        if may:
+            assert b"x" in await call(dialer, address, method)
+        else:
+            assert await code_of(dialer, address, method=method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_certificate_of_another_authority_opens_nothing(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    other = CertificateAuthority.make()
+    other.issue(tmp_path / "forged", Role.COORDINATOR, valid_for=DAY)
+    # It knows the right authority, so that it believes the server: the server is to refuse it.
+    (tmp_path / "forged" / "ca.crt").write_bytes((tmp_path / "ca" / "ca.crt").read_bytes())
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        for method in (SECRET, OPEN):
+            code = await code_of(Dialer(TlsFiles(tmp_path / "forged")), address, method=method)
+            assert code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_expired_certificate_opens_nothing(authority: CertificateAuthority, tmp_path: Path) -> None:
+    long_ago = datetime.datetime.now(datetime.UTC) - 3 * DAY
+    authority.issue(tmp_path / "old", Role.COORDINATOR, valid_for=DAY, now=long_ago)
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        assert (
+            await code_of(Dialer(TlsFiles(tmp_path / "old")), address, method=OPEN)
+            is grpc.StatusCode.UNAVAILABLE
+        )
+
+
+async def test_without_a_certificate_nothing_answers(authority: CertificateAuthority, tmp_path: Path) -> None:
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        assert await code_of(PLAINTEXT, address, method=OPEN) is grpc.StatusCode.UNAVAILABLE
+        believing = grpc.ssl_channel_credentials((tmp_path / "ca" / "ca.crt").read_bytes())
+        named = [("grpc.ssl_target_name_override", Role.TARGET.value)]
+        async with cast(Any, grpc.aio.secure_channel(address, believing, options=named)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(OPEN)(b"x", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_server_of_another_role_is_not_talked_to(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    """A draft worker's certificate does not make a target: a stolen one cannot take prompts in."""
+    dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, Role.COORDINATOR)))
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.DRAFT))) as address:
+        assert await code_of(dialer, address, role=Role.TARGET) is grpc.StatusCode.UNAVAILABLE
+        assert b"x" in await call(dialer, address, role=Role.DRAFT)
+
+
+async def test_new_certificates_are_used_from_the_next_connection_on(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    """An authority that has changed is the proof: only whoever has read all files anew believes the other side."""
+    server_folder = folder_of(authority, tmp_path, Role.TARGET)
+    client_folder = folder_of(authority, tmp_path, Role.COORDINATOR)
+    files, dialer = TlsFiles(server_folder), Dialer(TlsFiles(client_folder))
+    async with (
+        serving(files) as address,
+        cast(Any, dialer.open(address, Role.TARGET, ())) as standing,
+    ):
+        assert await standing.unary_unary(SECRET)(b"x", timeout=10)
+        version = dialer.version
+        other = CertificateAuthority.make()
+        for folder, role in ((server_folder, Role.TARGET), (client_folder, Role.COORDINATOR)):
+            other.issue(folder, role, valid_for=DAY)
+        assert dialer.version != version
+        assert b"x" in await call(dialer, address)
+        # Connections that there are go on with what they were made with.
+        assert await standing.unary_unary(SECRET)(b"x", timeout=10)
+
+
+def test_a_change_that_is_half_done_leaves_what_was_there(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    folder = folder_of(authority, tmp_path, Role.TARGET)
+    files = TlsFiles(folder)
+    before = files.current()
+    new = folder_of(authority, tmp_path, Role.DRAFT)
+    (folder / "tls.key").write_bytes((new / "tls.key").read_bytes())
+    assert files.current() == before
+    (folder / "tls.crt").write_bytes((new / "tls.crt").read_bytes())
+    assert files.current().names == {Role.DRAFT}
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt"])
+@pytest.mark.parametrize("contents", [None, b"", b"not PEM"])
+def test_files_that_are_no_good_are_named_at_the_start(
+    authority: CertificateAuthority, tmp_path: Path, name: str, contents: bytes | None
+) -> None:
+    folder = folder_of(authority, tmp_path, Role.TARGET)
+    (folder / name).unlink()
+    if contents is not None:
+        (folder / name).write_bytes(contents)
+    with pytest.raises(ConfigurationError, match=name):
+        TlsFiles(folder)
+
+
+def test_a_key_of_another_certificate_is_refused_at_the_start(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    folder, other = (folder_of(authority, tmp_path, role) for role in (Role.TARGET, Role.DRAFT))
+    (folder / "tls.key").write_bytes((other / "tls.key").read_bytes())
+    with pytest.raises(ConfigurationError, match="is not the key of"):
+        TlsFiles(folder)
+
+
+def test_a_part_does_not_start_with_the_certificate_of_another(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    material = TlsFiles(folder_of(authority, tmp_path, Role.DRAFT)).current()
+    check_role(material, Role.DRAFT)
+    with pytest.raises(ConfigurationError, match=r"target\.outrider\.internal is not among them"):
+        check_role(material, Role.TARGET)
+
+
+def test_private_keys_are_for_their_owner_alone(authority: CertificateAuthority, tmp_path: Path) -> None:
+    folder = folder_of(authority, tmp_path, Role.TARGET)
+    for path in (folder / "tls.key", tmp_path / "ca" / "ca.key"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_an_authority_is_kept_and_used_again(tmp_path: Path) -> None:
+    first, second = (CertificateAuthority.open(tmp_path / "ca") for _ in range(2))
+    assert first.certificate == second.certificate
+    (tmp_path / "ca" / "ca.key").write_text("not a key")
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        CertificateAuthority.open(tmp_path / "ca")

@@ -16,6 +16,7 @@ from typing import Any, Final
 from llguidance import LLMatcher
 
 from outrider.errors import InvalidRequest
+from outrider.grammar import calendar
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
@@ -40,12 +41,14 @@ def to_llguidance(spec: GrammarSpec) -> str:
         # Not the bare text: one that starts with a brace would be read as llguidance's own notation.
         return json.dumps({"grammars": [{"lark_grammar": _checked_lark(spec)}]})
     try:
-        grammar = LLMatcher.grammar_from_json_schema(spec.text, overrides=_whitespace(spec))
         schema = json.loads(spec.text)
-    except (ValueError, RecursionError) as error:
+        _check_schema(schema)
+        text = json.dumps(schema) if calendar.replace_formats(schema) else spec.text
+        return LLMatcher.grammar_from_json_schema(text, overrides=_whitespace(spec))
+    except RecursionError as error:
+        raise InvalidRequest("grammar", "the JSON schema is nested too deeply") from error
+    except ValueError as error:
         raise InvalidRequest("grammar", f"the JSON schema is not a JSON object: {error}") from error
-    _check_schema(schema)
-    return grammar
 
 
 def _whitespace(spec: GrammarSpec) -> Any:
@@ -74,6 +77,7 @@ def _checked_lark(spec: GrammarSpec) -> str:
             schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
             _check_schema(schema)
             if isinstance(schema, dict):
+                calendar.replace_formats(schema)
                 told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
                 parts += [text[end : match.end()], told]
                 end = schema_end

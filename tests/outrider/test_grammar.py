@@ -288,7 +288,7 @@ def test_the_text_of_a_control_token_is_spelled_out() -> None:
     [
         (GrammarKind.JSON_SCHEMA, "{", "not a JSON object"),
         (GrammarKind.JSON_SCHEMA, "true", "not a JSON object"),
-        (GrammarKind.JSON_SCHEMA, '{"a":' * 1000 + "1" + "}" * 1000, "recursion limit"),
+        (GrammarKind.JSON_SCHEMA, '{"a":' * 1000 + "1" + "}" * 1000, "nested too deeply"),
         (GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         (GrammarKind.JSON_SCHEMA, '{"not": {"type": "null"}}', "not"),
         (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "idn-email"}', "idn-email"),

@@ -183,7 +183,11 @@ class Root:
             wanted.update(self.settings)
         inside = ["/usr/bin/env", "-i", f"--chdir={workdir}"]
         inside += [f"{name}={value}" for name, value in wanted.items()]
-        lines.append(shlex.join(["exec", "chroot", f"--userspec={user}", str(self.folder), *inside, *words]))
+        # Changing the user takes back what --kill-child asked of the kernel, so it is asked for once more: else all of
+        # this outlives who started it.
+        uid, gid = user.split(":")
+        as_user = ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--pdeathsig=KILL"]
+        lines.append(shlex.join(["exec", "chroot", str(self.folder), *as_user, *inside, *words]))
         return [
             *("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"),
             *("/bin/sh", "-c", "\n".join(lines)),

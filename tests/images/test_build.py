@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -70,6 +71,30 @@ def evaluated(image: Image, code: str) -> str:
 
 
 @contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kills it afterwards, which is unshare, with all that runs below it."""
+    try:
+        yield
+    finally:
+        family = [] if process.poll() is not None else psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait(timeout=30)
+        deadline = time.monotonic() + 10
+        while (left := [each for each in family if is_alive(each)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for each in left:
+            each.kill()
+        assert not left, f"outlived the test: {left}"
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
 def running(image: Image, words: Sequence[str], log: Path) -> Iterator[Mapping[str, Any]]:
     """A process of the image, once it has printed that it is ready: what it said then."""
     with log.open("w") as errors:
@@ -80,7 +105,7 @@ def running(image: Image, words: Sequence[str], log: Path) -> Iterator[Mapping[s
     assert process.stdout is not None
     reader = threading.Thread(target=_hand_over, args=(process.stdout, lines))
     reader.start()
-    try:
+    with ended(process):
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -92,10 +117,7 @@ def running(image: Image, words: Sequence[str], log: Path) -> Iterator[Mapping[s
             if said.get("event") == "ready":
                 break
         yield said
-    finally:
-        process.kill()  # of unshare, with which goes all that runs below it
-        process.wait(timeout=30)
-        reader.join(timeout=10)
+    reader.join(timeout=10)
 
 
 def _hand_over(out: IO[str], lines: queue.Queue[str]) -> None:
@@ -191,7 +213,7 @@ def test_a_ray_node_of_the_coordinator_image_answers_its_probe(coordinator: Imag
     with (tmp_path / "log").open("w") as log:
         command = coordinator.command(["/bin/bash", "-c", "--", start], has_entrypoint=False)
         process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
+    with ended(process):
         deadline = time.monotonic() + START_S
         while True:
             assert process.poll() is None, (tmp_path / "log").read_text()
@@ -201,9 +223,6 @@ def test_a_ray_node_of_the_coordinator_image_answers_its_probe(coordinator: Imag
                     break
             except httpx.TransportError:
                 time.sleep(0.2)
-    finally:
-        process.kill()
-        process.wait(timeout=30)
 
 
 def test_images_serve_together(worker: Image, coordinator: Image, redis_url: str, tmp_path: Path) -> None:

@@ -121,8 +121,9 @@ def running(image: Image, words: Sequence[str], log: Path) -> Iterator[Mapping[s
 
 
 def _hand_over(out: IO[str], lines: queue.Queue[str]) -> None:
-    for line in out:
-        lines.put(line)
+    with out:
+        for line in out:
+            lines.put(line)
 
 
 def importable(image: Image, *names: str) -> set[str]:

@@ -19,7 +19,7 @@ from coordinator.fair_queue import URGENT, FairQueue, Ticket
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from outrider.background import end_tasks
-from outrider.errors import DeadlineExceeded, Overloaded
+from outrider.errors import DeadlineExceeded, Overloaded, Unavailable
 from outrider.turnover import Turnover, retry_after_s
 from outrider.worker_record import WorkerRecord
 
@@ -113,7 +113,8 @@ class Admission:
 
     async def place(self, wish: Wish) -> Place | None:
         """A place, to be left with `leave`. None where no target serves such a text at present, and where one that has
-        begun should think again. Raises Overloaded, and DeadlineExceeded."""
+        begun should think again. Raises Overloaded, Unavailable where all that there are did not answer of late, and
+        DeadlineExceeded."""
         line = self._line(wish.model)
         if not line.queue:
             ranked = wish.rank()
@@ -208,9 +209,11 @@ class Admission:
                 self.retry_after_s(model),
             )
 
-    def _came_too_late(self, line: _Line, wish: Wish) -> Overloaded | DeadlineExceeded:
+    def _came_too_late(self, line: _Line, wish: Wish) -> Overloaded | Unavailable | DeadlineExceeded:
         if self._now_s() >= wish.deadline_s:
             return DeadlineExceeded("no target had a place before the request's deadline")
+        if not wish.rank():
+            return Unavailable(f"no target of {wish.model} has answered within {self._wait_max_s:g} s")
         return Overloaded(
             f"every target of {wish.model} is full: none had a place within {self._wait_max_s:g} s",
             self.retry_after_s(wish.model),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from coordinator.generation_request import GenerationSpec
 from coordinator.text_output import PromptOutput
-from outrider.errors import WorkerLost
+from outrider.errors import WorkerFailed
 from protos.outrider.v1 import common_pb2, target_pb2
 
 
@@ -34,12 +34,12 @@ class PromptScores:
     def shown(self) -> list[PromptOutput]:
         """The one output about the prompt, when it is due; nothing from then on.
 
-        Raises WorkerLost when the target went on to the output without all that was asked for.
+        Raises WorkerFailed when the target went on to the output without all that was asked for.
         """
         if not self._is_due:
             return []
         if len(self._by_position) < self._num_expected:
-            raise WorkerLost(
+            raise WorkerFailed(
                 f"the target sent log probabilities of {len(self._by_position)} of {self._num_expected} prompt tokens"
             )
         self._is_due = False

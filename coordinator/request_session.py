@@ -1,7 +1,7 @@
 """One request's life: a target that decides, a draft that rides ahead, and what the client sees of it.
 
     start ─► attempt at a target ──────────────► finished (stop, length, stop string)
-                 │  ▲ refused: another target
+                 │  ▲ refused, not reached: another target
                  └──┘ lost: prompt + committed tokens at another target
 
 A request with several texts runs one of these for each (`coordinator.choices`).
@@ -44,7 +44,9 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Unavailable,
+    WorkerFailed,
     WorkerLost,
+    WorkerUnreached,
 )
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, target_pb2
@@ -145,9 +147,9 @@ class RequestSession:
     async def run(self) -> AsyncGenerator[News]:
         """Yields what is shown of the prompt, if anything, what each step made visible, then one Finished.
 
-        Raises Overloaded or Unavailable before the first token when no target takes the request, WorkerLost
-        when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value or the
-        parameters leave no token that could follow.
+        Raises Overloaded or Unavailable before the first token when no target takes the request, WorkerLost or
+        WorkerFailed when every attempt ended early, DeadlineExceeded, InvalidRequest when a target refuses a value
+        or the parameters leave no token that could follow.
         """
         if not self._spec.is_background:
             self._environment.metrics.count_start(self._spec.model, self._controller.state.name.lower())
@@ -182,7 +184,10 @@ class RequestSession:
         patience = Patience(settings.target_attempts_max, settings.target_wait_max_s)
         refusal: OutriderError | None = None
         while True:
-            attempt = await self._begin_attempt()
+            try:
+                attempt = await self._begin_attempt()
+            except Unavailable as error:
+                raise refusal or error from None
             if attempt is not None:
                 target = attempt.target
                 try:
@@ -190,7 +195,7 @@ class RequestSession:
                         async for item in items:
                             yield item
                     return
-                except (Overloaded, WorkerLost, DeadlineExceeded) as error:
+                except (Overloaded, WorkerFailed, WorkerLost, DeadlineExceeded) as error:
                     if isinstance(error, DeadlineExceeded) and self._is_late():
                         raise
                     refusal = error  # of a target that would be too late; another may be in time
@@ -213,10 +218,16 @@ class RequestSession:
                     environment.router.note_full(target, environment.now_s())
                     self._tried.discard(key_of(target))
                     continue
-            num_tokens = len(self._output.token_ids)
-            if not patience.lasts(environment.now_s(), num_tokens, found_target=attempt is not None):
+            if not patience.lasts(
+                *(environment.now_s(), len(self._output.token_ids)),
+                found_target=attempt is not None,
+                was_sent=attempt is not None and not isinstance(refusal, WorkerUnreached),
+            ):
                 raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
-            if patience.has_begun and not self._can_try_another():
+            if not patience.has_begun:
+                if isinstance(refusal, WorkerLost) and self._is_hopeless():
+                    self._tried.clear()  # those that were lost may be back, after a while in the queue
+            elif not self._can_try_another():
                 self._tried.clear()
                 await self._wait_for_target()
 
@@ -341,7 +352,7 @@ class RequestSession:
                 if self._sampling.HasField("num_logprobs") and (
                     len(event.step.logprobs) != len(event.step.token_ids)
                 ):
-                    raise WorkerLost(
+                    raise WorkerFailed(
                         f"target worker {attempt.target.worker_id} sent tokens without log probabilities"
                     )
                 shown = self._prompt.shown()

@@ -11,8 +11,17 @@ import grpc
 import grpc.aio
 
 from coordinator.environment import Environment
-from coordinator.workers import describe, remaining_s
-from outrider.errors import DeadlineExceeded, InvalidRequest, OutriderError, Overloaded, WorkerLost
+from coordinator.workers import describe, remaining_s, was_never_sent
+from outrider.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    WorkerFailed,
+    WorkerLost,
+    WorkerUnreached,
+)
 from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import common_pb2, target_pb2
 
@@ -45,8 +54,9 @@ class TargetCall:
     async def events(self) -> AsyncGenerator[target_pb2.GenerateEvent]:
         """What the target says, the last word included.
 
-        Raises Overloaded when the target is full, WorkerLost when it fails, ends without a last word, makes no sense
-        or falls silent, DeadlineExceeded, and InvalidRequest when it refuses a value.
+        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerLost when
+        that breaks or falls silent, WorkerFailed when it fails, ends without a last word or makes no sense,
+        DeadlineExceeded, and InvalidRequest when it refuses a value.
         """
         # From the beginning: a target whose caller waits for its turn says so once a second.
         watch = _SilenceWatch(self._call.cancel, self._environment.settings.target_silence_max_s)
@@ -57,10 +67,10 @@ class TargetCall:
                 event = await self._call.read()
                 watch.end()
                 if not isinstance(event, target_pb2.GenerateEvent):
-                    raise WorkerLost(f"target worker {self._target.worker_id} ended without a last word")
+                    raise WorkerFailed(f"target worker {self._target.worker_id} ended without a last word")
                 if not _makes_sense(event):
                     self._pass_over()
-                    raise WorkerLost(f"target worker {self._target.worker_id} said what makes no sense")
+                    raise WorkerFailed(f"target worker {self._target.worker_id} said what makes no sense")
                 yield event
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -83,10 +93,16 @@ class TargetCall:
                 return DeadlineExceeded("not finished within the request's deadline")
             case _:
                 self._pass_over()
-                return WorkerLost(f"target worker {self._target.worker_id} failed: {describe(error)}")
+                return _loss(error)(f"target worker {self._target.worker_id} failed: {describe(error)}")
 
     def _pass_over(self) -> None:
         self._environment.router.pass_over(self._target, self._environment.now_s())
+
+
+def _loss(error: grpc.aio.AioRpcError) -> type[Unavailable]:
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return WorkerFailed
+    return WorkerUnreached if was_never_sent(error) else WorkerLost
 
 
 def _makes_sense(event: target_pb2.GenerateEvent) -> bool:

@@ -31,6 +31,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
+_NEVER_SENT: Final = "failed to connect to all addresses", "errors resolving "
+
 GenerateCall = grpc.aio.UnaryStreamCall[target_pb2.GenerateRequest, target_pb2.GenerateEvent]
 AttachCall = grpc.aio.UnaryStreamCall[draft_pb2.AttachRequest, draft_pb2.AttachStatus]
 
@@ -113,6 +115,12 @@ def remaining_s(deadline_s: float, now_s: float) -> float:
 def remaining_ms(deadline_s: float, now_s: float) -> int:
     """Time left as messages carry it, where 0 says nothing."""
     return min(max(int((deadline_s - now_s) * 1e3), 1), UINT32_MAX)
+
+
+def was_never_sent(error: grpc.aio.AioRpcError) -> bool:
+    """Whether there was no connection to send the call on, so that no worker knows of it. gRPC tells that from a
+    connection that broke later in words only (gRPC status codes, UNAVAILABLE); words we do not know say no."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and (error.details() or "").startswith(_NEVER_SENT)
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:

@@ -10,7 +10,9 @@ The tree:
     ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; come back after `retry_after_s`
     ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
     │   ├── RegistryUnavailable                                 Redis cannot be reached
+    │   ├── WorkerFailed                                        a worker is there, and could not do its work
     │   └── WorkerLost                                          a worker went away in the middle of its work
+    │       └── WorkerUnreached                                 or before any: it has not had the request
     ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
     └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
         └── TokenizerMismatch                                   two workers do not mean the same tokens
@@ -136,8 +138,16 @@ class RegistryUnavailable(Unavailable):
     """Redis does not answer. The message names its address without the password, and the way out."""
 
 
+class WorkerFailed(Unavailable):
+    """A worker says that it failed, or says what makes no sense: asked once more it would probably do so again."""
+
+
 class WorkerLost(Unavailable):
     """A worker went away, or fell silent, in the middle of its work."""
+
+
+class WorkerUnreached(WorkerLost):
+    """There was no connection to the worker, so that it has not had what was to be sent."""
 
 
 class DeadlineExceeded(OutriderError):

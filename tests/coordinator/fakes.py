@@ -64,7 +64,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         try:
             async for event in self._events(request, context):
                 yield event
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where an event was being sent
             self.num_cancelled += 1
             raise
         finally:
@@ -194,14 +194,14 @@ def token_logprobs(logprob: float, position: int, num_top: int) -> common_pb2.To
 
 
 @asynccontextmanager
-async def serving(worker: FakeTarget | FakeDraft) -> AsyncIterator[str]:
-    """Serves a fake on a free loopback port; yields its address."""
+async def serving(worker: FakeTarget | FakeDraft, port: int = 0) -> AsyncIterator[str]:
+    """Serves a fake on the loopback, on a free port unless told which; yields its address."""
     server = grpc.aio.server()
     if isinstance(worker, FakeTarget):
         target_pb2_grpc.add_TargetServicer_to_server(worker, server)
     else:
         draft_pb2_grpc.add_DraftServicer_to_server(worker, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -209,7 +209,7 @@ async def serving(worker: FakeTarget | FakeDraft) -> AsyncIterator[str]:
         await server.stop(grace=None)
 
 
-def record_of(pool: Pool, address: str, fingerprint: str, **changes: Any) -> WorkerRecord:
+def record_of(pool: Pool, address: str, fingerprint: str, /, **changes: Any) -> WorkerRecord:
     """A registry record of a fake worker."""
     values: dict[str, Any] = {
         "worker_id": f"{pool}-{address.rpartition(':')[2]}",

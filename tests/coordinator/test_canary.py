@@ -460,6 +460,6 @@ class TestAudits:
                 )
             ]
             assert chunks
-            target.refuses_with = grpc.StatusCode.UNAVAILABLE
+            target.refuses_with = grpc.StatusCode.INTERNAL
             counts = await self.audits(cluster, 1)
         assert (counts.num(Count.UNAUDITED), counts.num(Count.AUDITED)) == (1, 0)

@@ -13,7 +13,7 @@ from coordinator import grpc_api, logprobs
 from coordinator.generation_request import GenerationInput
 from coordinator.logprobs import TokenNames
 from coordinator.prompt_scores import PromptScores
-from outrider.errors import WorkerLost
+from outrider.errors import WorkerFailed
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import ClusterFactory
@@ -229,7 +229,7 @@ class TestFaults:
             )  # fmt: skip
         scores, chunk = PromptScores(spec), target_pb2.PromptLogprobs
         scores.add(chunk(first_position=1, logprobs=[token_logprobs(-1, 1, 0), token_logprobs(-2, 2, 0)]))
-        with pytest.raises(WorkerLost, match="2 of 3"):
+        with pytest.raises(WorkerFailed, match="2 of 3"):
             scores.shown()
         scores.add(chunk(first_position=2, logprobs=[token_logprobs(-9, 2, 0), token_logprobs(-3, 3, 0)]))
         (output,) = scores.shown()

@@ -11,8 +11,9 @@ import pytest
 
 from coordinator.generation_request import GenerationInput
 from coordinator.priors import Evidence, PriorKey, StartingMode
+from outrider.free_ports import free_ports
 from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
-from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually
+from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, serving
 
 
 def text_of(response: httpx.Response) -> str:
@@ -371,6 +372,59 @@ class TestTargetFaults:
             assert not waiting.done()
             assert environment.admission.num_waiting == 1
             assert (await waiting).json()["choices"][0]["text"] == expected(clusters, 5)
+
+    async def test_a_text_waits_for_targets_that_cannot_be_reached_however_often_they_were_tried(
+        self, clusters: ClusterFactory, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (port,) = free_ports(1)
+        address = f"127.0.0.1:{port}"
+        async with clusters.open(
+            [clusters.target()], settings={"quarantine_s": 0.05}, address=address
+        ) as cluster:
+            waiting = asyncio.create_task(cluster.complete())
+            await eventually(lambda: caplog.text.count("leaves target") > 5, "it is tried again and again")
+            async with serving(clusters.target(), port):
+                assert text_of(await waiting) == expected(clusters, 12)
+
+    @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-worker.invalid:50051"])
+    async def test_not_for_longer_than_texts_wait_in_the_queue(
+        self, clusters: ClusterFactory, address: str
+    ) -> None:
+        settings = {"quarantine_s": 0.3, "queue_wait_max_s": 1.0}
+        async with clusters.open([clusters.target()], settings=settings, address=address) as cluster:
+            responses = await asyncio.gather(*(cluster.complete() for _ in range(3)))
+        assert {response.status_code for response in responses} == {503}
+        messages = {response.json()["error"]["message"] for response in responses}
+        told = [message for message in messages if address.partition(":")[0] in message]
+        assert told, "who has tried it says what came of it"
+        assert messages - set(told) <= {"no target of demo has answered within 1 s"}
+
+    async def test_a_target_that_was_lost_before_the_first_token_is_asked_again_if_it_is_the_only_one(
+        self, clusters: ClusterFactory
+    ) -> None:
+        target = clusters.target(dies_at=0)
+        async with clusters.open([target], settings={"quarantine_s": 0.2}) as cluster:
+            answer = asyncio.create_task(cluster.complete())
+            await eventually(lambda: len(target.requests) == 1, "it was lost once")
+            target.dies_at = None
+            assert text_of(await answer) == expected(clusters, 12)
+        assert len(target.requests) == 2
+
+    async def test_a_target_that_fails_by_a_text_is_not_asked_for_it_again(
+        self, clusters: ClusterFactory
+    ) -> None:
+        targets = [clusters.target(refuses_with=grpc.StatusCode.INTERNAL) for _ in range(2)]
+        async with clusters.open(targets, settings={"quarantine_s": 0.1}) as cluster:
+            assert (await cluster.complete()).status_code == 503
+        assert [len(target.requests) for target in targets] == [1, 1]
+
+    async def test_a_text_without_a_token_brings_down_no_more_than_three_targets(
+        self, clusters: ClusterFactory
+    ) -> None:
+        targets = [clusters.target(dies_at=0) for _ in range(5)]
+        async with clusters.open(targets) as cluster:
+            assert (await cluster.complete()).status_code == 503
+        assert sum(len(target.requests) for target in targets) == 3
 
     async def test_what_a_target_refuses_is_the_clients_error(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target(refuses_with=grpc.StatusCode.INVALID_ARGUMENT)]) as cluster:

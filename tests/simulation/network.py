@@ -25,7 +25,12 @@ EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]
 
 KEEPALIVE_S: Final = 4.0
 GONE, REFUSED, RESET, SILENT, UNREACHABLE = LOSSES = (
-    *("the peer is gone", "connection refused", "connection reset", "keepalive", "failed to connect"),
+    *(
+        "the peer is gone",
+        "failed to connect to all addresses; last error: connection refused",
+        "connection reset",
+    ),
+    *("keepalive", "failed to connect to all addresses; last error: timeout"),
 )
 """Why a stream ended that neither side has ended."""
 

@@ -83,13 +83,16 @@ def profile(grown: Path, prompts: list[str], core: int, scratch: Path) -> dict[s
     return found | {"target": {"step_ms_by_num_tokens": steps, "sequence_ms": times.sequence_ms}}
 
 
+async def read_all(pair: WorkerPair, prompts: list[list[int]]) -> None:
+    """Into both prefix caches: reading a prompt that is in none takes as long as ten steps and more."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for prompt in prompts:
+        await pair.generate(prompt, params, use_draft=True)
+
+
 async def measured(
     pair: WorkerPair, prompts: list[list[int]], loads: Sequence[Load] = LOADS
 ) -> dict[Load, Rates]:
-    """After every prompt has come once: reading one that is in no prefix cache takes as long as ten steps and more."""
-    first = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    for prompt in prompts:
-        await pair.generate(prompt, first, use_draft=True)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     cycle = itertools.cycle(prompts)
     found: dict[Load, Rates] = {}
@@ -189,8 +192,10 @@ async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:
         target_arguments=["--cpu-affinity", str(cores[0]), "--always-listen"],
         draft_arguments=["--cpu-affinity", str(cores[1])],
     ) as pair:
-        served = await measured(pair, [tokenizer.encode(text) for text in texts])
-        again = await measured(pair, [tokenizer.encode(text) for text in texts], FITTED[:1])
+        prompts = [tokenizer.encode(text) for text in texts]
+        await read_all(pair, prompts)
+        served = await measured(pair, prompts)
+        again = await measured(pair, prompts, FITTED[:1])
     mood = again[FITTED[0]].tpot_ms / served[FITTED[0]].tpot_ms
     if not 1.0 / MOOD_MAX < mood < MOOD_MAX:
         pytest.skip(

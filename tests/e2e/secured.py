@@ -130,9 +130,23 @@ class SecuredSystem:
                 "coordinator",
                 self._coordinator_words(index, ports.pop(), ports.pop(), ports.pop()),
             )
-        await asyncio.gather(*(child.start() for child in self.children.values()))
+        # Ray gives up after half a minute, and torch is long to load beside it: one after the other, then the workers.
+        for name in self.names("coordinator"):
+            await self._start_coordinator(name)
+        workers = self.names("target") + self.names("draft")
+        await asyncio.gather(*(self.children[name].start() for name in workers))
         for name in self.names("coordinator"):
             await self.until_healthy(name)
+
+    async def _start_coordinator(self, name: str) -> None:
+        for attempt in range(RAY_STARTS_MAX):
+            try:
+                await self.children[name].start()
+                return
+            except StartError:  # on a busy machine half a minute is not much
+                if attempt == RAY_STARTS_MAX - 1:
+                    raise
+                self._add(name, "coordinator", self.children[name].spec.command)
 
     def _add(self, name: str, role: str, words: tuple[str, ...]) -> None:
         environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
@@ -314,12 +328,6 @@ class SecuredSystem:
         name = f"coordinator-{index}"
         old = self.children[name]
         await old.stop()
-        for attempt in range(RAY_STARTS_MAX):
-            self._add(name, "coordinator", old.spec.command)
-            try:
-                await self.children[name].start()
-                break
-            except StartError:  # Ray gives up after half a minute, which on a busy machine is not much
-                if attempt == RAY_STARTS_MAX - 1:
-                    raise
+        self._add(name, "coordinator", old.spec.command)
+        await self._start_coordinator(name)
         await self.until_healthy(name)

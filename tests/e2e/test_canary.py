@@ -22,6 +22,7 @@ from outrider.canary.plan import ArmName, CanaryPlan
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.coordinator.canaries import key_in
+from tests.e2e.replicas import wait_until_ready
 from tests.e2e.system import ROOT, Command, System, environment, eventually, running_system
 
 pytestmark = [
@@ -35,6 +36,7 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 30
+PAYS_S = 90.0  # on a busy machine the workers rightly do without hints for a while
 PROMPTS = held_out_prompts(8)
 CONTROL, CANARY = ArmName.CONTROL, ArmName.CANARY
 
@@ -152,9 +154,14 @@ def test_replicas_agree_texts_are_the_same_and_every_request_is_counted_once(
     system: System, redis_url: str, texts: list[str], begin: Callable[..., CanaryPlan]
 ) -> None:
     plan = begin("--num-speculative-tokens", 2, "--audit-share", 1)
-    first = eventually(lambda: arm_of(system, "first"), bool, "the canary has begun")
-    assert first is not None
-    sent = Counter([first])
+    sent = Counter[str]()
+
+    def has_begun_everywhere() -> bool:
+        arms = [arm_of(system, "first") for _ in range(8)]
+        sent.update(arm for arm in arms if arm is not None)
+        return None not in arms
+
+    eventually(has_begun_everywhere, bool, "the canary has begun")
     for (key, arm), prompt, text in zip(keys_of(plan), PROMPTS, texts, strict=True):
         for _ in range(5):  # at whichever replica
             answer = ask(system, prompt, key)
@@ -200,7 +207,7 @@ def test_promotion_and_abortion_reach_requests_while_the_system_runs(
         assert answer["choices"][0]["text"] == text
         hints[arm] += answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
     assert hints[CANARY] == 0
-    eventually(lambda: num_hints(system, key), bool, "control speculates, whenever that pays")
+    eventually(lambda: num_hints(system, key), bool, "control speculates, whenever that pays", PAYS_S)
     canary(redis_url, "promote")
     seen_by_all(system, key, "canary")
     assert num_hints(system, key) == 0
@@ -218,6 +225,7 @@ def test_a_new_draft_model_is_its_arms_alone_from_its_first_worker_on(
         tmp_path / "worker", "draft-worker", "--model", tmp_path / "draft-v2", "--redis-url", redis_url
     )
     try:
+        wait_until_ready(worker)
         (key, _), (canary_key, _), *_ = keys_of(plan)
         seen_by_all(system, key, "control")
 
@@ -240,6 +248,7 @@ def test_a_new_draft_model_is_its_arms_alone_from_its_first_worker_on(
             lambda: (num_hints(system, canary_key), num_steps()),
             lambda seen: seen[1] > before,
             "the new worker works for the canary's arm",
+            PAYS_S,
         )
         canary(redis_url, "abort")
         seen_by_all(system, canary_key, None)

@@ -9,7 +9,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -167,9 +167,9 @@ def test_the_openai_package_streams_a_chat_that_is_the_coordinators_own(
     asked: dict[str, Any] = {
         "model": "target",
         "messages": [{"role": "user", "content": "Read a file."}],
-        "max_tokens": 120,
+        "max_tokens": 200,
         "temperature": 0,
-        "extra_body": {"ignore_eos": True},
+        "extra_body": {"ignore_eos": True, "speculation": {"enabled": False}},
     }
     with (
         httpx2.Client(verify=balancer.trusted(), http2=http2, trust_env=False) as transport,
@@ -352,13 +352,18 @@ def falls(replicas: Replicas, balancers: Mapping[str, Balancer]) -> dict[str, Fa
     with ExitStack() as stack:
         channels = {each: stack.enter_context(dialled(each)) for each in balancers.values()}
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=4 * len(balancers)))
-        at_once, waiting = {}, {}
+        at_once: dict[str, list[int]] = {}
+        waiting: dict[str, list[Future[int]]] = {}
         with frozen_streams(replicas, channels) as begun:
             num_before = sum(replicas.num_requests())
             for name, balancer in balancers.items():
-                waiting[name] = [pool.submit(status_of, balancer, "/v1/completions", short) for _ in range(4)]
-                num_before += len(waiting[name])
-                eventually(partial(has_requests, replicas, num_before), bool, f"{name}: all have arrived")
+                waiting[name] = []
+                for num_here in range(1, 5):
+                    # One by one: who gets several at once may choose for each before it counts the others.
+                    waiting[name].append(pool.submit(status_of, balancer, "/v1/completions", short))
+                    num_before += 1
+                    what = f"{name}: {num_here} have arrived"
+                    eventually(partial(has_requests, replicas, num_before), bool, what)
             replicas.coordinators[0].kill()
             for name, balancer in balancers.items():
                 at_once[name] = [status_of(balancer, "/tokenize", {"prompt": "x"}) for _ in range(4)]

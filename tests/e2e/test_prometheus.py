@@ -35,6 +35,13 @@ MAY_BE_EMPTY = {
     "outrider-speculation: Probes a second, by outcome",
     "outrider-service: Requests a second, by arm",  # no canary
 }
+# What judges this machine's speed, or is late once, may be true for a while. Certificates of a day do expire soon.
+MAY_BE_PENDING = (
+    "OutriderCertificateExpires",
+    "OutriderSpeculationSlower",
+    "OutriderSlowFirstToken",
+    "OutriderScrapeDown",
+)
 
 
 async def until(prometheus: Prometheus, query: str, least: int) -> None:
@@ -83,12 +90,19 @@ async def prometheus(
 async def load(system: SecuredSystem) -> None:
     """Texts that are drafted for, one that is not, and a mistake of a client's."""
     body = {"model": "target", "prompt": "import os\n", "max_tokens": 64, "temperature": 0}
+    kinds = ({"speculation": {"always": True}}, {"n": 2, "seed": 1})
+    num_rounds = num_accepted = 0
     async with system.http(system.key) as client:
-        for _ in range(4):
+        # On a busy machine a text may be over before its first hint.
+        while num_rounds < 4 or not num_accepted:
+            assert num_rounds < 20, "no hint was ever accepted"
             answers = await asyncio.gather(
-                *(client.post("/v1/completions", json=body | each) for each in ({}, {"n": 2, "seed": 1}))
+                *(client.post("/v1/completions", json=body | each) for each in kinds)
             )
             assert [answer.status_code for answer in answers] == [200, 200]
+            statistics = answers[0].json()["metrics"]["speculative_decoding"]
+            num_accepted += statistics["num_accepted_draft_tokens"]
+            num_rounds += 1
             await asyncio.sleep(1.5)  # over several scrapes, so that there are rates
         plain = await client.post("/v1/completions", json=body | {"speculation": {"enabled": False}})
         wrong = await client.post("/v1/completions", json=body | {"top_p": 7})
@@ -117,8 +131,8 @@ async def test_every_rule_is_evaluated_without_an_error_and_nothing_that_is_well
     found = [rule for group in (await prometheus.get("rules"))["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in found} >= {alert["alert"] for alert in all_alerts()}
     assert [(rule["name"], rule.get("lastError")) for rule in found if rule["health"] != "ok"] == []
-    # Certificates of a day do expire soon.
-    assert await prometheus.ask('ALERTS{alertname!="OutriderCertificateExpires"}') == {}
+    assert await prometheus.ask('ALERTS{alertstate="firing"}') == {}
+    assert await prometheus.ask(f'ALERTS{{alertname!~"{"|".join(MAY_BE_PENDING)}"}}') == {}
 
 
 async def test_the_autoscalers_count_what_runs_and_what_speculates(

@@ -43,6 +43,8 @@ LONG: dict[str, Any] = {
     "max_tokens": 900,
     "ignore_eos": True,
 }  # seconds of work for the target
+# Of prompts: on a busy machine much of a short text is over before the first hint, and another round shows more.
+ROUNDS_MAX = 4
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PEERS_STATISTICS = {
     "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram",
@@ -63,6 +65,8 @@ PEERS_TIMES = {
 )
 def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with running_system(tmp_path_factory.mktemp("system") / "cache", *request.param) as running:
+        # It asks for some texts itself, which are counted like any.
+        eventually(lambda: running.command.stderr, lambda said: "in a short probe" in said, "the probe", 60)
         yield running
 
 
@@ -136,7 +140,11 @@ def test_statistics_of_requests_sum_to_the_counters(system: System) -> None:
         {"structured_outputs": {"regex": "(alpha|beta|gamma){3,9} and nothing else"}, "max_tokens": 60},
         {"prompt": "one two three four five six seven eight " * 4, "speculation": {"always": True}},
     ]
-    for prompt, parameters in zip(held_out_prompts(12), kinds * 2, strict=True):
+    num_drafted = "target spec_decode_num_draft_tokens"
+    for number, prompt in enumerate(held_out_prompts(12 * ROUNDS_MAX)):
+        if number >= 12 and told[num_drafted] > 50:
+            break
+        parameters = kinds[number % len(kinds)]
         answer = system.complete(**{"prompt": prompt, "max_tokens": 50, **parameters})
         statistics = answer["metrics"]["speculative_decoding"]
         for name, counter in COUNTERS.items():
@@ -146,7 +154,7 @@ def test_statistics_of_requests_sum_to_the_counters(system: System) -> None:
         for who in ("target", "coordinator"):
             told[f"{who} prompt_tokens"] += answer["usage"]["prompt_tokens"]
             told[f"{who} generation_tokens"] += answer["usage"]["completion_tokens"]
-    assert told["target spec_decode_num_draft_tokens"] > 50
+    assert told[num_drafted] > 50
     assert told["target grammar_forced_tokens"] > 0
     eventually(
         lambda: {name: value - before[name] for name, value in look().items()},
@@ -160,7 +168,9 @@ def test_greedy_text_is_the_same_with_speculation_streamed_and_over_grpc(
     system: System, stub: generation_pb2_grpc.GenerationStub
 ) -> None:
     accepted = 0
-    for prompt in held_out_prompts(10):
+    for number, prompt in enumerate(held_out_prompts(10 * ROUNDS_MAX)):
+        if number >= 10 and accepted > 60:
+            break
         plain = system.complete(prompt, max_tokens=60, speculation={"enabled": False})
         assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
         text = plain["choices"][0]["text"]
@@ -199,22 +209,26 @@ def test_a_prompt_that_is_asked_again_gets_the_same_text_and_hints_that_are_wort
     system: System,
 ) -> None:
     """Both workers find it in their prefix cache; hints go on as if neither had."""
-    prompts = held_out_prompts(6, seed=23, chars_min=1500, chars_max=1500)
+    prompts = held_out_prompts(6 * ROUNDS_MAX, seed=23, chars_min=1500, chars_max=1500)
     asked = {"max_tokens": 80, "ignore_eos": True, "speculation": {"always": True, "detail": True}}
     hits = system.metric("draft-0", "outrider_draft_prefix_cache_hits_total")
     accepted, verified = [0, 0], [0, 0]
     num_cached = 0
-    for prompt in prompts:
-        texts = []
+    for number, prompt in enumerate(prompts):
+        if number >= 6 and min(verified) > 100:
+            break
+        texts, num_hints = [], []
         for turn in range(2):
             answer = system.complete(prompt, **asked)
             texts.append(answer["choices"][0]["text"])
             statistics = answer["metrics"]["speculative_decoding"]
             accepted[turn] += statistics["num_accepted_draft_tokens"]
             verified[turn] += statistics["num_draft_tokens"]
+            num_hints.append(statistics["num_draft_tokens"])
         assert texts[0] == texts[1]
-        num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert num_cached > 0
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        if all(num_hints):  # otherwise the draft may not have read it before the text was over
+            num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert system.metric("draft-0", "outrider_draft_prefix_cache_hits_total") - hits >= num_cached
     assert min(verified) > 100, "hints were hardly used, so this shows nothing"
     first, again = (held / tried for held, tried in zip(accepted, verified, strict=True))
@@ -334,16 +348,15 @@ def test_the_request_id_comes_back(system: System) -> None:
 def test_the_first_chunk_arrives_while_the_target_still_works(
     system: System, stub: generation_pb2_grpc.GenerationStub
 ) -> None:
-    asked = LONG | {"max_tokens": 300}
     before = system.num_generated()
-    with system.stream(COMPLETIONS, asked) as events:
+    with system.stream(COMPLETIONS, LONG) as events:
         assert next(events)["choices"][0]["text"]
-        assert system.num_generated() - before < 300, "chunks were collected on the way"
+        assert system.num_generated() - before < LONG["max_tokens"], "chunks were collected on the way"
         assert sum(1 for _ in events) > 20
     before = system.num_generated()
-    call = stub.Generate(grpc_request(**asked), timeout=60)
+    call = stub.Generate(grpc_request(**LONG), timeout=60)
     assert next(call).token_ids
-    assert system.num_generated() - before < 300, "chunks were collected on the way"
+    assert system.num_generated() - before < LONG["max_tokens"], "chunks were collected on the way"
     assert sum(1 for _ in call) > 20
 
 
@@ -469,10 +482,11 @@ def test_a_client_that_leaves_frees_both_workers(
 
 async def test_a_storm_of_aborts_frees_everything_within_a_second(system: System) -> None:
     """More requests than there are places, some in prefill, some generating, some waiting, all given up at once."""
-    system.expect_idle()
     lengths = [1 + 97 * number % 700 for number in range(60)]
-    took_s = []
-    for pause_s in (0.05, 0.3, 0.8):
+
+    async def storm(pause_s: float) -> float:
+        """Seconds from the last of them being given up to all being free."""
+        system.expect_idle()
         async with httpx.AsyncClient(base_url=system.url, timeout=60, trust_env=False) as client:
             bodies = [LONG | {"prompt": f"{number}" + " x" * length, "max_tokens": 300, "stream": number % 2 == 0}
                       for number, length in enumerate(lengths)]  # fmt: skip
@@ -483,12 +497,21 @@ async def test_a_storm_of_aborts_frees_everything_within_a_second(system: System
             began_s = time.monotonic()
             await asyncio.wait(asked)
         await asyncio.to_thread(system.expect_idle)
-        took_s.append(time.monotonic() - began_s)
-    # The machine may have been elsewhere, once.
-    assert sorted(took_s)[1] < 1.0, took_s
-    health = system.client.get("/metrics").text
-    assert not [line for line in health.splitlines()
-                if line.startswith("outrider_num_requests") and not line.endswith(" 0.0")]  # fmt: skip
+        return time.monotonic() - began_s
+
+    for pause_s in (0.05, 0.3, 0.8):
+        took_s: list[float] = []
+        while min(took_s, default=1.0) >= 1.0:
+            assert len(took_s) < 3, took_s  # the machine may have been elsewhere, but not each time
+            took_s.append(await storm(pause_s))
+
+    def counted() -> list[str]:
+        lines = system.client.get("/metrics").text.splitlines()
+        return [
+            line for line in lines if line.startswith("outrider_num_requests") and not line.endswith(" 0.0")
+        ]
+
+    await asyncio.to_thread(eventually, counted, lambda seen: not seen, "the coordinator has no request")
 
 
 # What dies.

@@ -155,8 +155,8 @@ class Fleet:
             RESTART,
             self._hear,
         )
-        starts = [asyncio.create_task(self.coordinator.start())]
-        starts += [asyncio.create_task(worker.child.start()) for worker in self.workers.values()]
+        await self.coordinator.start()  # before the others: Ray gives up where it takes half a minute
+        starts = [asyncio.create_task(worker.child.start()) for worker in self.workers.values()]
         try:
             await asyncio.gather(*starts)
         finally:

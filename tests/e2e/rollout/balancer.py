@@ -45,19 +45,26 @@ class SecuredHAProxy(HAProxy):
             await self._ask(f"set server {backend}/coordinator-{index} state drain")
         async with asyncio.timeout(_ENDED_S):
             while True:
-                if not await self._num_running(index):
+                if not any(int(row["scur"]) for row in await self._rows(index)):
                     return
                 await asyncio.sleep(0.2)
 
     async def undrain(self, index: int) -> None:
+        """Returns when it gets requests again. Raises TimeoutError."""
         for backend in ("http", "grpc"):
             await self._ask(f"set server {backend}/coordinator-{index} state ready")
+        async with asyncio.timeout(_ENDED_S):
+            while True:  # its health was last asked for while it was away
+                if all(row["status"].startswith("UP") for row in await self._rows(index)):
+                    return
+                await asyncio.sleep(0.2)
 
-    async def _num_running(self, index: int) -> int:
+    async def _rows(self, index: int) -> list[dict[str, str]]:
+        """What HAProxy says of this coordinator, in each backend."""
         stat = await self._ask("show stat")
         header, *lines = [line.removeprefix("# ").split(",") for line in stat.strip().splitlines()]
         rows = [dict(zip(header, line, strict=False)) for line in lines]
-        return sum(int(row["scur"]) for row in rows if row["svname"] == f"coordinator-{index}")
+        return [row for row in rows if row["svname"] == f"coordinator-{index}"]
 
     async def _ask(self, command: str) -> str:
         reader, writer = await asyncio.open_unix_connection(self._socket)

@@ -6,9 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis.asyncio
+from hypothesis import HealthCheck, settings
 
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry
+
+# How long an example takes is the machine's doing, which may be elsewhere for a moment.
+settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("outrider")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from tests.exactness.cases import LARGE_CASES, SMALL_CASES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-HELP_TIMEOUT_S = RUN_TIMEOUT_S = 60.0
+HELP_TIMEOUT_S, RUN_TIMEOUT_S = 60.0, 240.0
 
 live = [
     pytest.mark.slow,
@@ -146,6 +146,7 @@ NOT_ABOUT_TEXT = {
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
     (_, content), (_, table) = blocks("How many of each?")
     example, ratios, _ = commands(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -243,14 +244,24 @@ def test_one_that_waits_cannot_be_promoted(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)], ids=["table", "json"])
-def test_watching_ends_when_it_is_decided(operator: Operator, words: tuple[str, ...]) -> None:
+def test_watching_ends_when_it_is_decided(
+    operator: Operator, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     operator.run("start", "--off", "--duration", "2s")
+    has_looked, exchange = threading.Event(), CanaryStore.exchange
+
+    async def noticed(store: CanaryStore, *batch: Any) -> Any:
+        found = await exchange(store, *batch)
+        has_looked.set()
+        return found
+
+    monkeypatch.setattr(CanaryStore, "exchange", noticed)
 
     async def decide_later() -> Result:
         watching = asyncio.create_task(
             asyncio.to_thread(operator.invoke, "status", "--watch", "--every", 0.5, *words)
         )
-        await asyncio.sleep(0.8)
+        assert await asyncio.to_thread(has_looked.wait, 20)
         registry = Registry(operator.url)
         store = CanaryStore(registry)
         canary = (await store.exchange()).canary

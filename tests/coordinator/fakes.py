@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -47,10 +48,12 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     falls_silent_at: int | None = None
     waits_s: float = 0.0  # until the first step, saying so
     is_hung: bool = False  # takes calls and says nothing at all
+    may_step: Callable[[int], bool] = lambda num_tokens: True  # after so many tokens; it waits until it may
     requests: list[target_pb2.GenerateRequest] = field(default_factory=list)
     speculation_calls: list[target_pb2.SetSpeculationRequest] = field(default_factory=list)
     num_open: int = 0
     num_cancelled: int = 0
+    num_died: int = 0
 
     async def Generate(
         self, request: target_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -89,6 +92,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         end = min(request.sampling.max_tokens, self.eos_at if self.eos_at is not None else 1 << 30)
         while position < end:
             if self.dies_at is not None and position >= self.dies_at:
+                self.num_died += 1
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "killed by the test")
             if self.falls_silent_at is not None and position >= self.falls_silent_at:
                 await asyncio.sleep(60)
@@ -98,6 +102,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 )
                 return
             await asyncio.sleep(self.step_s)
+            await eventually(partial(self.may_step, position), "the target may go on")
             count = min(self.tokens_per_step, end - position)
             yield target_pb2.GenerateEvent(step=self._step(request, position, count))
             position += count

@@ -69,6 +69,7 @@ class TestArms:
         self, clusters: ClusterFactory
     ) -> None:
         target, draft, plan = clusters.target(), FakeDraft(), plan_of(OFF)
+        target.may_step = lambda num_tokens: bool(draft.requests)
         async with opened(clusters, target, [draft], plan) as cluster:
             answers = [await cluster.complete(user=key_in(plan, arm)) for arm in (CONTROL, CANARY)]
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
@@ -80,6 +81,7 @@ class TestArms:
 
     async def test_the_most_hints_a_step_are_the_plans_in_one_arm(self, clusters: ClusterFactory) -> None:
         target, draft, plan = clusters.target(), FakeDraft(), plan_of(SHORT)
+        target.may_step = lambda num_tokens: len(draft.requests) == len(target.requests)
         async with opened(clusters, target, [draft], plan) as cluster:
             for arm in (CONTROL, CANARY):
                 await cluster.complete(user=key_in(plan, arm))
@@ -99,8 +101,11 @@ class TestArms:
         self, clusters: ClusterFactory, state: CanaryState, control_has: str, canary_has: str
     ) -> None:
         drafts = [FakeDraft(), FakeDraft(model_name="new")]
-        plan = plan_of(NEW_DRAFT)
-        async with opened(clusters, clusters.target(step_s=0.01), drafts, plan, state) as cluster:
+        plan, target = plan_of(NEW_DRAFT), clusters.target()
+        target.may_step = lambda num_tokens: (
+            sum(len(draft.requests) for draft in drafts) == len(target.requests)
+        )
+        async with opened(clusters, target, drafts, plan, state) as cluster:
             for arm, name in ((CONTROL, control_has), (CANARY, canary_has)):
                 for number in range(4):
                     before = Counter({draft.model_name: len(draft.requests) for draft in drafts})
@@ -110,7 +115,8 @@ class TestArms:
 
     async def test_without_a_canary_any_draft_worker_will_do(self, clusters: ClusterFactory) -> None:
         draft = FakeDraft(model_name="new")
-        async with opened(clusters, clusters.target(), [draft]) as cluster:
+        target = clusters.target(may_step=lambda num_tokens: bool(draft.requests))
+        async with opened(clusters, target, [draft]) as cluster:
             answer = await cluster.complete()
         assert "canary_arm" not in answer.json()["metrics"]
         assert len(draft.requests) == 1

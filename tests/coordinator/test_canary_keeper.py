@@ -32,7 +32,7 @@ class Replica:
     """Its clock stands still, at a moment of its own."""
 
     def __init__(self, url: str, name: str, now_s: float = 0.0, drafts: tuple[str, ...] = ()) -> None:
-        self.registry = Registry(url, 0.3)
+        self.registry = Registry(url)
         self.desk = CanaryDesk(name)
         self.metrics = CoordinatorMetrics()
         self.drafts = list(drafts)

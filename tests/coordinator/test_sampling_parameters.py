@@ -57,13 +57,13 @@ async def test_grpc_hands_every_parameter_on(clusters: ClusterFactory) -> None:
 async def test_the_draft_worker_is_told_the_same_and_how_to_send_distributions(
     clusters: ClusterFactory,
 ) -> None:
-    target, draft = clusters.target(step_s=0.005), FakeDraft()
+    draft = FakeDraft()
+    target = clusters.target(may_step=lambda num_tokens: bool(draft.requests))
     speculation = {
         "acceptance_rule": "token", "num_draft_probs": 8, "draft_probs_bits": 6, "num_speculative_tokens": 5,
     }  # fmt: skip
     async with clusters.open([target], [draft]) as cluster:
         await cluster.complete(speculation=speculation, min_p=0.5)
-        await eventually(lambda: bool(draft.requests), "attached")
     told = draft.requests[0]
     assert told.sampling == target.requests[0].sampling
     assert told.num_prompt_tokens == target.requests[0].num_prompt_tokens == len(told.token_ids)

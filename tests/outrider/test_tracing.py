@@ -138,6 +138,7 @@ async def test_spans_reach_a_collector() -> None:
         with tracing.span("outer", None, {"a": 1}):
             pass
         await tracing.close()
+        await told(collector, 1)
     (span,) = collector.spans
     assert (span.service, span.name, span.attributes) == ("outrider-test", "outer", {"a": 1})
 

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.telemetry import TargetMetrics
 from protos.outrider.v1 import common_pb2, draft_pb2, target_pb2
+from target_worker.runner import run_step
 from target_worker.server import TargetServicer, parse_generate
 from tests.hostile import WAIT_S
 from tests.served import ATTACH, GENERATE, served_draft, served_target
@@ -23,15 +24,22 @@ LONG = target_pb2.GenerateRequest(
 )
 
 
-def test_a_target_ends_a_session_whose_time_is_up_and_frees_it_before_its_caller_leaves() -> None:
+def test_a_target_ends_a_session_whose_time_is_up_and_frees_it_before_its_caller_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.005)
+        return run_step(*arguments)
+
+    monkeypatch.setattr("target_worker.runner.run_step", slowly)
     with served_target() as target:
         request = target_pb2.GenerateRequest()
         request.CopyFrom(LONG)
-        request.deadline_ms = 40
+        request.deadline_ms = 500  # the text would take more than twice as long
         started_s = time.monotonic()
         code, answers = target.call(GENERATE, request.SerializeToString())
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert time.monotonic() - started_s >= 0.04
+        assert time.monotonic() - started_s >= 0.5
         assert target_pb2.GenerateEvent.FromString(answers[0]).HasField("started")
         target.runner.run(target.until_idle())
         # Now it knows how long its steps take: this one is sent away before any work.

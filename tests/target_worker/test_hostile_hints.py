@@ -273,7 +273,10 @@ def test_these_lies_are_tried(target: ServedTarget) -> None:
 
     async def both() -> list[target_pb2.GenerateEvent]:
         lying = asyncio.create_task(lie(target, [welcome({name: 1}), frame], 0.0))
-        await asyncio.sleep(0.05)  # they are there before the session is
+        kept = target.scheduler._early._kept  # they are there before the session is
+        async with asyncio.timeout(WAIT_S):
+            while not any(each.num_hints for each in list(kept.values())):  # noqa: ASYNC110 - the model's thread owns it
+                await asyncio.sleep(0.005)
         code, answers = await target.calling("/outrider.v1.Target/Generate", REQUESTS[0].SerializeToString())
         assert code is grpc.StatusCode.OK
         await lying

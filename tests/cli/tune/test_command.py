@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -17,9 +18,10 @@ from typer.testing import CliRunner, Result
 
 from draft_worker.__main__ import parse_arguments as parse_draft_arguments
 from outrider.cli import app
-from outrider.cli.tune.findings import Settings
+from outrider.cli.tune.findings import ModelProfile, Settings
 from outrider.cli.tune.profile import TARGET_SIZES, loaded, longest_sequence, step_times
 from outrider.cli.tune.texts import GeneratedText, generate, ranks
+from outrider.cli.tune.times import StepTimes
 from outrider.errors import ConfigurationError, InvalidRequest, OutriderError, TokenizerMismatch
 from outrider.tokenizer import fingerprint
 from target_worker.__main__ import parse_arguments as parse_target_arguments
@@ -63,7 +65,13 @@ def prompts(tmp_path: Path) -> Path:
 
 
 class TestWholeCommand:
-    def test_a_model_that_drafts_for_itself_is_always_right(self, prompts: Path) -> None:
+    def test_a_model_that_drafts_for_itself_is_always_right(
+        self, prompts: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Of one and the same model; measured twice they differ by what else the machine does.
+        same = ModelProfile(StepTimes((1, 32), (1.0, 2.0)), 1, 0.0, 32)
+        command = importlib.import_module("outrider.cli.tune.command")
+        monkeypatch.setattr(command, "step_times", lambda *_, **__: same)
         read = document("--draft", TARGET, "--prompts", prompts, "--max-speculative-tokens", 4)
         texts = read["texts"]
         assert (texts["num_prompts"], texts["num_tokens"], texts["acceptance_rate"]) == (3, 3 * 24, 1.0)

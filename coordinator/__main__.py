@@ -31,7 +31,7 @@ from outrider.api_keys import KeyFile
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.logs import LogFormat
 from outrider.redis_connection import redis_url_from
-from outrider.registry import Registry
+from outrider.registry import check_redis
 from outrider.tenants import parse_tenant_weight
 from outrider.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.tokenizer import Tokenizer
@@ -211,7 +211,7 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
         check_role(TlsFiles(Path(settings.tls_dir)).current(), Role.COORDINATOR)
     if settings.api_keys_file is not None:
         KeyFile(Path(settings.api_keys_file))
-    asyncio.run(_ping(settings.redis_url))
+    asyncio.run(check_redis(settings.redis_url))
     for name, port in (("--port", listen.port), ("--grpc-port", listen.grpc_port)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -228,17 +228,6 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
         )
 
 
-async def _ping(redis_url: str) -> None:
-    try:
-        registry = Registry(redis_url)
-    except ValueError as error:
-        raise ConfigurationError(f"--redis-url is not a Redis URL: {error}") from error
-    try:
-        await registry.ping()
-    finally:
-        await registry.close()
-
-
 def _tenant_weight(text: str) -> tuple[str, float]:
     """Raises ArgumentTypeError."""
     try:
@@ -251,8 +240,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
     parser.add_argument("--tokenizer", required=True, metavar="MODEL_DIR", type=Path,
                         help="model folder whose tokenizer the targets share")  # fmt: skip
-    parser.add_argument("--redis-url", default=os.environ.get("OUTRIDER_REDIS_URL"),
-                        help="the registry; default: OUTRIDER_REDIS_URL")  # fmt: skip
+    parser.add_argument("--redis-url", help="the registry; default: OUTRIDER_REDIS_URL")
     parser.add_argument("--redis-url-file", type=Path, metavar="FILE",
                         help="that holds the URL and its password, in place of --redis-url")  # fmt: skip
     parser.add_argument("--api-keys", type=Path, metavar="FILE",

@@ -139,9 +139,8 @@ def application(args: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"unknown args of the coordinator: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
-    url_file = os.environ.get("OUTRIDER_REDIS_URL_FILE")
     try:
-        url = redis_url_from(os.environ.get("OUTRIDER_REDIS_URL"), Path(url_file) if url_file else None)
+        url = redis_url_from(None, None)
     except ConfigurationError as error:
         raise ValueError(error.message) from error
     given = {

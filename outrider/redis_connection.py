@@ -10,6 +10,7 @@ a failover needs nobody's help; they share the password unless `?sentinel_passwo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -31,8 +32,16 @@ MAX_CONNECTIONS: Final = 64
 def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     """Connects on first use; `timeout_s` for connecting and for an answer, no call is tried again after that.
 
-    Raises ValueError when `url` is not one.
+    Raises ConfigurationError when `url` is not one.
     """
+    try:
+        return _with_resets_told(_open(url, timeout_s))
+    except ValueError as error:
+        raise ConfigurationError(f"not the URL of a Redis: {error}") from error
+
+
+def _open(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    """Raises ValueError when `url` is not one."""
     common: dict[str, Any] = {
         "decode_responses": True,
         "socket_timeout": timeout_s,
@@ -45,7 +54,7 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     }
     parts = urlsplit(url)
     if not parts.scheme.endswith(_SENTINEL_SUFFIX):
-        return _with_resets_told(redis.asyncio.Redis.from_url(url, **common))
+        return redis.asyncio.Redis.from_url(url, **common)
     scheme = parts.scheme.removesuffix(_SENTINEL_SUFFIX)
     if scheme not in ("redis", "rediss"):
         raise ValueError(
@@ -67,7 +76,7 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     if sentinel_password is not None:
         for_sentinels |= {"password": sentinel_password, "username": None}
     sentinels = Sentinel([_address(host) for host in hosts.split(",")], sentinel_kwargs=for_sentinels)
-    return _with_resets_told(sentinels.master_for(service, **parsed))
+    return sentinels.master_for(service, **parsed)
 
 
 def _with_resets_told(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
@@ -98,16 +107,31 @@ async def close_redis(client: redis.asyncio.Redis) -> None:
 
 
 def redis_url_from(url: str | None, file: Path | None) -> str | None:
-    """The URL that was given, or the one in the file. Raises ConfigurationError for a file that has none."""
-    if file is None:
-        return url
+    """What the flags --redis-url or --redis-url-file say, else the environment; None where neither names a Redis.
+
+    Of the environment OUTRIDER_REDIS_URL counts before OUTRIDER_REDIS_URL_FILE: whoever starts processes of their own
+    gives them the former, whatever else they inherit. Raises ConfigurationError for both flags at once, and for a file
+    that holds no URL.
+    """
+    if url is not None and file is not None:
+        raise ConfigurationError("--redis-url and --redis-url-file exclude each other")
+    if file is not None:
+        return _url_in(file, "--redis-url-file")
+    if found := url or os.environ.get("OUTRIDER_REDIS_URL"):
+        return found
+    named = os.environ.get("OUTRIDER_REDIS_URL_FILE")
+    return _url_in(Path(named), "OUTRIDER_REDIS_URL_FILE") if named else None
+
+
+def _url_in(file: Path, named_by: str) -> str:
+    """Raises ConfigurationError."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--redis-url-file {file} cannot be read: {error}") from error
+        raise ConfigurationError(f"{named_by} {file} cannot be read: {error}") from error
     if "://" not in text or len(text.split()) != 1:
         raise ConfigurationError(
-            f"--redis-url-file {file} holds no URL; one line is wanted, such as redis://:password@host:6379/0"
+            f"{named_by} {file} holds no URL; one line is wanted, such as redis://:password@host:6379/0"
         )
     return text
 

@@ -156,7 +156,7 @@ class Registry:
         lease_s: float = LEASE_S,
         reservation_s: float = RESERVATION_S,
     ) -> None:
-        """`url` as `outrider.redis_connection` takes it; connects on first use. Raises ValueError for another."""
+        """`url` as `outrider.redis_connection` takes it; connects on first use. Raises ConfigurationError."""
         self.address = without_password(url)
         self._timeout_s = timeout_s
         self._lease_ms = int(lease_s * 1000)
@@ -292,6 +292,15 @@ class Registry:
             if task is not None and task.cancelling() > num_cancellations:
                 raise asyncio.CancelledError
         return answer
+
+
+async def check_redis(url: str) -> None:
+    """Returns when a Redis answers. Raises ConfigurationError for what is no URL of one, RegistryUnavailable."""
+    registry = Registry(url)
+    try:
+        await registry.ping()
+    finally:
+        await registry.close()
 
 
 def _prefix(pool: Pool) -> str:

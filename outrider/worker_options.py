@@ -72,7 +72,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
     )
     network.add_argument(
         "--redis-url",
-        default=os.environ.get("OUTRIDER_REDIS_URL"),
+        default=None,
         help="where to announce the worker (default: OUTRIDER_REDIS_URL); not announced without it",
     )
     network.add_argument(

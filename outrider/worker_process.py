@@ -166,10 +166,7 @@ class WorkerProcess:
                     f"--host {self.options.host} cannot be announced: name the address where others reach this worker "
                     "with --announce HOST:PORT"
                 )
-            try:
-                self._registry = Registry(self.options.redis_url)
-            except ValueError as error:
-                raise ConfigurationError(f"--redis-url is not a Redis URL: {error}") from error
+            self._registry = Registry(self.options.redis_url)
             await self._registry.ping()
         self.port = self._listen(self.server, self.options.port, "--port", self.files)
         if self.options.health_port is not None:

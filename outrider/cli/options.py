@@ -130,9 +130,18 @@ GrpcPort = Annotated[
 RedisUrl = Annotated[
     str | None,
     typer.Option(
-        envvar="OUTRIDER_REDIS_URL",
         help="Redis to use.",
-        show_default="an embedded one",
+        show_default="OUTRIDER_REDIS_URL, else an embedded one",
+        rich_help_panel=_NETWORK,
+    ),
+]
+RedisUrlFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Holds the URL and its password, in place of --redis-url: other processes can see a command line and an "
+        "environment.",
+        show_default="OUTRIDER_REDIS_URL_FILE",
         rich_help_panel=_NETWORK,
     ),
 ]

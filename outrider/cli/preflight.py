@@ -9,7 +9,6 @@ import json
 import socket
 from math import prod
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from outrider.api_keys import KeyFile
 from outrider.cli.deployment import Deployment, Dtype, Quantization
@@ -19,7 +18,6 @@ from outrider.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.tokenizer import fingerprint
 from outrider.vocabulary_map import has_same_base
 
-REDIS_TIMEOUT_S = 2.0
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -161,29 +159,3 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def check_redis(url: str) -> None:
-    """A Redis that answers under the given URL within two seconds."""
-    import redis  # a quarter of a second that `--help` need not wait for
-
-    try:
-        client = redis.Redis.from_url(
-            url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-        )
-    except ValueError as error:
-        raise ConfigurationError(f"--redis-url {url}: {error}") from error
-    try:
-        client.ping()
-    except redis.exceptions.RedisError as error:
-        raise ConfigurationError(
-            f"Redis at {_without_password(url)} does not answer ({error}); correct --redis-url or "
-            "OUTRIDER_REDIS_URL, or leave both out to use an embedded Redis."
-        ) from error
-    finally:
-        client.close()
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"

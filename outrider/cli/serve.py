@@ -41,6 +41,7 @@ from outrider.cli.options import (
     Port,
     QuantizationChoice,
     RedisUrl,
+    RedisUrlFile,
     SeedRequests,
     SelfDraft,
     ServedModelName,
@@ -52,6 +53,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.progress import Progress
 from outrider.cli.system import new_log_dir, run_until_signalled, running_system
+from outrider.redis_connection import redis_url_from
 
 SIGTERM_STATUS = 128 + 15
 
@@ -84,6 +86,7 @@ def serve(
     port: Port = 8000,
     grpc_port: GrpcPort = 9000,
     redis_url: RedisUrl = None,
+    redis_url_file: RedisUrlFile = None,
     num_target_workers: NumTargetWorkers = 1,
     num_draft_workers: NumDraftWorkers = 1,
     tensor_parallel_size: TensorParallelSize = 1,
@@ -152,7 +155,8 @@ def serve(
         logs_requests=log_requests,
         otlp_endpoint=otlp_endpoint,
     )
-    status = run_until_signalled(lambda: _serve(deployment, redis_url, log_dir, verbose))
+    redis = redis_url_from(redis_url, redis_url_file)
+    status = run_until_signalled(lambda: _serve(deployment, redis, log_dir, verbose))
     # Being asked to stop and having stopped is success; Ctrl-C keeps the status that shells expect.
     raise typer.Exit(0 if status == SIGTERM_STATUS else status)
 
@@ -163,7 +167,7 @@ async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | 
         progress.say(f"Starting Outrider with {deployment.target} and {deployment.draft or 'no draft'}")
         async with running_system(
             deployment,
-            redis_url=redis_url or None,
+            redis_url=redis_url,
             log_dir=log_dir or new_log_dir(),
             on_event=progress.on_event,
             echo=progress.echo if verbose else None,

@@ -27,6 +27,7 @@ from outrider.errors import ConfigurationError
 from outrider.free_ports import free_ports
 from outrider.machine import usable_cores
 from outrider.redis_server import EmbeddedRedis
+from outrider.registry import check_redis
 from outrider.supervisor import Supervisor
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
@@ -79,7 +80,7 @@ async def running_system(
     """
     preflight.check(deployment)
     if redis_url is not None:
-        preflight.check_redis(redis_url)
+        await check_redis(redis_url)
     scratch = _new_scratch_dir()
     redis = EmbeddedRedis(scratch) if redis_url is None else None
     supervisor = Supervisor(log_dir, on_event=on_event, echo=echo)

@@ -15,7 +15,6 @@ from outrider.cli import app
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Deployment
 from outrider.cli.preflight import check_access
 from outrider.errors import ConfigurationError
-from outrider.redis_connection import redis_url_from
 from outrider.tls import Role, TlsFiles
 from outrider.worker_options import WorkerOptions
 
@@ -72,14 +71,6 @@ def test_nor_that_of_a_serve_configuration(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("OUTRIDER_REDIS_URL_FILE", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="none cannot be read"):
         application(arguments)
-
-
-@pytest.mark.parametrize("text", ["", "not a url", "redis://a redis://b"])
-def test_a_file_without_a_url_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "url"
-    path.write_text(text)
-    with pytest.raises(ConfigurationError, match="url holds no URL"):
-        redis_url_from(None, path)
 
 
 def test_keys_are_made_added_and_printed_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -285,6 +286,24 @@ def test_without_redis_it_says_so_and_what_to_do() -> None:
     assert "start one there" in error.message
     result = Operator("http://x").invoke("status")
     assert result.exit_code == 2
+
+
+def test_the_url_may_be_in_a_file_that_the_environment_names(
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a coordinator's pod, where `outrider canary` needs no flag."""
+    operator.run("start", "--off", "--share", 0.25)
+    path = tmp_path / "url"
+    path.write_text(operator.url + "\n")
+    monkeypatch.delenv("OUTRIDER_REDIS_URL", raising=False)
+    nameless = RUNNER.invoke(app, ["canary", "status"])
+    assert nameless.exit_code == 2
+    assert "OUTRIDER_REDIS_URL is required" in " ".join(nameless.output.replace("│", "").split())
+    assert RUNNER.invoke(app, ["canary", "status", "--redis-url-file", str(path)]).exit_code == 3
+    monkeypatch.setenv("OUTRIDER_REDIS_URL_FILE", str(path))
+    for words in (["promote"], ["abort"], ["clear"]):
+        assert RUNNER.invoke(app, ["canary", *words]).exit_code == 0
+    assert RUNNER.invoke(app, ["canary", "status"]).exit_code == 5
 
 
 def test_times_are_read_and_written_with_their_units() -> None:

@@ -136,13 +136,27 @@ def test_different_tokenizers_are_refused_with_both_fingerprints(
     assert len(set(re.findall(r"\b[0-9a-f]{16}\b", message))) == 2
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis://:secret@127.0.0.1:1/0", "Redis at redis://127.0.0.1:1/0 does not answer"),
+        ("redis+sentinel://:secret@127.0.0.1:1/main", "redis+sentinel://127.0.0.1:1/main does not answer"),
+        ("http://:secret@127.0.0.1:1/0", "not the URL of a Redis"),
+    ],
+)
 def test_redis_that_does_not_answer_is_named_without_its_password(
-    outrider: Run, pair: tuple[Path, Path]
+    outrider: Run, pair: tuple[Path, Path], url: str, said: str
 ) -> None:
-    url = "redis://:secret@127.0.0.1:1/0"
     message = refusal(outrider("serve", *models(pair), *FREE_PORTS, OUTRIDER_REDIS_URL=url))
-    assert "Redis at redis://127.0.0.1:1/0 does not answer" in message
+    assert said in message
     assert "secret" not in message
+
+
+def test_redis_may_be_named_in_a_file(outrider: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "url"
+    path.write_text("redis://:secret@127.0.0.1:1/0\n")
+    message = refusal(outrider("serve", *models(pair), *FREE_PORTS, "--redis-url-file", path))
+    assert "Redis at redis://127.0.0.1:1/0 does not answer" in message
 
 
 def test_draft_and_no_draft_exclude_each_other(outrider: Run, pair: tuple[Path, Path]) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from outrider.errors import RegistryUnavailable
+from outrider.errors import ConfigurationError, RegistryUnavailable
 from outrider.free_ports import free_ports
-from outrider.redis_connection import open_redis, without_password
+from outrider.redis_connection import open_redis, redis_url_from, without_password
 from outrider.redis_server import find_redis_server
 from outrider.registry import Registry
 
@@ -55,8 +55,45 @@ def redis_server(folder: Path, *arguments: str) -> Iterator[int]:
     ],
 )
 def test_what_is_no_url_of_a_redis_is_refused(url: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ConfigurationError, match=reason):
         open_redis(url, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "file_flag", "variable", "file_variable", "found"),
+    [
+        ("redis://flag", None, "redis://variable", "file-variable", "redis://flag"),
+        (None, "file-flag", "redis://variable", "file-variable", "redis://file-flag"),
+        (None, None, "redis://variable", "file-variable", "redis://variable"),
+        (None, None, "", "file-variable", "redis://file-variable"),
+        (None, None, None, None, None),
+    ],
+)
+def test_flags_count_before_the_environment_and_there_a_url_before_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str | None, file_flag: str | None, variable: str | None,
+    file_variable: str | None, found: str | None,
+) -> None:  # fmt: skip
+    for name in ("file-flag", "file-variable"):
+        (tmp_path / name).write_text(f"redis://{name}\n")
+    in_file = None if file_variable is None else str(tmp_path / file_variable)
+    for name, value in (("OUTRIDER_REDIS_URL", variable), ("OUTRIDER_REDIS_URL_FILE", in_file)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert redis_url_from(flag, None if file_flag is None else tmp_path / file_flag) == found
+
+
+def test_a_url_and_a_file_of_one_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        redis_url_from("redis://a", tmp_path / "url")
+
+
+@pytest.mark.parametrize("text", ["", "not a url", "redis://a redis://b"])
+def test_a_file_without_a_url_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "url"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match="url holds no URL"):
+        redis_url_from(None, path)
 
 
 def test_no_password_is_shown() -> None:

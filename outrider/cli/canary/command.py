@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Final, TypeVar
 
 import typer
@@ -18,6 +19,7 @@ from outrider.canary.plan import DURATION_MAX_S, ArmChange, CanaryPlan, CanarySt
 from outrider.canary.store import CanaryStore, CanaryView
 from outrider.cli.canary import options, report
 from outrider.errors import ConfigurationError
+from outrider.redis_connection import redis_url_from
 from outrider.registry import Registry
 
 ResultT = TypeVar("ResultT")
@@ -42,7 +44,8 @@ canary = typer.Typer(
 
 @canary.command()
 def start(
-    redis_url: options.RedisUrl,
+    redis_url: options.RedisUrl = None,
+    redis_url_file: options.RedisUrlFile = None,
     share: options.Share = 0.1,
     off: options.Off = False,
     draft_model: options.DraftModel = "",
@@ -93,7 +96,7 @@ def start(
         )
     except ValueError as error:
         raise typer.BadParameter(_first_line(error)) from None
-    asked = _with_store(redis_url, lambda store: _begin(store, plan))
+    asked = _with_store(redis_url, redis_url_file, lambda store: _begin(store, plan))
     Console(highlight=False).print(report.page(asked))
 
 
@@ -104,7 +107,8 @@ async def _begin(store: CanaryStore, plan: CanaryPlan) -> CanaryView:
 
 @canary.command()
 def status(
-    redis_url: options.RedisUrl,
+    redis_url: options.RedisUrl = None,
+    redis_url_file: options.RedisUrlFile = None,
     as_json: options.AsJson = False,
     watch: options.Watch = False,
     every: options.Every = 5.0,
@@ -127,7 +131,9 @@ def status(
     0 promoted, or promoting is recommended; 3 it goes on; 4 given up, or aborting is recommended; 5 there is no canary;
     1 Redis does not answer; 2 a flag is wrong.
     """
-    view = _with_store(redis_url, lambda store: _look(store, as_json, every if watch else None))
+    view = _with_store(
+        redis_url, redis_url_file, lambda store: _look(store, as_json, every if watch else None)
+    )
     raise typer.Exit(report.exit_status(view))
 
 
@@ -155,7 +161,11 @@ def _is_decided(view: CanaryView) -> bool:
 
 
 @canary.command()
-def promote(redis_url: options.RedisUrl, reason: options.Reason = "") -> None:
+def promote(
+    redis_url: options.RedisUrl = None,
+    redis_url_file: options.RedisUrlFile = None,
+    reason: options.Reason = "",
+) -> None:
     """Make the canary's arm everybody's, within seconds, until it is aborted. The rule need not agree.
 
     It is kept in Redis, across restarts of the coordinator. Meant for the time until the flags of workers and
@@ -165,11 +175,15 @@ def promote(redis_url: options.RedisUrl, reason: options.Reason = "") -> None:
 
     0 promoted; 1 there is none that runs, or Redis does not answer; 2 a flag is wrong.
     """
-    _decide(redis_url, CanaryState.PROMOTED, reason or "by hand")
+    _decide(redis_url, redis_url_file, CanaryState.PROMOTED, reason or "by hand")
 
 
 @canary.command()
-def abort(redis_url: options.RedisUrl, reason: options.Reason = "") -> None:
+def abort(
+    redis_url: options.RedisUrl = None,
+    redis_url_file: options.RedisUrlFile = None,
+    reason: options.Reason = "",
+) -> None:
     """Send everybody back to control, within seconds; also from a canary that was promoted.
 
     Draft workers of the model that it named are kept from everybody until the canary is cleared, or another one begins:
@@ -179,11 +193,11 @@ def abort(redis_url: options.RedisUrl, reason: options.Reason = "") -> None:
 
     0 aborted; 1 there is none in force, or Redis does not answer; 2 a flag is wrong.
     """
-    _decide(redis_url, CanaryState.ABORTED, reason or "by hand")
+    _decide(redis_url, redis_url_file, CanaryState.ABORTED, reason or "by hand")
 
 
 @canary.command()
-def clear(redis_url: options.RedisUrl) -> None:
+def clear(redis_url: options.RedisUrl = None, redis_url_file: options.RedisUrlFile = None) -> None:
     """Forget a canary that has ended, or was promoted and is what the flags say by now.
 
     Draft workers that it kept from requests are everybody's again.
@@ -192,7 +206,7 @@ def clear(redis_url: options.RedisUrl) -> None:
 
     0 there is none now; 1 it is still in force, or Redis does not answer; 2 a flag is wrong.
     """
-    _with_store(redis_url, _forget)
+    _with_store(redis_url, redis_url_file, _forget)
 
 
 async def _forget(store: CanaryStore) -> None:
@@ -203,8 +217,8 @@ async def _forget(store: CanaryStore) -> None:
     await store.forget()
 
 
-def _decide(redis_url: str, state: CanaryState, reason: str) -> None:
-    decided = _with_store(redis_url, lambda store: decide(store, state, reason))
+def _decide(redis_url: str | None, redis_url_file: Path | None, state: CanaryState, reason: str) -> None:
+    decided = _with_store(redis_url, redis_url_file, lambda store: decide(store, state, reason))
     Console(highlight=False).print(report.page(decided))
 
 
@@ -240,14 +254,19 @@ def _first_line(error: ValueError) -> str:
     return str(error).partition("Value error, ")[2].partition(" [type=")[0] or str(error)
 
 
-def _with_store(redis_url: str, work: Callable[[CanaryStore], Awaitable[ResultT]]) -> ResultT:
+def _with_store(
+    redis_url: str | None, redis_url_file: Path | None, work: Callable[[CanaryStore], Awaitable[ResultT]]
+) -> ResultT:
     """Raises RegistryUnavailable, and typer's usage error for what is no URL of a Redis."""
 
     async def run() -> ResultT:
         try:
-            registry = Registry(redis_url)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--redis-url") from None
+            url = redis_url_from(redis_url, redis_url_file)
+            if url is None:
+                raise ConfigurationError("--redis-url, --redis-url-file or OUTRIDER_REDIS_URL is required")
+            registry = Registry(url)
+        except ConfigurationError as error:
+            raise typer.BadParameter(error.message) from None
         try:
             return await work(CanaryStore(registry))
         finally:

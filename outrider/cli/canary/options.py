@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,16 @@ _ON_WHOM = "On whom"
 _RULE = "The rule"
 
 RedisUrl = Annotated[
-    str, typer.Option(envvar="OUTRIDER_REDIS_URL", help="The Redis that the coordinator uses.")
+    str | None,
+    typer.Option(help="The Redis that the coordinator uses.", show_default="OUTRIDER_REDIS_URL"),
+]
+RedisUrlFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Holds the URL and its password, in place of --redis-url.",
+        show_default="OUTRIDER_REDIS_URL_FILE",
+    ),
 ]
 Share = Annotated[
     float,

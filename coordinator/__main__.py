@@ -242,7 +242,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
                         help="model folder whose tokenizer the targets share")  # fmt: skip
     parser.add_argument("--redis-url", help="the registry; default: OUTRIDER_REDIS_URL")
     parser.add_argument("--redis-url-file", type=Path, metavar="FILE",
-                        help="that holds the URL and its password, in place of --redis-url")  # fmt: skip
+                        help="that holds the URL and its password, in place of --redis-url; default: "
+                        "OUTRIDER_REDIS_URL_FILE")  # fmt: skip
     parser.add_argument("--api-keys", type=Path, metavar="FILE",
                         help="requests need a key from this file (`outrider keys`), which may change at any time; "
                         "without it whoever reaches the coordinator may ask")  # fmt: skip

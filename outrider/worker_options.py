@@ -81,7 +81,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser, role: str) -> None:
         default=None,
         metavar="FILE",
         help="that holds the URL and its password, in place of --redis-url: other processes can see a command line and "
-        "an environment",
+        "an environment (default: OUTRIDER_REDIS_URL_FILE)",
     )
     network.add_argument(
         "--tls-dir",

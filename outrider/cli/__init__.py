@@ -36,8 +36,8 @@ app = typer.Typer(
         "[bold]outrider serve --target DIR --draft DIR[/bold] serves a pair of your own on this machine, and the "
         "three single-process commands place the same parts on several machines around one Redis."
     ),
-    epilog="OUTRIDER_REDIS_URL names the Redis to use, OUTRIDER_REDIS_URL_FILE a file that does; OUTRIDER_CACHE_DIR the "
-    "place of logs and grown models.",
+    epilog="OUTRIDER_REDIS_URL names the Redis to use, OUTRIDER_REDIS_URL_FILE a file that does; OUTRIDER_CACHE_DIR "
+    "the place of logs and grown models.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

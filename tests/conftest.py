@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -14,6 +15,11 @@ from outrider.registry import Registry
 # How long an example takes is the machine's doing, which may be elsewhere for a moment.
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("outrider")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: half of a small model's loading was the garbage collector's look at all of it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,6 @@ def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path
     assert {line.strip() for line in table.splitlines()} <= shown
 
 
-@pytest.mark.slow
 def test_a_plan_is_what_the_readme_shows(shell: dict[str, str], tmp_path: Path) -> None:
     found = re.search(r"^### Will it fit\?\n(.*?)^##", README, re.MULTILINE | re.DOTALL)
     assert found
@@ -191,7 +190,6 @@ def write_config(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(kinds | sizes | values), encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_commands_show_their_help_and_know_the_flags_the_readme_gives_them(shell: dict[str, str]) -> None:
     used: dict[str, set[str]] = {}
     for words in all_commands():
@@ -204,8 +202,6 @@ def test_commands_show_their_help_and_know_the_flags_the_readme_gives_them(shell
         assert not [flag for flag in flags if flag not in text], name
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_locked_server_is_made_and_asked_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
@@ -233,6 +229,7 @@ def test_a_locked_server_is_made_and_asked_as_the_readme_says(shell: dict[str, s
         command.stop()
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_make_knows_every_target_that_the_readme_names() -> None:
     named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README, re.MULTILINE))
     targets = {target for pair in named for target in pair if target}

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 async def test_no_process_of_ray_outlives_a_killed_serve(real_outrider: Run) -> None:
     process = real_outrider("serve", "--port", "0", "--grpc-port", "0")
     assert process.stdout is not None

@@ -142,7 +142,7 @@ async def check_exactness(dtype: str, size: tuple[int, int], mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("mode", ["greedy", pytest.param("coupled", marks=pytest.mark.thorough)])
 async def test_text_is_that_of_plain_decoding_with_any_draft_timing_and_company(mode: str) -> None:
     await check_exactness("bfloat16", FEW, mode)
 

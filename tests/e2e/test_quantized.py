@@ -15,6 +15,7 @@ from tests.e2e.system import System, eventually, running_system
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("system"),
     pytest.mark.skipif(
@@ -51,7 +52,6 @@ def test_a_target_in_low_resolution_drafts_for_itself(tmp_path: Path) -> None:
         assert "warning" not in said
 
 
-@pytest.mark.thorough
 def test_a_draft_that_is_never_accepted_is_reported_loudly_and_changes_nothing(tmp_path: Path) -> None:
     """It has the right tokenizer and random weights: it loads like any other."""
     folder = tmp_path / "random"

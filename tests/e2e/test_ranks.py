@@ -64,9 +64,8 @@ def test_greedy_text_is_that_of_one_process_with_speculation_and_without(system:
             assert answer["choices"][0]["token_ids"] == expected[num_prompt:]
 
 
-@pytest.mark.parametrize(
-    "who", [pytest.param(1, id="another one", marks=pytest.mark.thorough), pytest.param(0, id="rank 0")]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("who", [pytest.param(1, id="another one"), pytest.param(0, id="rank 0")])
 def test_the_death_of_a_rank_loses_no_token(system: System, who: int) -> None:
     def text(prompt: str) -> str:
         return system.text(prompt, max_tokens=400, ignore_eos=True)

@@ -67,7 +67,6 @@ class TestGreenFamilies:
         assert bytes_per_token(layers, torch.float32) == engine.kv_bytes_per_token
 
 
-@pytest.mark.slow
 @named(GREEN)
 def test_greedy_text_of_ragged_batches(family: Family) -> None:
     assert conformance.greedy_departs(family.key) is None

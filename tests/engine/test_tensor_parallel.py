@@ -153,7 +153,7 @@ class Ranks:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", FAMILIES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
     """In float32 the greedy text of one process, speculation on and off; in bfloat16 the same bits in any batch."""
     folders = [models.model_dir(family) for family in FAMILIES[size]]
@@ -266,7 +266,13 @@ def own_memory_mib() -> float:
 @pytest.mark.parametrize(
     "who", [pytest.param(0, id="rank 0"), pytest.param(1, id="another one", marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="dies"),
+        pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_ranks_end_when_one_of_them_is_gone(tmp_path: Path, who: int, number: int) -> None:
     with Ranks(4, tmp_path, "talk", models.model_dir("llama")) as ranks:
         ranks.wait_for("talks")

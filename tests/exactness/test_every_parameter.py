@@ -123,7 +123,6 @@ def check_same(result: Result, expected: Output) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", LARGE_CASES)
@@ -136,7 +135,6 @@ def test_text_is_that_of_the_reference(case: str, mode: str, draft: str) -> None
         check_same(result, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", LARGE_CASES)
 def test_a_session_that_moved_goes_on_as_if_it_had_not(case: str, mode: str) -> None:
@@ -146,7 +144,6 @@ def test_a_session_that_moved_goes_on_as_if_it_had_not(case: str, mode: str) -> 
         check_same(result, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", [case for case in LARGE_CASES if case != "max-tokens-1"])
 def test_a_draft_equal_to_its_target_is_accepted(case: str, mode: str) -> None:
@@ -165,7 +162,6 @@ def test_a_draft_equal_to_its_target_is_accepted(case: str, mode: str) -> None:
     assert accepted >= 0.95 * verified
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_good_draft_is_right_mostly_and_wrong_at_times(mode: str) -> None:
     """Else the tests above would show little."""
@@ -297,7 +293,6 @@ def check_case(case: str, draft: str, rule: str, num_sessions: int) -> None:
     check_distribution(drawn, params, language)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("draft", "rule"), SAMPLED)
 @pytest.mark.parametrize("case", SMALL_CASES)
 def test_samples_follow_the_reference(case: str, draft: str, rule: str) -> None:
@@ -343,7 +338,6 @@ def test_another_distribution_would_be_noticed(case: str) -> None:
     assert min(values) < FAMILY_ERROR_RATE / (FAMILY_SIZE * MOST_STATISTICS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_draft_that_breaks_its_word_would_be_noticed(rule: str) -> None:
     """I5 is what exactness rests on: hints that were not sampled from what they carry do bias the text."""

@@ -70,7 +70,6 @@ def check_output(result: Result, prompt: Sequence[int], params: SamplingParams, 
         check(each, torch.log_softmax(row[0], dim=-1), token_id, num_logprobs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("are_processed", [False, True], ids=["raw", "processed"])
@@ -109,7 +108,6 @@ def test_log_probabilities_of_the_prompt_are_the_models_own(are_processed: bool,
         assert position == len(request.prompt)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_asking_for_log_probabilities_changes_no_text(mode: str) -> None:
     """Not even a sampled one: with the same seeds and no draft, the same numbers are drawn."""

@@ -106,7 +106,6 @@ def least_p_value(rule: str) -> float:
     return min(p_values(drawn.counts, expected_distribution(params), params.max_tokens))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_sampled_text_shows_that_a_rule_is_broken(
@@ -116,13 +115,11 @@ def test_sampled_text_shows_that_a_rule_is_broken(
     assert least_p_value(rule) < CAUGHT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_sampled_text_of_the_rules_as_they_are_shows_nothing(rule: str) -> None:
     assert least_p_value(rule) > CAUGHT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", ["seed", "position", "purpose"])
 def test_coupled_text_shows_that_the_noise_has_another_key(
     forgotten: str, monkeypatch: pytest.MonkeyPatch

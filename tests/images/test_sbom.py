@@ -46,7 +46,6 @@ def test_the_same_lock_gives_the_same_bytes(bills: list[Path], tmp_path: Path) -
     assert [path.read_bytes() for path in bills] == [(tmp_path / path.name).read_bytes() for path in bills]
 
 
-@pytest.mark.slow
 def test_bills_are_valid_by_cyclonedx_s_own_schema(bills: list[Path]) -> None:
     validator = JsonStrictValidator(SchemaVersion.V1_6)
     assert [validator.validate_str(path.read_text()) for path in bills] == [None] * len(bills)

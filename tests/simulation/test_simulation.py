@@ -125,7 +125,6 @@ READ_POSITION = grpc_api._read_position
 ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "problem"),
     [

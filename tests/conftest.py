@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -15,6 +16,11 @@ from outrider.registry import Registry
 # How long an example takes is the machine's doing, which may be elsewhere for a moment.
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("outrider")
+
+
+# A developer's own Redis is nothing to them.
+for name in ("OUTRIDER_REDIS_URL", "OUTRIDER_REDIS_URL_FILE"):
+    os.environ.pop(name, None)
 
 
 def pytest_collection_finish() -> None:

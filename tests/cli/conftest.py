@@ -59,8 +59,7 @@ def _commands_in(folder: Path, tmp_path: Path) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_REDIS_URL"}
-        environment |= {
+        environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OUTRIDER_CACHE_DIR": str(tmp_path / "cache"),
             "COLUMNS": "200",

@@ -295,7 +295,6 @@ def test_the_url_may_be_in_a_file_that_the_environment_names(
     operator.run("start", "--off", "--share", 0.25)
     path = tmp_path / "url"
     path.write_text(operator.url + "\n")
-    monkeypatch.delenv("OUTRIDER_REDIS_URL", raising=False)
     nameless = RUNNER.invoke(app, ["canary", "status"])
     assert nameless.exit_code == 2
     assert "OUTRIDER_REDIS_URL is required" in " ".join(nameless.output.replace("│", "").split())

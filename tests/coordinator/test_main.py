@@ -43,11 +43,8 @@ REQUESTS_MAX = 8
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "OUTRIDER_REDIS_URL"}
     command = [sys.executable, "-m", "coordinator", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 class TestRefusalsAtStart:

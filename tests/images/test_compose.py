@@ -240,9 +240,8 @@ def test_the_coordinator_starts_and_asks_for_keys(secrets: Path) -> None:
     ],
 )
 def test_a_command_that_would_not_start_is_found(
-    name: str, flag: str, refusal: type[BaseException], secrets: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, flag: str, refusal: type[BaseException], secrets: Path
 ) -> None:
-    monkeypatch.delenv("OUTRIDER_REDIS_URL", raising=False)
     spoilt = copy.deepcopy(SPECIFIED["services"][name])
     spoilt["command"].remove(flag)
     with pytest.raises(refusal):

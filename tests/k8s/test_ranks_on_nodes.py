@@ -80,8 +80,7 @@ def is_serving(port: int) -> bool:
 def test_two_nodes_become_one_worker_and_end_together(tmp_path: Path) -> None:
     port, metrics_port, health_port, rendezvous_port = free_ports(4)
     CertificateAuthority.make().issue(tmp_path / "tls", Role.TARGET, valid_for=datetime.timedelta(days=1))
-    environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_REDIS_URL"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     agents: list[subprocess.Popen[bytes]] = []
     logs = [tmp_path / "leader", tmp_path / "follower"]
     try:

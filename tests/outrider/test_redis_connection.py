@@ -77,7 +77,6 @@ def test_flags_count_before_the_environment_and_there_a_url_before_a_file(
         (tmp_path / name).write_text(f"redis://{name}\n")
     in_file = None if file_variable is None else str(tmp_path / file_variable)
     for name, value in (("OUTRIDER_REDIS_URL", variable), ("OUTRIDER_REDIS_URL_FILE", in_file)):
-        monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
     assert redis_url_from(flag, None if file_flag is None else tmp_path / file_flag) == found

@@ -19,6 +19,7 @@ import httpx
 import openai
 
 from outrider.cli.deployment import ROOT
+from outrider.errors import ConfigurationError
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.secured import SecuredSystem
 
@@ -170,7 +171,13 @@ async def _hear(node: asyncio.subprocess.Process, tally: Tally) -> None:
 
 
 def install_node_modules(folder: Path) -> None:
-    """Raises CalledProcessError or OSError where there is no npm, or no registry."""
+    """Raises ConfigurationError where there is no npm, or no registry."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *NODE_PACKAGES]
-    subprocess.run(words, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(words, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(
+            f"npm could not install {' and '.join(NODE_PACKAGES)} ({error}); name a registry that can be reached in "
+            "npm_config_registry, or leave the client in JavaScript out: --no-node"
+        ) from error

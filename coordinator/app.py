@@ -140,7 +140,7 @@ def application(args: Mapping[str, Any]) -> Any:
             f"unknown args of the coordinator: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
     try:
-        url = redis_url_from(None, None)
+        url = redis_url_from()
     except ConfigurationError as error:
         raise ValueError(error.message) from error
     given = {

@@ -37,7 +37,9 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     try:
         return _with_resets_told(_open(url, timeout_s))
     except ValueError as error:
-        raise ConfigurationError(f"not the URL of a Redis: {error}") from error
+        raise ConfigurationError(
+            f"--redis-url, its file or its variable is not the URL of a Redis: {error}"
+        ) from error
 
 
 def _open(url: str, timeout_s: float) -> redis.asyncio.Redis:
@@ -54,6 +56,12 @@ def _open(url: str, timeout_s: float) -> redis.asyncio.Redis:
     }
     parts = urlsplit(url)
     if not parts.scheme.endswith(_SENTINEL_SUFFIX):
+        try:
+            _ = parts.port
+        except ValueError:  # whose own words would quote the beginning of a password
+            raise ValueError(
+                "its port is no number; of a password, what is not a letter or digit is written as %2F and so on"
+            ) from None
         return redis.asyncio.Redis.from_url(url, **common)
     scheme = parts.scheme.removesuffix(_SENTINEL_SUFFIX)
     if scheme not in ("redis", "rediss"):
@@ -106,7 +114,7 @@ async def close_redis(client: redis.asyncio.Redis) -> None:
             await sentinel.aclose()
 
 
-def redis_url_from(url: str | None, file: Path | None) -> str | None:
+def redis_url_from(url: str | None = None, file: Path | None = None) -> str | None:
     """What the flags --redis-url or --redis-url-file say, else the environment; None where neither names a Redis.
 
     Of the environment OUTRIDER_REDIS_URL counts before OUTRIDER_REDIS_URL_FILE: whoever starts processes of their own

@@ -280,8 +280,11 @@ class Registry:
             async with asyncio.timeout(2 * self._timeout_s), self._room:
                 answer = await reply
         except (RedisError, OSError, TimeoutError) as error:
+            why = str(error).partition(" : <")[
+                0
+            ]  # where no Sentinel answers, redis-py goes on with its own objects
             raise RegistryUnavailable(
-                f"Redis at {self.address} does not answer ({str(error) or type(error).__name__}); "
+                f"Redis at {self.address} does not answer ({why or type(error).__name__}); "
                 "start one there, or set OUTRIDER_REDIS_URL to one that runs "
                 "(`outrider serve` without it starts its own)"
             ) from error

@@ -150,6 +150,7 @@ def test_redis_that_does_not_answer_is_named_without_its_password(
     message = refusal(outrider("serve", *models(pair), *FREE_PORTS, OUTRIDER_REDIS_URL=url))
     assert said in message
     assert "secret" not in message
+    assert "redis.asyncio" not in message
 
 
 def test_redis_may_be_named_in_a_file(outrider: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:

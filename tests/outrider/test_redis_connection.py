@@ -49,14 +49,16 @@ def redis_server(folder: Path, *arguments: str) -> Iterator[int]:
     ("url", "reason"),
     [
         ("http://127.0.0.1", "scheme"),
+        ("redis://:s3/cret@127.0.0.1:6379/0", "%2F"),
         ("unix+sentinel://h:1/name", r"unix\+sentinel"),
         ("redis+sentinel://127.0.0.1:26379", "service"),
         ("redis+sentinel://127.0.0.1:x/name", "host:port"),
     ],
 )
 def test_what_is_no_url_of_a_redis_is_refused(url: str, reason: str) -> None:
-    with pytest.raises(ConfigurationError, match=reason):
+    with pytest.raises(ConfigurationError, match=reason) as refused:
         open_redis(url, 1.0)
+    assert "s3" not in refused.value.message
 
 
 @pytest.mark.parametrize(

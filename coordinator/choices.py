@@ -58,6 +58,7 @@ async def run_choices(
         num_tokens=spec.num_tokens_max,
         excluded=(),
         prefix=prefix_key(spec.prompt_token_ids),
+        accepts=spec.run.accepts,
     )
     resumption = resumption or Resumption.of_nothing(spec.num_candidates)
     sessions = [
@@ -67,7 +68,7 @@ async def run_choices(
             preferred=ranked[0] if ranked else None,
             point=resumption.points[index],
             known_token_ids=resumption.known(index),
-            has_begun=resumption.has_begun and resumption.points[index].num_tokens > 0,
+            has_begun=resumption.has_begun(index),
         )
         for index in range(spec.num_candidates)
     ]

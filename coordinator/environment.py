@@ -14,6 +14,7 @@ from coordinator.acceptance_watch import AcceptanceWatch
 from coordinator.admission import Admission
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.poison import PoisonRecord
 from coordinator.priors import PriorTable
 from coordinator.rate_limits import RateLimits
 from coordinator.reservations import Reservations
@@ -73,4 +74,5 @@ class Environment:
     priors: PriorTable = field(default_factory=PriorTable)
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
+    poison: PoisonRecord = field(default_factory=PoisonRecord)
     tracing: Tracing = OFF

@@ -7,15 +7,17 @@ Pure. HTTP and gRPC both end here, so a bound holds on both or on neither. What 
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from coordinator.run_identity import RunIdentity, digest_of
 from coordinator.tool_calls import ToolUse
 from outrider.api_keys import ANYBODY, Caller
 from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
 from outrider.errors import InvalidRequest
-from outrider.sampling_params import MAX_BAD_WORDS, SamplingParams, SpeculationSettings
+from outrider.sampling_params import MAX_BAD_WORDS, DecodingMode, SamplingParams, SpeculationSettings
 from outrider.tracing import NO_SPAN, Span
 
 PROMPT_BYTES_MAX: Final = 1 << 20
@@ -91,6 +93,12 @@ class GenerationSpec:
     assignment: Assignment | None = None  # the arm of a canary that it got
     drafts: DraftChoice = ANY_DRAFT
     is_background: bool = False  # nobody waits for it: it stays behind everybody else, and is no client's
+    run: RunIdentity = field(default_factory=RunIdentity, compare=False)
+
+    @property
+    def has_drawn_seed(self) -> bool:
+        """Whether the seed is the coordinator's own: nobody knows it who does not have this very run."""
+        return self.sampling.seed is not None and self.request.sampling.seed is None
 
     @property
     def num_tokens_max(self) -> int:
@@ -131,6 +139,22 @@ class GenerationSpec:
             self.request.grammar_parameter: sampling.grammar is not None,
         }
         return [name for name, is_forbidding in forbids.items() if is_forbidding]
+
+
+def identified(spec: GenerationSpec, weights_digest: str | None = None) -> GenerationSpec:
+    """The same request with the identity of its run; `weights_digest` where it goes on with what others generated."""
+    request = spec.request
+    digest = digest_of(
+        *(request.tenant, spec.model, array("q", spec.prompt_token_ids).tobytes(), spec.max_tokens),
+        *(spec.sampling.to_proto().SerializeToString(deterministic=True), request.n, request.best_of),
+        *(request.stop, request.include_stop_str_in_output, spec.shows_special_tokens, spec.prompt_text),
+    )
+    run = RunIdentity(
+        digest,
+        compares_numerics=spec.sampling.decoding_mode is not DecodingMode.REJECTION,
+        weights_digest=weights_digest,
+    )
+    return dataclasses.replace(spec, run=run)
 
 
 def check_input(request: GenerationInput) -> None:

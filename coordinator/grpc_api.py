@@ -12,10 +12,10 @@ from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import NOWHERE, UINT32_MAX, GenerationInput, GenerationSpec, Origin
 from coordinator.journal import JournalEntry
 from coordinator.request_session import Finished
-from coordinator.resumption import ResumePoint
-from coordinator.service import GenerationService, Recollection
+from coordinator.resumption import Claim, ResumePoint
+from coordinator.service import GenerationService
 from coordinator.text_output import PromptOutput, VisibleOutput
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, NotFound
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, generation_pb2
 
@@ -66,26 +66,23 @@ async def generate(
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Generation.Generate. Raises OutriderError, whose `grpc_code` names the status to answer with."""
     arrival_s = service.environment.now_s()
-    position, recollection = _read_position(request), None
-    if position:
-        look_up = service.look_up if request.WhichOneof("input") is None else service.recall
+    points, recollection = _read_position(request), None
+    claim = Claim.of(request.run, points, "run")
+    if points:
+        has_input = request.WhichOneof("input") is not None
+        look_up = service.recall if has_input else service.look_up
         recollection = await look_up(request.request_id, origin.caller)
-        entry = recollection.entry
-        if entry is not None and entry.kind != "grpc":
-            recollection = Recollection(None, has_begun=False)
-        elif entry is not None:
-            request_id = request.request_id
-            request = generation_pb2.GenerationRequest.FromString(entry.payload)
-            request.request_id = request_id  # where it was made up, it is not in there
-    has_begun = recollection is not None and recollection.has_begun
+        if not has_input:
+            request = _begun_as(request.request_id, recollection.entry)
+    has_begun = recollection is not None and recollection.has_begun(claim)
     spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
     resumption = None
     if recollection is not None:
-        if len(position) != spec.num_choices:
+        if len(points) != spec.num_choices:
             raise InvalidRequest(
                 "resume_from", f"resume_from needs one point for each of {spec.num_choices} texts"
             )
-        spec, resumption = await service.resume(spec, position, recollection)
+        spec, resumption = service.resume(spec, claim, recollection)
     entry = JournalEntry("grpc", request.SerializeToString())
     async with aclosing(service.generate(spec, arrival_s, entry, resumption)) as items:
         async for item in items:
@@ -100,6 +97,16 @@ def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoi
     return tuple(
         ResumePoint(point.num_tokens, point.has_begun, point.has_ended) for point in request.resume_from
     )
+
+
+def _begun_as(request_id: str, entry: JournalEntry | None) -> generation_pb2.GenerationRequest:
+    """The request that a stream began with."""
+    assert entry is not None, "look_up raises where there is none"
+    if entry.kind != "grpc":
+        raise NotFound(f"the stream {request_id} was begun over HTTP, where it can be resumed", "request_id")
+    request = generation_pb2.GenerationRequest.FromString(entry.payload)
+    request.request_id = request_id  # where it was made up, it is not in there
+    return request
 
 
 def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse:
@@ -127,7 +134,7 @@ def _read_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def _chunk(spec: GenerationSpec, item: ChoiceNews) -> generation_pb2.GenerationChunk:
     chunk = generation_pb2.GenerationChunk(
-        request_id=spec.request.request_id, index=item.index, text=item.news.text
+        request_id=spec.request.request_id, index=item.index, text=item.news.text, run=spec.run.fingerprint
     )
     match item.news:
         case PromptOutput(logprobs=logprobs):

@@ -45,7 +45,7 @@ from coordinator.openai_schema import (
 )
 from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
-from coordinator.resumption import NOTHING_SEEN, StreamPosition, parse_position
+from coordinator.resumption import StreamPosition, parse_position
 from coordinator.service import GenerationService, Recollection
 from coordinator.text_output import VisibleOutput
 from outrider.api_keys import Caller
@@ -107,17 +107,15 @@ class HttpApi:
         asked = replace(asked, origin=origin, canary_key=origin.canary_key or asked.canary_key)
         if (tenant := origin.caller.tenant) is not None:
             asked = replace(asked, tenant=tenant)  # `user` is the tenant's own user then
-        if last_event and recollection is None:  # the body at hand says it all but for the tokens
+        claim = parse_position(last_event, asked.n, LAST_EVENT_HEADER) if last_event else None
+        if claim is not None and recollection is None:  # the body at hand says it all but for the tokens
             recollection = await self._service.recall(asked.request_id, origin.caller)
-        has_begun = recollection is not None and recollection.has_begun
+        has_begun = recollection is not None and recollection.has_begun(claim)
         spec = await self._service.prepare(asked, has_begun=has_begun)
         request.state.request_id = spec.request.request_id
         resumption = None
         if recollection is not None:
-            points = (NOTHING_SEEN,) * spec.num_choices
-            if last_event:
-                points = parse_position(last_event, spec.num_choices, LAST_EVENT_HEADER)
-            spec, resumption = await self._service.resume(spec, points, recollection)
+            spec, resumption = self._service.resume(spec, claim, recollection)
         writer = ResponseWriter(
             spec,
             AnswerFormat(
@@ -145,7 +143,7 @@ class HttpApi:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         opening = writer.opening() if resumption is None else writer.opening(resumption.points)
-        position = StreamPosition(spec.num_choices) if shows_ids else None
+        position = StreamPosition(spec.num_choices, spec.run) if shows_ids else None
         return EventStream(self._events(first, items, writer, opening, position), items)
 
     async def _collect(

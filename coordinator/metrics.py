@@ -48,8 +48,8 @@ _SECONDS: Final = (
     600,
 )
 FAILURE_CODES: Final = (
-    "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE",
-    "DEADLINE_EXCEEDED", "INTERNAL",
+    "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL",
 )  # fmt: skip
 """That a request may end with."""
 _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
@@ -133,6 +133,11 @@ class CoordinatorMetrics:
             "journal_degraded", "1 while streams cannot be resumed for want of Redis"
         )
         self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
+        self.poisonous_prompt = gauge(
+            "poisonous_prompt",
+            "1 for a prompt that is refused, because target workers were lost to it one after the other",
+            "prompt_digest",
+        )
         self.draft_acceptance_alarm = gauge(
             "draft_acceptance_alarm",
             "1 where hardly any hint of a draft worker holds",
@@ -217,6 +222,12 @@ class CoordinatorMetrics:
         self.draft_acceptance_alarm.clear()
         for worker_id, model in alarms:
             self.draft_acceptance_alarm.labels(model, _ENGINE, worker_id).set(1)
+
+    def show_poison(self, prompt_digests: Iterable[str]) -> None:
+        """The prompts that are refused because workers were lost to them."""
+        self.poisonous_prompt.clear()
+        for digest in prompt_digests:
+            self.poisonous_prompt.labels(digest).set(1)
 
     def observe_end(
         self, model: str, reason: str, num_prompt_tokens: int, num_output_tokens: int, times: RequestTimes

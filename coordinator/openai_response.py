@@ -13,7 +13,7 @@ from coordinator.generation_request import GenerationSpec
 from coordinator.resumption import ResumePoint
 from coordinator.statistics import SpeculationCounts, times_to_json
 from coordinator.text_output import VisibleOutput
-from outrider.errors import InvalidRequest, NotFound, OutriderError
+from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError
 from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
 
@@ -202,7 +202,7 @@ def sse(content: dict[str, Any]) -> str:
 
 def error_body(error: OutriderError) -> dict[str, Any]:
     """OpenAI's error body. `param` names the parameter where the error is about one."""
-    parameter = error.parameter if isinstance(error, InvalidRequest | NotFound) else None
+    parameter = error.parameter if isinstance(error, InvalidRequest | NotFound | Conflict) else None
     return {
         "error": {"message": error.message, "type": error.error_type, "param": parameter, "code": error.code}
     }

@@ -18,6 +18,7 @@ from coordinator.generation_request import (
     GenerationSpec,
     effective_sampling,
     fit_to_context,
+    identified,
 )
 from coordinator.settings import CoordinatorSettings
 from coordinator.tool_calls import OPENING, tool_grammar
@@ -79,7 +80,7 @@ class RequestPreparation:
         deadline_s = settings.deadline_default_s if request.deadline_s is None else request.deadline_s
         if not 0 < deadline_s <= settings.deadline_max_s:
             raise InvalidRequest("deadline_ms", f"the deadline may be at most {settings.deadline_max_s:g} s")
-        return GenerationSpec(
+        spec = GenerationSpec(
             request=request,
             model=model,
             prompt_token_ids=tuple(prompt_token_ids),
@@ -93,6 +94,7 @@ class RequestPreparation:
                 request.tools is not None and tokenizer.is_special(tokenizer.added_token_ids.get(OPENING, -1))
             ),
         )
+        return identified(spec)
 
     async def tokenize(self, request: GenerationInput, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt as token ids. Raises InvalidRequest when it is too long or the chat template refuses the

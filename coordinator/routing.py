@@ -130,10 +130,11 @@ class Router:
         num_tokens: int,
         excluded: Collection[WorkerKey],
         prefix: int | None = None,
+        accepts: Callable[[WorkerRecord], bool] = lambda _: True,
     ) -> list[WorkerRecord]:
         """Targets of `model` for a context of `num_tokens`, prompt and output, the one to take first.
 
-        `prefix` is the prompt's `prefix_key`.
+        `prefix` is the prompt's `prefix_key`; `accepts` says which targets' tokens can follow those that there are.
         """
         usable, _ = self.usable(snapshot.targets, now_s)
         candidates = [
@@ -142,6 +143,7 @@ class Router:
             if worker.model_name == model
             and worker.max_model_len >= num_tokens
             and key_of(worker) not in excluded
+            and accepts(worker)
         ]
         loads = {
             worker.worker_id: self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
@@ -152,13 +154,20 @@ class Router:
         return ranked if home is None else [home, *(worker for worker in ranked if worker is not home)]
 
     def expects_target(
-        self, snapshot: Snapshot, *, model: str, num_tokens: int, excluded: Collection[WorkerKey]
+        self,
+        snapshot: Snapshot,
+        *,
+        model: str,
+        num_tokens: int,
+        excluded: Collection[WorkerKey],
+        accepts: Callable[[WorkerRecord], bool] = lambda _: True,
     ) -> bool:
         """Whether there is any target that `rank_targets` would name, were none passed over."""
         return any(
             worker.model_name == model
             and worker.max_model_len >= num_tokens
             and key_of(worker) not in excluded
+            and accepts(worker)
             for worker in self._fit(snapshot.targets)
         )
 

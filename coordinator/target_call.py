@@ -20,6 +20,7 @@ from outrider.errors import (
     Unavailable,
     WorkerFailed,
     WorkerLost,
+    WorkerSilent,
     WorkerUnreached,
 )
 from outrider.worker_record import WorkerRecord
@@ -77,7 +78,7 @@ class TargetCall:
             if not watch.has_cancelled or (task is not None and task.cancelling()):
                 raise  # somebody else's cancellation
             self._pass_over()
-            raise WorkerLost(f"target worker {self._target.worker_id} fell silent") from None
+            raise WorkerSilent(f"target worker {self._target.worker_id} fell silent") from None
         except grpc.aio.AioRpcError as error:
             raise self._translated(error) from error
         finally:

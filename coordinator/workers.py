@@ -17,7 +17,7 @@ import grpc.aio
 from coordinator.generation_request import UINT32_MAX
 from outrider.tls import PLAINTEXT, Dialer, Role
 from outrider.tracing import metadata_of
-from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 _MESSAGE_BYTES_MAX: Final = 16 << 20
 _CHANNEL_OPTIONS: Final = (
@@ -62,6 +62,15 @@ class WorkerChannels:
         """Calls Target.SetSpeculation. Raises grpc.aio.AioRpcError."""
         stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
         await stub.SetSpeculation(request, timeout=timeout_s)
+
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        """Whether the same life of a target worker still answers there."""
+        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
+        try:
+            info = await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return info.incarnation == incarnation
 
     def attach(
         self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""

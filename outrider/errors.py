@@ -7,12 +7,15 @@ The tree:
     ├── Unauthenticated               401  UNAUTHENTICATED      who asks is not known
     ├── Forbidden                     403  PERMISSION_DENIED    who asks may not do this
     ├── NotFound                      404  NOT_FOUND            no such model, session or route
+    ├── Conflict                      409  ALREADY_EXISTS       its id belongs to another run
     ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; come back after `retry_after_s`
     ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
     │   ├── RegistryUnavailable                                 Redis cannot be reached
     │   ├── WorkerFailed                                        a worker is there, and could not do its work
-    │   └── WorkerLost                                          a worker went away in the middle of its work
-    │       └── WorkerUnreached                                 or before any: it has not had the request
+    │   ├── WorkerLost                                          a worker went away in the middle of its work
+    │   │   ├── WorkerSilent                                    or says nothing any more
+    │   │   └── WorkerUnreached                                 or before any: it has not had the request
+    │   └── Poisonous                                           workers were lost one after the other to this request
     ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
     └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
         └── TokenizerMismatch                                   two workers do not mean the same tokens
@@ -108,6 +111,19 @@ class NotFound(OutriderError):
         self.parameter = parameter
 
 
+class Conflict(OutriderError):
+    """What the request wants to go on with is of another run. `parameter` is the field that named it."""
+
+    http_status = 409
+    grpc_code = "ALREADY_EXISTS"
+    error_type = "conflict_error"
+    code = "conflict"
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
 class Overloaded(OutriderError):
     """Refused before any work because everything is full. `retry_after_s` is above 0, in seconds."""
 
@@ -146,8 +162,18 @@ class WorkerLost(Unavailable):
     """A worker went away, or fell silent, in the middle of its work."""
 
 
+class WorkerSilent(WorkerLost):
+    """A worker has the request, and has said nothing for too long."""
+
+
 class WorkerUnreached(WorkerLost):
     """There was no connection to the worker, so that it has not had what was to be sent."""
+
+
+class Poisonous(Unavailable):
+    """As many workers were lost while they had this request as one request may cost."""
+
+    code = "poisonous_request"
 
 
 class DeadlineExceeded(OutriderError):

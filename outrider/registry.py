@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final, Protocol, cast
 
 from redis.commands.core import AsyncScript
@@ -116,6 +117,28 @@ redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 return 1
 """
 
+# KEYS: a stream's journal. ARGV: its writer, life in ms, 1 for the writer's first call, then field, value, ...
+# The first call replaces what is there. Later ones return 0 where another writer has replaced it, 2 where it is gone.
+_WRITE_JOURNAL: Final = """
+if ARGV[3] == '1' then redis.call('DEL', KEYS[1])
+else
+  local writer = redis.call('HGET', KEYS[1], 'writer')
+  if not writer then return 2 end
+  if writer ~= ARGV[1] then return 0 end
+end
+redis.call('HSET', KEYS[1], 'writer', ARGV[1], unpack(ARGV, 4))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+
+
+class JournalWrite(IntEnum):
+    """What became of a write to a stream's journal."""
+
+    SUPERSEDED = 0  # another writer has the stream now
+    WRITTEN = 1
+    GONE = 2  # Redis lost it, or it expired: the writer's first call has to be made again
+
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
@@ -141,7 +164,9 @@ class RegistryCalls(Protocol):
     ) -> int | None: ...
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None: ...
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
 
 
@@ -168,6 +193,7 @@ class Registry:
         self._read = self.register_script(_READ)
         self._reserve = self.register_script(_RESERVE)
         self._renew = self.register_script(_RENEW)
+        self._write_journal = self.register_script(_WRITE_JOURNAL)
 
     async def ping(self) -> None:
         """Returns when Redis answers. Raises RegistryUnavailable, naming the address without its password."""
@@ -250,14 +276,15 @@ class Registry:
         """Gives a place back."""
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
 
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
-        """Adds fields to a stream's journal, which lasts for another `life_s` (`coordinator.journal`)."""
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
+        """Sets fields of a stream's journal, which lasts for another `life_s` (`coordinator.journal`). A writer's first
+        call replaces what is there; later ones change nothing that another writer has begun since."""
+        arguments: list[str | int] = [writer, int(life_s * 1000), int(is_first)]
+        arguments += [part for pair in fields.items() for part in pair]
         key = f"or:journal:{request_id}"
-        pipeline = self._client.pipeline(transaction=False)
-        if fields:
-            pipeline.hset(key, items=[part for pair in fields.items() for part in pair])
-        pipeline.pexpire(key, int(life_s * 1000))
-        await self.ask(pipeline.execute())
+        return JournalWrite(int(await self.ask(self._write_journal(keys=[key], args=arguments))))
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         """All of it; empty when there is none."""

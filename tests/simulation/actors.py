@@ -32,7 +32,7 @@ from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
 from outrider.engine.kv_cache import BlockAllocator
 from outrider.errors import OutriderError, RegistryUnavailable
-from outrider.registry import PoolView
+from outrider.registry import JournalWrite, PoolView
 from outrider.telemetry import DraftMetrics, TargetMetrics
 from outrider.tokenizer import Tokenizer
 from outrider.worker_lease import WorkerLease
@@ -47,7 +47,7 @@ from target_worker.scheduler import Scheduler
 from target_worker.server import TargetServicer
 from tests.draft_worker.fakes import FakeDraftModel
 from tests.simulation.network import Call, Method, Network, Process
-from tests.simulation.registry import PoolModel
+from tests.simulation.registry import PoolModel, write_journal
 from tests.target_worker.fakes import VOCAB_SIZE, FakeModel
 
 FINGERPRINT: Final = "5" * 16
@@ -132,12 +132,13 @@ class RegistryClient:
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
 
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
         def write(redis: Redis, reply: Callable[[Any], None]) -> None:
-            redis.journal.setdefault(request_id, {}).update(fields)
-            reply(None)
+            reply(write_journal(redis.journal, request_id, writer, fields, is_first=is_first))
 
-        await self._question(write, _REGISTRY_TIMEOUT_S)
+        return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         def read(redis: Redis, reply: Callable[[Any], None]) -> None:
@@ -353,6 +354,9 @@ class Target(Worker):
             "Target/Generate": Method(
                 self.servicer.Generate, target_pb2.GenerateRequest, target_pb2.GenerateEvent
             ),
+            "Target/GetInfo": Method(
+                self.servicer.GetInfo, common_pb2.GetInfoRequest, common_pb2.WorkerInfo, is_unary=True
+            ),
             "Target/SetSpeculation": Method(
                 self.servicer.SetSpeculation,
                 target_pb2.SetSpeculationRequest,
@@ -482,6 +486,14 @@ class _Channels:
             *(self._process, address, "Target/SetSpeculation", request),
             *(target_pb2.SetSpeculationResponse, timeout_s),
         )
+
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
+        try:
+            info = await self._network.unary(*call, timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(info.incarnation == incarnation)
 
     async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...
 

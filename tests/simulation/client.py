@@ -60,6 +60,7 @@ class Client:
     _has_begun: bool = False
     _num_before: int = 0  # tokens that earlier connections have brought
     _is_forgotten: bool = False  # the journal does not have it
+    _run: str = ""  # the fingerprint that the chunks carried
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +104,7 @@ class Client:
 
     def _take(self, chunk: generation_pb2.GenerationChunk, answer: Answer) -> None:
         self._has_begun = True
+        self._run = chunk.run
         self._token_ids += chunk.token_ids
         self._text += chunk.text
         number = self.request.number
@@ -146,7 +148,9 @@ class Client:
         request = self.request
         point = generation_pb2.ResumePoint(num_tokens=len(self._token_ids), has_begun=True)
         if self._has_begun and not self._is_forgotten and self.chance.random() < 0.5:
-            return generation_pb2.GenerationRequest(request_id=f"r{request.number}", resume_from=[point])
+            return generation_pb2.GenerationRequest(
+                request_id=f"r{request.number}", resume_from=[point], run=self._run
+            )
         return generation_pb2.GenerationRequest(
             request_id=f"r{request.number}",
             prompt_token_ids=generation_pb2.TokenPrompt(token_ids=request.prompt),
@@ -163,6 +167,7 @@ class Client:
             priority=request.number % 3 - 1,
             tenant=f"tenant {request.number % 2}",
             resume_from=[point] if self._has_begun else [],
+            run=self._run,
         )
 
 

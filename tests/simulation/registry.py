@@ -5,11 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.registry import LEASE_S, RESERVATION_S, PoolView
+from outrider.registry import LEASE_S, RESERVATION_S, JournalWrite, PoolView
 from outrider.worker_record import WorkerRecord
+
+
+def write_journal(
+    stored: dict[str, dict[str, str]],
+    request_id: str,
+    writer: str,
+    fields: Mapping[str, str],
+    *,
+    is_first: bool,
+) -> JournalWrite:
+    """As the script of `Registry.write_journal`, but for the time that an entry lasts."""
+    if is_first:
+        stored[request_id] = {}
+    elif request_id not in stored:
+        return JournalWrite.GONE
+    elif stored[request_id]["writer"] != writer:
+        return JournalWrite.SUPERSEDED
+    stored[request_id] |= {"writer": writer, **fields}
+    return JournalWrite.WRITTEN
 
 
 @dataclass

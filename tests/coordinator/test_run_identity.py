@@ -126,7 +126,9 @@ class TestTheJournalIsOfOneRun:
             whole = events_of((await ask(one, SEEDED, "r1")).text)
             late = one.service._journal
             assert late is not None
-            ghost = late.begin("r1", replace((await late.load("r1")), payload=b"{}"), 10)  # type: ignore[type-var]
+            entry = await late.load("r1")
+            assert entry is not None
+            ghost = late.begin("r1", replace(entry, payload=b"{}"), 10)
             assert ghost is not None
             await late._flush()
             rest = events_of((await ask(other, SEEDED, "r1", at(whole, 3))).text)

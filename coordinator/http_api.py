@@ -10,7 +10,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
@@ -58,6 +59,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.tracing import TRACEPARENT
+from outrider.worker_record import WorkerRecord
 
 _log = logging.getLogger(__name__)
 
@@ -215,13 +217,15 @@ class HttpApi:
         """200 while at least one target worker is usable, else 503; the body says what was found, to those who may
         ask for more."""
         models = self._service.models()
+        snapshot = self._service.snapshot()
         if self._service.has_keys and not hasattr(request.state, "caller"):
             return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
         body = {
             "status": "ready" if models else "no target worker is live",
-            "registry": "degraded" if self._service.snapshot().degraded else "ok",
+            "registry": "degraded" if snapshot.degraded else "ok",
             "num_target_workers": sum(status.num_target_workers for status in models),
             "num_draft_workers": max((status.num_draft_workers for status in models), default=0),
+            "target_weights": _target_weights(snapshot.targets),
             "excluded_workers": [
                 {"worker_id": each.worker_id, "pool": each.pool, "reason": each.reason}
                 for each in self._service.exclusions()
@@ -278,6 +282,15 @@ def _advance(position: StreamPosition, item: ChoiceNews) -> None:
 
 def _with_id(position: StreamPosition | None, event: str) -> str:
     return event if position is None else f"id: {position}\n{event}"
+
+
+def _target_weights(targets: Iterable[WorkerRecord]) -> list[dict[str, Any]]:
+    """Live targets by what they compute: a sequence moves only between targets of one entry."""
+    counts = Counter((each.model_name, each.weights_fingerprint, each.numerics) for each in targets)
+    return [
+        {"model": model, "weights_fingerprint": weights, "numerics": numerics, "num_target_workers": count}
+        for (model, weights, numerics), count in sorted(counts.items())
+    ]
 
 
 def create_app(service: GenerationService, *, is_echoing_request_id: bool = True) -> FastAPI:

@@ -15,6 +15,7 @@ from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
+    identity,
     leave,
     model_name,
     record_from_info,
@@ -192,7 +193,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 record_from_info("draft", info),
                 load=lambda: WorkerLoad(scheduler.num_sessions, round_trips=servicer.round_trips),
                 on_drain=servicer.start_draining,
-                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": info.dtype},
+                ready_facts={"metrics_port": metrics_port, **identity(info)},
             )
         finally:
             if thread.stop():

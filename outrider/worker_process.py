@@ -37,6 +37,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from outrider import logs, turns
+from outrider.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.logs import LogFormat
 from outrider.metrics_server import serve_metrics
@@ -109,7 +110,19 @@ def worker_info(
         dtype=config.dtype if config.quantization == "none" else config.quantization,
         incarnation=incarnation,
         num_model_parameters=engine.num_parameters,
+        weights_fingerprint=checkpoint_fingerprint(config.model_dir),
+        numerics=engine.numerics,
     )
+
+
+def identity(info: common_pb2.WorkerInfo) -> dict[str, str]:
+    """What decides a worker's output, for the line it prints when it is ready."""
+    return {
+        "model": info.model_name,
+        "dtype": info.dtype,
+        "weights_fingerprint": info.weights_fingerprint,
+        "numerics": info.numerics,
+    }
 
 
 def pin_to_cores(cores: str | None) -> None:

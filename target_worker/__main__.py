@@ -13,6 +13,7 @@ from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
+    identity,
     leave,
     model_name,
     record_from_info,
@@ -165,7 +166,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 record_from_info("target", info),
                 load=lambda: WorkerLoad(scheduler.num_running, scheduler.num_waiting, scheduler.wait_ms),
                 on_drain=servicer.start_draining,
-                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": info.dtype},
+                ready_facts={"metrics_port": metrics_port, **identity(info)},
             )
         finally:
             if thread.stop():

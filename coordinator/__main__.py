@@ -26,6 +26,7 @@ from typing import Final
 
 from coordinator.haproxy_launcher import LOOPBACK
 from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
+from coordinator.ray_environment import ray_environment
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
 from outrider.api_keys import KeyFile
 from outrider.errors import ConfigurationError, OutriderError
@@ -179,26 +180,11 @@ def _announce(settings: CoordinatorSettings, listen: Listen, proxy: Proxy) -> No
 
 
 def _prepare_ray_environment(chosen: Chosen) -> None:
-    os.environ.update(chosen.environment)
-    # Without an explicit mode Ray writes a token into the home directory. Ours lives as long as the process.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if os.environ["RAY_AUTH_MODE"] == "token":
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    # Ray's own metrics would be on ports for everybody, without its token. The latter two take no "none": a port that
-    # cannot be is an error in their logs and no listener.
-    os.environ.setdefault("RAY_enable_metrics_collection", "false")
-    os.environ.setdefault("DASHBOARD_METRIC_PORT", "-1")
-    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-    # Ray's workers yield to everybody else (niceness 15). On a machine that is busy computing, which is what overload
-    # means, refusals would come after many seconds and answers would stutter.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Replicas import our packages from wherever this process found them.
     root = str(Path(__file__).resolve().parent.parent)
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *others])
+    environment, told = ray_environment(os.environ, chosen.environment, root, secrets.token_hex(32))
+    for sentence in told:
+        print(f"coordinator: {sentence}", file=sys.stderr)
+    os.environ.update(environment)
 
 
 def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:

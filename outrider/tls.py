@@ -48,6 +48,10 @@ class Role(StrEnum):
     OPERATOR = "operator.outrider.internal"  # people, and what watches
 
 
+ANY_ROLE: Final = frozenset(Role)
+"""Every part of the system: for calls that tell nothing about requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyMaterial:
     """What one reading of a folder found; all of it PEM."""
@@ -146,11 +150,11 @@ PLAINTEXT: Final = Dialer(None)
 class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Lets a call through when its caller's certificate names a role that may make it; refuses all others.
 
-    What no rule names may be called by whoever the authority signed: health, reflection and GetInfo.
+    A method that no rule names is refused to everybody, so that a new one is closed until somebody decides about it.
     """
 
     def __init__(self, permitted: Mapping[str, frozenset[Role]]) -> None:
-        """`permitted` by method, /package.Service/Method."""
+        """`permitted` by method, /package.Service/Method; `ANY_ROLE` for what every part may call."""
         self._permitted = permitted
 
     async def intercept_service(
@@ -160,9 +164,9 @@ class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """As grpc.aio asks for every call."""
         handler: Any = await continuation(handler_call_details)
-        roles = self._permitted.get(handler_call_details.method)
-        if handler is None or roles is None:
+        if handler is None:  # there is no such method
             return handler
+        roles = self._permitted.get(handler_call_details.method, frozenset())
         return _guarded(handler, handler_call_details.method, roles)
 
 
@@ -181,7 +185,7 @@ def _guarded(handler: Any, method: str, roles: frozenset[Role]) -> Any:
     async def check(context: Any) -> None:
         names = names_of_peer(context)
         if not names & roles:
-            expected, found = " or ".join(sorted(roles)), ", ".join(sorted(names)) or "none"
+            expected, found = " or ".join(sorted(roles)) or "nobody", ", ".join(sorted(names)) or "none"
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{method} is for {expected}; the certificate of the caller names {found}",

@@ -15,13 +15,14 @@ import pytest
 from outrider import watched_files
 from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError
-from outrider.tls import PLAINTEXT, Dialer, Role, RoleCheck, TlsFiles, check_role
+from outrider.tls import ANY_ROLE, PLAINTEXT, Dialer, Role, RoleCheck, TlsFiles, check_role
 
 DAY = datetime.timedelta(days=1)
 SECRET = "/test.Service/Secret"
 STREAM = "/test.Service/Stream"
 OPEN = "/test.Service/Open"
-PERMITTED = {SECRET: frozenset({Role.COORDINATOR}), STREAM: frozenset({Role.DRAFT})}
+UNNAMED = "/test.Service/Unnamed"
+PERMITTED = {SECRET: frozenset({Role.COORDINATOR}), STREAM: frozenset({Role.DRAFT}), OPEN: ANY_ROLE}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,8 @@ def folder_of(authority: CertificateAuthority, tmp_path: Path, role: Role) -> Pa
 
 @asynccontextmanager
 async def serving(files: TlsFiles) -> AsyncIterator[str]:
-    """A service with a call for coordinators, a stream for drafts and a call for everybody; its address."""
+    """A service with a call for coordinators, a stream for drafts, a call for everybody and one that no rule
+    names; its address."""
 
     async def answer(request: bytes, context: Any) -> bytes:
         return b"answer to " + request
@@ -56,6 +58,7 @@ async def serving(files: TlsFiles) -> AsyncIterator[str]:
     handlers = {
         "Secret": grpc.unary_unary_rpc_method_handler(answer),
         "Open": grpc.unary_unary_rpc_method_handler(answer),
+        "Unnamed": grpc.unary_unary_rpc_method_handler(answer),
         "Stream": grpc.stream_stream_rpc_method_handler(stream),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
@@ -103,6 +106,17 @@ async def test_a_call_is_for_the_roles_that_may_make_it(
             assert b"x" in await call(dialer, address, method)
         else:
             assert await code_of(dialer, address, method=method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_method_that_no_rule_names_is_for_nobody(
+    authority: CertificateAuthority, tmp_path: Path, role: Role
+) -> None:
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, role)))
+        assert await code_of(dialer, address, method=UNNAMED) is grpc.StatusCode.PERMISSION_DENIED
+        absent = "/test.Service/Absent"
+        assert await code_of(dialer, address, method=absent) is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_certificate_of_another_authority_opens_nothing(

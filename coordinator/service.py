@@ -189,7 +189,8 @@ class GenerationService:
         return self._keys is not None
 
     def authenticate(self, authorization: str | None, scope: Scope) -> Caller:
-        """Who asks, by the `Authorization` of the call. Raises Unauthenticated or Forbidden."""
+        """Who asks, by the `Authorization` of the call. Raises Unauthenticated, Forbidden or, where the keys cannot be
+        read, Unavailable."""
         if self._keys is None:
             return ANYBODY
         caller = self._keys.authenticate(authorization)
@@ -391,6 +392,7 @@ class GenerationService:
             self.environment.watch.keep(snapshot.drafts)
             metrics.show_draft_alarms(self.environment.watch.alarms)
             metrics.registry_degraded.set(snapshot.degraded)
+            metrics.api_keys_degraded.set(self._keys is not None and self._keys.is_degraded)
             priors = self.environment.priors
             metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)
             metrics.canary_degraded.set(self._canary_keeper is not None and self._canary_keeper.is_degraded)

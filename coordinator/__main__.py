@@ -247,6 +247,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
                         "ports (HAProxy only); the files may be replaced at any time")  # fmt: skip
     parser.add_argument("--require-client-certificates", action="store_true",
                         help="with --tls-dir: clients, too, need a certificate that ca.crt signed")  # fmt: skip
+    parser.add_argument("--require-worker-ids", action="store_true",
+                        help="with --tls-dir: use no worker whose certificate does not name its id (`outrider "
+                        "certificates --worker`); without it one that names no id may announce every one")  # fmt: skip
     parser.add_argument("--insecure", action="store_true",
                         help="serve on another --host than this machine's own without --api-keys")  # fmt: skip
     parser.add_argument(
@@ -310,6 +313,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         )
     if given.require_client_certificates and given.tls_dir is None:
         parser.error("--require-client-certificates needs --tls-dir")
+    if given.require_worker_ids and given.tls_dir is None:
+        parser.error("--require-worker-ids needs --tls-dir")
     if given.num_replicas < 1:
         parser.error("--num-replicas must be at least 1")
     try:
@@ -322,6 +327,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             log_path=f"/proc/{os.getpid()}/fd/2" if sys.platform == "linux" else None,
             logs_requests=given.log_requests,
             tls_dir=str(given.tls_dir.absolute()) if given.tls_dir else None,
+            require_worker_ids=given.require_worker_ids,
             api_keys_file=str(given.api_keys.absolute()) if given.api_keys else None,
             served_model_names=tuple(given.served_model_name),
             chat_template=given.chat_template.read_text(encoding="utf-8") if given.chat_template else None,

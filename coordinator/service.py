@@ -114,8 +114,10 @@ class GenerationService:
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self._canary_keeper: CanaryKeeper | None = None
         self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
+        self._identities = outside.identities.watch(self.snapshot)
         router = Router(
-            tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
+            *(tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s),
+            self._identities.reason_against,
         )
         reservations = Reservations(
             outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
@@ -168,6 +170,7 @@ class GenerationService:
                 await self._stack.enter_async_context(self.environment.limits)
         self._stack.push_async_callback(self.environment.tracing.close)
         self._stack.push_async_callback(self.environment.channels.close)
+        await self._stack.enter_async_context(self._identities)
         await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")

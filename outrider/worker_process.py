@@ -43,7 +43,7 @@ from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
 from outrider.telemetry import show_expiry
-from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role
+from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker_lease import WorkerLease
 from outrider.worker_options import WorkerOptions
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
@@ -152,6 +152,7 @@ class WorkerProcess:
         self.files = None if options.tls_dir is None else TlsFiles(options.tls_dir)
         if self.files is not None:
             check_role(self.files.current(), Role[role.upper()])
+            check_worker_id(self.files.current(), Role[role.upper()], options.worker_id)
         self.dialer = Dialer(self.files)
         interceptors = () if self.files is None else (RoleCheck({**OPEN_METHODS, **(permitted or {})}),)
         self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)

@@ -60,6 +60,15 @@ class TestRefusalsAtStart:
         assert _parse([*given, "--seed-requests"])[0].seed_requests
         assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
 
+    def test_worker_ids_are_required_where_it_is_asked_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["--tokenizer", ".", "--redis-url", "redis://x", "--require-worker-ids"]
+        assert _parse([*given, "--tls-dir", str(tmp_path)])[0].require_worker_ids
+        with pytest.raises(SystemExit):
+            _parse(given)
+        assert "--require-worker-ids needs --tls-dir" in capsys.readouterr().err
+
     def test_files_that_are_links_stay_links_for_they_will_lead_elsewhere(self, tmp_path: Path) -> None:
         """A secret of Kubernetes is a link to a folder that the next version replaces."""
         (tmp_path / "..1").mkdir()

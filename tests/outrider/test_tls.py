@@ -15,7 +15,17 @@ import pytest
 from outrider import watched_files
 from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError
-from outrider.tls import ANY_ROLE, PLAINTEXT, Dialer, Role, RoleCheck, TlsFiles, check_role
+from outrider.tls import (
+    ANY_ROLE,
+    PLAINTEXT,
+    Dialer,
+    Role,
+    RoleCheck,
+    TlsFiles,
+    check_role,
+    check_worker_id,
+    worker_name,
+)
 
 DAY = datetime.timedelta(days=1)
 SECRET = "/test.Service/Secret"
@@ -106,6 +116,32 @@ async def test_a_call_is_for_the_roles_that_may_make_it(
             assert b"x" in await call(dialer, address, method)
         else:
             assert await code_of(dialer, address, method=method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_channel_insists_on_the_name_of_one_worker(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path / "t0", Role.TARGET, worker_ids=("t0", "T 0"), valid_for=DAY)
+    dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, Role.COORDINATOR)))
+    async with serving(TlsFiles(tmp_path / "t0")) as address:
+        for worker_id, code in (("t0", "OK"), ("T 0", "OK"), ("t1", "UNAVAILABLE"), ("T0", "UNAVAILABLE")):
+            name = worker_name(Role.TARGET, worker_id)
+            async with cast(Any, dialer.open(address, Role.TARGET, (), name)) as channel:
+                called = channel.unary_unary(SECRET)(b"x", timeout=20)
+                assert (await called.code()).name == code, worker_id
+        assert b"x" in await call(dialer, address)
+
+
+def test_a_worker_does_not_start_under_an_id_that_its_certificate_does_not_name(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path / "t0", Role.TARGET, worker_ids=("t0",), valid_for=DAY)
+    authority.issue(tmp_path / "any", Role.TARGET, valid_for=DAY)
+    for folder in ("t0", "any"):
+        check_worker_id(TlsFiles(tmp_path / folder).current(), Role.TARGET, "t0")
+    check_worker_id(TlsFiles(tmp_path / "any").current(), Role.TARGET, "t1")
+    with pytest.raises(ConfigurationError, match=r"is of t0\.target.*id is t1.*--worker-id"):
+        check_worker_id(TlsFiles(tmp_path / "t0").current(), Role.TARGET, "t1")
 
 
 @pytest.mark.parametrize("role", list(Role))

@@ -130,7 +130,7 @@ def application(args: Mapping[str, Any]) -> Any:
 
     args: fields of `CoordinatorSettings`. What is a secret, or the same for all of an installation, comes from the
     environment where it is not given: OUTRIDER_REDIS_URL or OUTRIDER_REDIS_URL_FILE, OUTRIDER_API_KEYS and
-    OUTRIDER_TLS_DIR; OUTRIDER_INSECURE=1, without which there have to be API keys; and OUTRIDER_METRICS_INSECURE=1,
+    OUTRIDER_TLS_DIR; OUTRIDER_REQUIRE_WORKER_IDS=1; OUTRIDER_INSECURE=1, without which there have to be API keys; and OUTRIDER_METRICS_INSECURE=1,
     without which a metrics port beside keys has to have certificates. Replicas are the configuration's
     (`deployments`). Raises ValueError.
     """
@@ -147,6 +147,7 @@ def application(args: Mapping[str, Any]) -> Any:
         "redis_url": url,
         "api_keys_file": os.environ.get("OUTRIDER_API_KEYS"),
         "tls_dir": os.environ.get("OUTRIDER_TLS_DIR"),
+        "require_worker_ids": os.environ.get("OUTRIDER_REQUIRE_WORKER_IDS") == "1",
         "is_metrics_insecure": os.environ.get("OUTRIDER_METRICS_INSECURE") == "1",
         **args,
     }

@@ -20,6 +20,7 @@ from coordinator.rate_limits import RateLimits
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
+from coordinator.worker_identity import WorkerIdentities
 from coordinator.workers import WorkerChannels
 from outrider.registry import RegistryCalls
 from outrider.tls import Dialer, Role, TlsFiles, check_role
@@ -35,6 +36,7 @@ class Outside:
     tokenizer: Tokenizer
     channels: WorkerChannels
     metrics: CoordinatorMetrics
+    identities: WorkerIdentities = field(default_factory=lambda: WorkerIdentities(None, time.monotonic))
     registry: RegistryCalls | None = None  # None: the Redis of the settings, for workers and for priors
     now_s: Callable[[], float] = time.monotonic
     chance: random.Random = field(default_factory=random.Random)
@@ -48,9 +50,11 @@ class Outside:
         files = None if settings.tls_dir is None else TlsFiles(Path(settings.tls_dir))
         if files is not None:
             check_role(files.current(), Role.COORDINATOR)
+        identities = WorkerIdentities(files, time.monotonic, requires_ids=settings.require_worker_ids)
         return cls(
             tokenizer=tokenizer,
-            channels=WorkerChannels(Dialer(files)),
+            channels=WorkerChannels(Dialer(files), identities.name_at),
+            identities=identities,
             metrics=CoordinatorMetrics(files),
             tracing=Tracing.to(settings.otlp_endpoint, "outrider-coordinator", uuid.uuid4().hex[:8]),
         )

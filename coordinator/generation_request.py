@@ -199,12 +199,17 @@ def check_input(request: GenerationInput) -> None:
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequest. It comes back in a header, where other characters would be a way to forge one."""
+    """Raises InvalidRequest. It comes back in a header, where other characters would be a way to forge one, and is part
+    of a path, where clients and proxies take the segments . and .. away."""
     if not 1 <= len(request_id) <= REQUEST_ID_CHARS_MAX or not (
         request_id.isascii() and request_id.isprintable()
     ):
         raise InvalidRequest(
             "request_id", f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} printable ASCII characters"
+        )
+    if {".", ".."} & set(request_id.split("/")):
+        raise InvalidRequest(
+            "request_id", "request_id must not have . or .. between slashes, for URLs lose such segments"
         )
 
 

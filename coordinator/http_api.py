@@ -312,7 +312,8 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/streams/{request_id}", api.resume, methods=["GET"], response_model=None)
+    # An id may hold slashes; it arrives decoded, once.
+    app.add_api_route("/v1/streams/{request_id:path}", api.resume, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models", api.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)

@@ -132,6 +132,9 @@ class CoordinatorMetrics:
         self.journal_degraded = gauge(
             "journal_degraded", "1 while streams cannot be resumed for want of Redis"
         )
+        self.api_keys_degraded = gauge(
+            "api_keys_degraded", "1 while the file of API keys, or an entry of it, cannot be read"
+        )
         self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.poisonous_prompt = gauge(
             "poisonous_prompt",

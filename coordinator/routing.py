@@ -86,8 +86,11 @@ class Router:
         served_model_names: Collection[str],
         chance: random.Random,
         quarantine_s: float,
+        objection: Callable[[WorkerRecord], str | None] = lambda worker: None,
     ) -> None:
-        """`served_model_names`: the only names served; empty serves whatever the targets are called."""
+        """`served_model_names`: the only names served; empty serves whatever the targets are called. `objection`: why a
+        worker is not to be used whatever its record says (`coordinator.worker_identity`)."""
+        self._objection = objection
         self._fingerprint = fingerprint
         self._served = frozenset(served_model_names)
         self._chance = chance
@@ -283,7 +286,7 @@ class Router:
             return f"tokenizer fingerprint {worker.tokenizer_fingerprint}, ours is {self._fingerprint}"
         if worker.pool == "target" and self._served and worker.model_name not in self._served:
             return f"serves {worker.model_name!r}, this coordinator serves {', '.join(sorted(self._served))}"
-        return None if worker.state == "ready" else worker.state
+        return self._objection(worker) or (None if worker.state == "ready" else worker.state)
 
     def _is_passed_over(self, worker: WorkerRecord, now_s: float) -> bool:
         return self._passed_over_until_s.get(key_of(worker), now_s) > now_s

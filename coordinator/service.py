@@ -136,8 +136,10 @@ class GenerationService:
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self._canary_keeper: CanaryKeeper | None = None
         self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
+        self._identities = outside.identities.watch(self.snapshot)
         router = Router(
-            tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
+            *(tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s),
+            self._identities.reason_against,
         )
         reservations = Reservations(
             outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
@@ -190,6 +192,7 @@ class GenerationService:
                 await self._stack.enter_async_context(self.environment.limits)
         self._stack.push_async_callback(self.environment.tracing.close)
         self._stack.push_async_callback(self.environment.channels.close)
+        await self._stack.enter_async_context(self._identities)
         await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
@@ -211,7 +214,8 @@ class GenerationService:
         return self._keys is not None
 
     def authenticate(self, authorization: str | None, scope: Scope) -> Caller:
-        """Who asks, by the `Authorization` of the call. Raises Unauthenticated or Forbidden."""
+        """Who asks, by the `Authorization` of the call. Raises Unauthenticated, Forbidden or, where the keys cannot be
+        read, Unavailable."""
         if self._keys is None:
             return ANYBODY
         caller = self._keys.authenticate(authorization)
@@ -426,6 +430,7 @@ class GenerationService:
             metrics.show_draft_alarms(self.environment.watch.alarms)
             metrics.show_poison(self.environment.poison.convicted(self.environment.now_s()))
             metrics.registry_degraded.set(snapshot.degraded)
+            metrics.api_keys_degraded.set(self._keys is not None and self._keys.is_degraded)
             priors = self.environment.priors
             metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)
             metrics.canary_degraded.set(self._canary_keeper is not None and self._canary_keeper.is_degraded)

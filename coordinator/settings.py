@@ -38,6 +38,7 @@ class CoordinatorSettings:
     draft_attempts_max: int = 3  # draft workers tried for one attachment
     quarantine_s: float = 3.0  # how long a worker that failed to answer is passed over
     tls_dir: str | None = None  # certificates to call workers with; None: in the clear
+    require_worker_ids: bool = False  # a worker whose certificate names no id is not used
     otlp_endpoint: str | None = None  # where traces go; None: nowhere
     log_format: LogFormat = LogFormat.TEXT
     log_path: str | None = None  # of replicas' logs; None: their standard error, which Ray keeps in files
@@ -57,6 +58,8 @@ class CoordinatorSettings:
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.require_worker_ids and self.tls_dir is None:
+            raise ValueError("require_worker_ids needs tls_dir: certificates name the ids")
         if self.metrics_port is not None:
             if not 0 < self.metrics_port <= 65536 - METRICS_PORTS:
                 raise ValueError(

@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final, cast
 
 import grpc
@@ -40,10 +40,14 @@ AttachCall = grpc.aio.UnaryStreamCall[draft_pb2.AttachRequest, draft_pb2.AttachS
 class WorkerChannels:
     """Calls to workers by their address, host:port."""
 
-    def __init__(self, dialer: Dialer = PLAINTEXT) -> None:
+    def __init__(
+        self, dialer: Dialer = PLAINTEXT, name_at: Callable[[str, Role], str] = lambda _, role: role.value
+    ) -> None:
+        """`name_at`: the name that the certificate of a server has to have, by its address."""
         self._dialer = dialer
+        self._name_at = name_at
         self._version = dialer.version
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and name
         self._unlisted_since_s: dict[str, float] = {}
         self._outdated: list[tuple[float, grpc.aio.Channel]] = []  # since when, seconds
 
@@ -92,15 +96,15 @@ class WorkerChannels:
             self._channels.clear()
         while self._outdated and now_s - self._outdated[0][0] >= after_s:
             await self._outdated.pop(0)[1].close(grace=None)
-        for address in self._channels.keys() - set(addresses):
+        for address in {address for address, _ in self._channels} - set(addresses):
             self._unlisted_since_s.setdefault(address, now_s)
         for address, since_s in list(self._unlisted_since_s.items()):
             if address in addresses:
                 del self._unlisted_since_s[address]
             elif now_s - since_s >= after_s:
                 del self._unlisted_since_s[address]
-                if channel := self._channels.pop(address, None):
-                    await channel.close(grace=None)
+                for key in [key for key in self._channels if key[0] == address]:
+                    await self._channels.pop(key).close(grace=None)
 
     async def close(self) -> None:
         """Closes every channel; calls in flight end as cancelled."""
@@ -109,9 +113,11 @@ class WorkerChannels:
         await asyncio.gather(*(channel.close(grace=None) for channel in channels))
 
     def _channel(self, address: str, role: Role) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
+        name = self._name_at(address, role)
+        channel = self._channels.get((address, name))
         if channel is None:
-            channel = self._channels[address] = self._dialer.open(address, role, _CHANNEL_OPTIONS)
+            channel = self._dialer.open(address, role, _CHANNEL_OPTIONS, name)
+            self._channels[address, name] = channel
         return channel
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from draft_worker.limits import DraftLimits
 from outrider.errors import TokenizerMismatch
-from outrider.tls import Role
+from outrider.tls import ANY_ROLE, Role
 from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draft_worker")
 
 DEFAULTS = DraftLimits()
-PERMITTED: Final = {"/outrider.v1.Draft/Attach": frozenset({Role.COORDINATOR})}
-"""Who may call what, where there are certificates; what is not named is for everybody who has one."""
+PERMITTED: Final = {
+    "/outrider.v1.Draft/Attach": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Draft/GetInfo": ANY_ROLE,
+}
+"""Who may call what, where there are certificates; what is not named is for nobody."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

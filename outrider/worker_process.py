@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import grpc
 import grpc.aio
@@ -44,7 +44,7 @@ from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
 from outrider.telemetry import show_expiry
-from outrider.tls import Dialer, Role, RoleCheck, TlsFiles, check_role
+from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker_lease import WorkerLease
 from outrider.worker_options import WorkerOptions
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
@@ -73,6 +73,16 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
+OPEN_METHODS: Final = dict.fromkeys(
+    (
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/List",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ),
+    ANY_ROLE,
+)
+"""What every worker serves beside its own services, and who may call it, where there are certificates."""
 LIVENESS = "liveness"
 """The service to ask grpc.health.v1 about whether the process should be restarted. All others tell readiness."""
 EXIT_STALLED = 70  # EX_SOFTWARE
@@ -147,15 +157,17 @@ class WorkerProcess:
         service_names: list[str],
         permitted: Mapping[str, frozenset[Role]] | None = None,
     ) -> None:
-        """`permitted`: who may call which method, /package.Service/Method, where there are certificates."""
+        """`permitted`: who may call which method, /package.Service/Method, where there are certificates; nobody may
+        call what is named neither there nor in `OPEN_METHODS`."""
         self.options = options
         self.role = role
         self.incarnation = uuid.uuid4().hex
         self.files = None if options.tls_dir is None else TlsFiles(options.tls_dir)
         if self.files is not None:
             check_role(self.files.current(), Role[role.upper()])
+            check_worker_id(self.files.current(), Role[role.upper()], options.worker_id)
         self.dialer = Dialer(self.files)
-        interceptors = () if self.files is None else (RoleCheck(permitted or {}),)
+        interceptors = () if self.files is None else (RoleCheck({**OPEN_METHODS, **(permitted or {})}),)
         self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.port = 0
         self.health_port = 0

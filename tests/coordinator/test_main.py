@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -58,6 +59,15 @@ class TestRefusalsAtStart:
         assert not _parse(given)[0].seed_requests
         assert _parse([*given, "--seed-requests"])[0].seed_requests
         assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
+
+    def test_worker_ids_are_required_where_it_is_asked_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["--tokenizer", ".", "--redis-url", "redis://x", "--require-worker-ids"]
+        assert _parse([*given, "--tls-dir", str(tmp_path)])[0].require_worker_ids
+        with pytest.raises(SystemExit):
+            _parse(given)
+        assert "--require-worker-ids needs --tls-dir" in capsys.readouterr().err
 
     def test_files_that_are_links_stay_links_for_they_will_lead_elsewhere(self, tmp_path: Path) -> None:
         """A secret of Kubernetes is a link to a folder that the next version replaces."""
@@ -185,6 +195,25 @@ class TestUnderRayServe:
         assert response.headers.get_list("x-request-id") == ["mine"]
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "temperature"
+
+    async def test_a_stream_goes_on_by_an_id_with_slashes(self, running: Running) -> None:
+        body = {
+            "model": "demo",
+            "prompt": "import",
+            "max_tokens": 6,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_event_ids": True},
+            "request_id": "team a/50%2F//of?it#1",
+        }
+        async with httpx.AsyncClient(base_url=running.ready["http"], timeout=30) as client:
+            begun = await client.post("/v1/completions", json=body)
+            path = f"/v1/streams/{quote(str(body['request_id']), safe='')}"
+            # What was generated is in the journal within a moment; until then it is generated again.
+            answer = await client.get(path, headers={"Last-Event-ID": "3"})
+        assert answer.status_code == 200, answer.text
+        assert "data: [DONE]" in begun.text
+        assert "data: [DONE]" in answer.text
 
     async def test_grpc_streams_and_keeps_status_codes(
         self, running: Running, clusters: ClusterFactory

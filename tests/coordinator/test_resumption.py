@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -139,6 +140,51 @@ async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
             rest = events_of(answer.text)
             assert said(whole[:num_seen] + rest) == said(whole)
         assert said(events_of((await other.client.get("/v1/streams/r1")).text)) == said(whole)
+
+
+ODD_IDS = (
+    "a/b",
+    "/a",
+    "a/",
+    "a//b",
+    "50%",
+    "a%2Fb",
+    "what?x=1",
+    "a#b",
+    "two words",
+    "a+b;c=d&e",
+    "{id}",
+    "~!@$^*()",
+    ".../..a",
+    "back\\slash",
+)
+
+
+@pytest.mark.parametrize("request_id", ODD_IDS)
+async def test_whatever_is_in_an_id_its_stream_goes_on_by_it(
+    clusters: ClusterFactory, request_id: str
+) -> None:
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 5, "stream": True} | WITH_IDS
+    async with replicas(clusters) as (one, other, _):
+        body = request | {"request_id": request_id}
+        whole = events_of((await one.client.post("/v1/completions", json=body)).text)
+        await one.service._journal._flush()  # type: ignore[union-attr]
+        path = f"/v1/streams/{quote(request_id, safe='')}"
+        answer = await other.client.get(path, headers={"Last-Event-ID": whole[1][0]})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["X-Request-Id"] == request_id
+        assert said(whole[:2] + events_of(answer.text)) == said(whole)
+
+
+@pytest.mark.parametrize("request_id", [".", "..", "a/../b", "./a"])
+async def test_an_id_that_no_path_could_carry_is_refused_before_anything_is_generated(
+    clusters: ClusterFactory, request_id: str
+) -> None:
+    async with replicas(clusters) as (one, _, _):
+        body = {"prompt": "import", "max_tokens": 5, "request_id": request_id}
+        answer = await one.client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+        assert one.targets[0].requests == []
 
 
 async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) -> None:

@@ -100,8 +100,11 @@ class RegistryClient:
     def __init__(self, network: Network, process: Process) -> None:
         self._network, self._process = network, process
 
-    async def write(self, record: WorkerRecord) -> bool:
-        return bool(await self._ask(record.pool, lambda pool, now: pool.write(record, now)))
+    async def join(self, pool: Pool) -> int:
+        return int(await self._ask(pool, lambda model, now: model.join(now)))
+
+    async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool:
+        return bool(await self._ask(record.pool, lambda pool, now: pool.write(record, joined_at_us, now)))
 
     async def remove(self, record: WorkerRecord) -> bool:
         return bool(await self._ask(record.pool, lambda pool, now: pool.remove(record, now)))

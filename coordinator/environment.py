@@ -19,7 +19,9 @@ from coordinator.rate_limits import RateLimits
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
+from coordinator.worker_threads import WorkerThreads
 from coordinator.workers import WorkerChannels
+from outrider.loop_lag import LoopLag
 from outrider.registry import RegistryCalls
 from outrider.tls import Dialer, Role, TlsFiles, check_role
 from outrider.tokenizer import Tokenizer
@@ -74,3 +76,5 @@ class Environment:
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
     tracing: Tracing = OFF
+    threads: WorkerThreads = field(default_factory=WorkerThreads)  # for what would hold up the event loop
+    lag: LoopLag = field(default_factory=LoopLag)  # of the event loop that all of this runs on

@@ -19,6 +19,8 @@ from outrider.sampling_params import MAX_BAD_WORDS, SamplingParams, SpeculationS
 from outrider.tracing import NO_SPAN, Span
 
 PROMPT_BYTES_MAX: Final = 1 << 20
+PROMPT_TOKENS_MAX: Final = 1 << 18
+"""That come as token ids. Nothing that handles a prompt may hold up the event loop for long."""
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARS_MAX: Final = 256
 BAD_WORD_CHARS_MAX: Final = 256
@@ -170,6 +172,8 @@ def check_input(request: GenerationInput) -> None:
             "speculation.always", "speculation.always contradicts speculation.enabled: false; leave one out"
         )
     check_request_id(request.request_id)
+    if request.token_ids is not None:
+        _check_count("prompt", request.token_ids, PROMPT_TOKENS_MAX)
     if request.messages is not None and not request.messages:
         raise InvalidRequest("messages", "messages must hold at least one message")
 
@@ -197,8 +201,6 @@ def fit_to_context(
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise InvalidRequest(parameter, f"{parameter} has no tokens; at least one is needed")
-    if max(prompt_token_ids) >= vocab_size or min(prompt_token_ids) < 0:
-        raise InvalidRequest(parameter, f"{parameter}: token ids must lie between 0 and {vocab_size - 1}")
     room = max_model_len - num_prompt
     if room < 1:
         raise InvalidRequest(
@@ -206,6 +208,8 @@ def fit_to_context(
             f"the prompt has {num_prompt} tokens; the longest context of this model is {max_model_len} tokens, of "
             "which at least one must be left for the answer",
         )
+    if max(prompt_token_ids) >= vocab_size or min(prompt_token_ids) < 0:
+        raise InvalidRequest(parameter, f"{parameter}: token ids must lie between 0 and {vocab_size - 1}")
     if request.max_tokens is None:
         return room if request.max_tokens_default is None else min(request.max_tokens_default, room)
     if request.max_tokens > room:

@@ -146,6 +146,10 @@ class WorkerLost(Unavailable):
     """A worker went away, or fell silent, in the middle of its work."""
 
 
+class LostByOwnPause(WorkerLost):
+    """The connection to a worker broke while this process itself was stopped: the worker is as good as before."""
+
+
 class WorkerUnreached(WorkerLost):
     """There was no connection to the worker, so that it has not had what was to be sent."""
 
@@ -157,6 +161,24 @@ class DeadlineExceeded(OutriderError):
     grpc_code = "DEADLINE_EXCEEDED"
     error_type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class BodyTooSlow(OutriderError):
+    """The client has not sent all of its request in time."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+    code = "request_timeout"
+
+
+class ClientLeft(OutriderError):
+    """The client went away before all of its request had come; nobody reads the answer."""
+
+    http_status = 499
+    grpc_code = "CANCELLED"
+    error_type = "invalid_request_error"
+    code = "client_left"
 
 
 class ConfigurationError(OutriderError):

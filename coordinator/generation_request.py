@@ -21,6 +21,8 @@ from outrider.tracing import NO_SPAN, Span
 PROMPT_BYTES_MAX: Final = 1 << 20
 PROMPT_TOKENS_MAX: Final = 1 << 18
 """That come as token ids. Nothing that handles a prompt may hold up the event loop for long."""
+PROMPT_LOGPROBS_MAX: Final = 1 << 18
+"""Log probabilities of a prompt's tokens in one answer: they are held, and written, all at once."""
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARS_MAX: Final = 256
 BAD_WORD_CHARS_MAX: Final = 256
@@ -241,6 +243,21 @@ def effective_sampling(
         num_prompt_logprobs=num_prompt_logprobs,
         seed=seed,
     )
+
+
+def check_prompt_logprobs(spec: GenerationSpec) -> None:
+    """Raises InvalidRequest for more log probabilities of the prompt than one answer may hold."""
+    num_top = spec.sampling.num_prompt_logprobs
+    if num_top is None:
+        return
+    num_logprobs = spec.num_candidates * len(spec.prompt_token_ids) * (num_top + 1)
+    if num_logprobs > PROMPT_LOGPROBS_MAX:
+        parameter = "echo" if spec.request.sampling.num_prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            parameter,
+            f"{parameter}: {len(spec.prompt_token_ids)} prompt tokens have {num_logprobs} log probabilities, with "
+            f"{num_top} others each and in {spec.num_candidates} texts; permitted: at most {PROMPT_LOGPROBS_MAX}",
+        )
 
 
 def _check_range(parameter: str, value: int, lowest: int, highest: int) -> None:

@@ -16,6 +16,7 @@ from coordinator.generation_request import (
     PROMPT_BYTES_MAX,
     GenerationInput,
     GenerationSpec,
+    check_prompt_logprobs,
     effective_sampling,
     fit_to_context,
 )
@@ -93,7 +94,7 @@ class RequestPreparation:
         deadline_s = settings.deadline_default_s if request.deadline_s is None else request.deadline_s
         if not 0 < deadline_s <= settings.deadline_max_s:
             raise InvalidRequest("deadline_ms", f"the deadline may be at most {settings.deadline_max_s:g} s")
-        return GenerationSpec(
+        spec = GenerationSpec(
             request=request,
             model=model,
             prompt_token_ids=tuple(prompt_token_ids),
@@ -107,6 +108,8 @@ class RequestPreparation:
                 request.tools is not None and tokenizer.is_special(tokenizer.added_token_ids.get(OPENING, -1))
             ),
         )
+        check_prompt_logprobs(spec)
+        return spec
 
     async def tokenize(self, request: GenerationInput, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt as token ids. Raises InvalidRequest when it is too long or the chat template refuses the

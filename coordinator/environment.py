@@ -21,7 +21,9 @@ from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
 from coordinator.worker_identity import WorkerIdentities
+from coordinator.worker_threads import WorkerThreads
 from coordinator.workers import WorkerChannels
+from outrider.loop_lag import LoopLag
 from outrider.registry import RegistryCalls
 from outrider.tls import Dialer, Role, TlsFiles, check_role
 from outrider.tokenizer import Tokenizer
@@ -80,3 +82,5 @@ class Environment:
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
     poison: PoisonRecord = field(default_factory=PoisonRecord)
     tracing: Tracing = OFF
+    threads: WorkerThreads = field(default_factory=WorkerThreads)  # for what would hold up the event loop
+    lag: LoopLag = field(default_factory=LoopLag)  # of the event loop that all of this runs on

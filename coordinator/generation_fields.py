@@ -82,7 +82,7 @@ class GenerationBody(Body):
         None  # picks a canary's arm
     )
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None  # lower goes first
-    deadline_ms: Annotated[int, Field(ge=1)] | None = None  # of the whole answer, from arrival
+    deadline_ms: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None  # of the whole answer, from arrival
     request_id: str | None = None
     return_token_ids: bool | None = None
     speculation: Speculation = Field(default_factory=Speculation)

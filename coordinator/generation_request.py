@@ -21,6 +21,10 @@ from outrider.sampling_params import MAX_BAD_WORDS, DecodingMode, SamplingParams
 from outrider.tracing import NO_SPAN, Span
 
 PROMPT_BYTES_MAX: Final = 1 << 20
+PROMPT_TOKENS_MAX: Final = 1 << 18
+"""That come as token ids. Nothing that handles a prompt may hold up the event loop for long."""
+PROMPT_LOGPROBS_MAX: Final = 1 << 18
+"""Log probabilities of a prompt's tokens in one answer: they are held, and written, all at once."""
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARS_MAX: Final = 256
 BAD_WORD_CHARS_MAX: Final = 256
@@ -194,6 +198,8 @@ def check_input(request: GenerationInput) -> None:
             "speculation.always", "speculation.always contradicts speculation.enabled: false; leave one out"
         )
     check_request_id(request.request_id)
+    if request.token_ids is not None:
+        _check_count("prompt", request.token_ids, PROMPT_TOKENS_MAX)
     if request.messages is not None and not request.messages:
         raise InvalidRequest("messages", "messages must hold at least one message")
 
@@ -226,8 +232,6 @@ def fit_to_context(
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise InvalidRequest(parameter, f"{parameter} has no tokens; at least one is needed")
-    if max(prompt_token_ids) >= vocab_size or min(prompt_token_ids) < 0:
-        raise InvalidRequest(parameter, f"{parameter}: token ids must lie between 0 and {vocab_size - 1}")
     room = max_model_len - num_prompt
     if room < 1:
         raise InvalidRequest(
@@ -235,6 +239,8 @@ def fit_to_context(
             f"the prompt has {num_prompt} tokens; the longest context of this model is {max_model_len} tokens, of "
             "which at least one must be left for the answer",
         )
+    if max(prompt_token_ids) >= vocab_size or min(prompt_token_ids) < 0:
+        raise InvalidRequest(parameter, f"{parameter}: token ids must lie between 0 and {vocab_size - 1}")
     if request.max_tokens is None:
         return room if request.max_tokens_default is None else min(request.max_tokens_default, room)
     if request.max_tokens > room:
@@ -266,6 +272,21 @@ def effective_sampling(
         num_prompt_logprobs=num_prompt_logprobs,
         seed=seed,
     )
+
+
+def check_prompt_logprobs(spec: GenerationSpec) -> None:
+    """Raises InvalidRequest for more log probabilities of the prompt than one answer may hold."""
+    num_top = spec.sampling.num_prompt_logprobs
+    if num_top is None:
+        return
+    num_logprobs = spec.num_candidates * len(spec.prompt_token_ids) * (num_top + 1)
+    if num_logprobs > PROMPT_LOGPROBS_MAX:
+        parameter = "echo" if spec.request.sampling.num_prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            parameter,
+            f"{parameter}: {len(spec.prompt_token_ids)} prompt tokens have {num_logprobs} log probabilities, with "
+            f"{num_top} others each and in {spec.num_candidates} texts; permitted: at most {PROMPT_LOGPROBS_MAX}",
+        )
 
 
 def _check_range(parameter: str, value: int, lowest: int, highest: int) -> None:

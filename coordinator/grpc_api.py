@@ -9,7 +9,14 @@ from contextlib import aclosing
 from typing import Final
 
 from coordinator.choices import ChoiceNews, RequestFinished
-from coordinator.generation_request import NOWHERE, UINT32_MAX, GenerationInput, GenerationSpec, Origin
+from coordinator.generation_request import (
+    NOWHERE,
+    PROMPT_TOKENS_MAX,
+    UINT32_MAX,
+    GenerationInput,
+    GenerationSpec,
+    Origin,
+)
 from coordinator.journal import JournalEntry
 from coordinator.request_session import Finished
 from coordinator.resumption import Claim, ResumePoint
@@ -29,6 +36,10 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
     if kind is None:
         raise InvalidRequest("input", "one of prompt, prompt_token_ids and chat is required")
     has_sampling = request.HasField("sampling")
+    if len(request.prompt_token_ids.token_ids) > PROMPT_TOKENS_MAX:  # before they are copied
+        raise InvalidRequest(
+            "prompt_token_ids", f"prompt_token_ids may hold at most {PROMPT_TOKENS_MAX} entries"
+        )
     for message in request.chat.messages:
         if message.role not in ("system", "user", "assistant"):
             raise InvalidRequest("role", f"role must be system, user or assistant, got {message.role!r}")
@@ -65,7 +76,7 @@ async def generate(
     service: GenerationService, request: generation_pb2.GenerationRequest, origin: Origin = NOWHERE
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Generation.Generate. Raises OutriderError, whose `grpc_code` names the status to answer with."""
-    arrival_s = service.environment.now_s()
+    arrival_s, threads = service.environment.now_s(), service.environment.threads
     points, recollection = _read_position(request), None
     claim = Claim.of(request.run, points, "run")
     if points:
@@ -88,7 +99,8 @@ async def generate(
         async for item in items:
             # Each text's end has told the rest.
             if not isinstance(item, RequestFinished) and not item.news.is_repeat:
-                yield _chunk(spec, item)
+                is_long = isinstance(item.news, PromptOutput)  # it may be; what a step brought is not
+                yield await threads.run(_chunk, spec, item) if is_long else _chunk(spec, item)
 
 
 def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:

@@ -11,10 +11,11 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -26,6 +27,7 @@ from coordinator.choice_writer import AnswerFormat
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationInput, GenerationSpec, Origin
 from coordinator.http_transport import (
+    SMALL_BODY_BYTES,
     ApiKeyCheck,
     Application,
     EventStream,
@@ -35,6 +37,7 @@ from coordinator.http_transport import (
     unless_disconnected,
 )
 from coordinator.journal import JournalEntry
+from coordinator.json_text import to_json_text
 from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
@@ -48,7 +51,7 @@ from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
 from coordinator.resumption import StreamPosition, parse_position
 from coordinator.service import GenerationService, Recollection
-from coordinator.text_output import VisibleOutput
+from coordinator.text_output import PromptOutput, VisibleOutput
 from outrider.api_keys import Caller
 from outrider.errors import (
     InvalidRequest,
@@ -66,6 +69,9 @@ _log = logging.getLogger(__name__)
 LAST_EVENT_HEADER: Final = "Last-Event-ID"
 CANARY_KEY_HEADER: Final = "X-Canary-Key"
 BodyKind = type[CompletionBody] | type[ChatBody]
+ResultT = TypeVar("ResultT")
+SMALL_ANSWER_VALUES: Final = 4096
+"""An answer of fewer tokens and log probabilities is written on the event loop, a longer one by a thread."""
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
 
 
@@ -95,6 +101,8 @@ class HttpApi:
         return await self._answer(request, kind, entry.payload, recollection)
 
     async def _generate(self, request: Request, kind: BodyKind) -> Response:
+        if LAST_EVENT_HEADER not in request.headers:  # what has begun has been charged
+            self._service.environment.limits.check(_caller(request))
         return await self._answer(request, kind, await read_body(request))
 
     async def _answer(
@@ -102,9 +110,8 @@ class HttpApi:
     ) -> Response:
         """To a body that was just read, or that of a stream in the journal."""
         arrival_s = self._service.environment.now_s()
-        body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
+        body, asked = await self._unless_small(raw, partial(_read, kind, raw, _request_id(request)))
         last_event = request.headers.get(LAST_EVENT_HEADER, "") if body.is_streaming else ""
-        asked = body.to_input(body.request_id or _request_id(request))
         origin = _origin(request)
         asked = replace(asked, origin=origin, canary_key=origin.canary_key or asked.canary_key)
         if (tenant := origin.caller.tenant) is not None:
@@ -135,7 +142,7 @@ class HttpApi:
             result = await unless_disconnected(request, answer)
             if result is None:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-            return JSONResponse(result)
+            return Response(result, media_type="application/json")
         # The first item decides between a stream and a plain error status, so wait for it before answering.
         shows_ids = body.includes_event_ids or resumption is not None
         entry = JournalEntry("chat" if kind is ChatBody else "completions", raw) if shows_ids else None
@@ -148,15 +155,18 @@ class HttpApi:
         position = StreamPosition(spec.num_choices, spec.run) if shows_ids else None
         return EventStream(self._events(first, items, writer, opening, position), items)
 
-    async def _collect(
-        self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
-    ) -> dict[str, Any]:
+    async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
+        """The answer as JSON."""
         news: list[ChoiceNews] = []
+        num_values = 0
         async with aclosing(self._service.generate(spec, arrival_s)) as items:
             async for item in items:
                 if isinstance(item, RequestFinished):
-                    return writer.whole(news, item)
+                    write = partial(_written, writer, news, item)
+                    is_small = num_values <= SMALL_ANSWER_VALUES
+                    return write() if is_small else await self._service.environment.threads.run(write)
                 news.append(item)
+                num_values += _num_values(spec, item)
         raise AssertionError("a request ended without its end")
 
     async def _events(
@@ -174,7 +184,7 @@ class HttpApi:
             try:
                 item = first
                 while not isinstance(item, RequestFinished):
-                    event, news = writer.event(item), item.news
+                    event, news = await self._event(item, writer), item.news
                     if position is not None:
                         _advance(position, item)
                     if event is not None and not news.is_repeat:
@@ -189,6 +199,16 @@ class HttpApi:
                 self._service.count_failure(error)
                 held += sse(error_body(error))
             yield held + "data: [DONE]\n\n"
+
+    async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
+        # What a step brought is small; a prompt may be long.
+        if isinstance(item.news, PromptOutput):
+            return await self._service.environment.threads.run(writer.event, item)
+        return writer.event(item)
+
+    async def _unless_small(self, raw: bytes, work: Callable[[], ResultT]) -> ResultT:
+        """What `work` makes of a body; by a thread where that may take long."""
+        return work() if len(raw) <= SMALL_BODY_BYTES else await self._service.environment.threads.run(work)
 
     async def models(self) -> dict[str, Any]:
         return {
@@ -248,31 +268,63 @@ class HttpApi:
     async def openapi(self) -> Response:
         return Response(openapi_json(), media_type="application/json")
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
         await self._service.admit(_caller(request))
-        body = parse_body(TokenizeBody, await read_body(request))
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
-        messages = None if body.messages is None else read_messages(body.messages)
-        text = GenerationInput(
-            request_id=_request_id(request),
-            text=body.prompt,
-            messages=messages,
-            chat_template_kwargs=body.chat_template_kwargs or {},
-        )
+        raw = await read_body(request)
+
+        def read() -> tuple[TokenizeBody, GenerationInput]:
+            body = parse_body(TokenizeBody, raw)
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
+            return body, GenerationInput(
+                request_id=_request_id(request),
+                text=body.prompt,
+                messages=None if body.messages is None else read_messages(body.messages),
+                chat_template_kwargs=body.chat_template_kwargs or {},
+            )
+
+        body, text = await self._unless_small(raw, read)
         tokens = await self._service.preparation.tokenize(text, add_special_tokens=body.add_special_tokens)
         longest = max((status.max_model_len for status in self._service.models()), default=None)
-        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+        content = await self._unless_small(raw, partial(to_json_text, answer))
+        return Response(content, media_type="application/json")
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> Response:
         await self._service.admit(_caller(request))
-        body = parse_body(DetokenizeBody, await read_body(request))
-        if len(body.tokens) > DETOKENIZE_TOKENS_MAX:
-            raise InvalidRequest("tokens", f"tokens may hold at most {DETOKENIZE_TOKENS_MAX} entries")
+        raw = await read_body(request)
         vocab_size = self._service.environment.tokenizer.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
-            raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
-        return {"prompt": self._service.environment.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+        def read() -> list[int]:
+            token_ids = parse_body(DetokenizeBody, raw).tokens
+            if len(token_ids) > DETOKENIZE_TOKENS_MAX:
+                raise InvalidRequest("tokens", f"tokens may hold at most {DETOKENIZE_TOKENS_MAX} entries")
+            if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+                raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
+            return token_ids
+
+        token_ids = await self._unless_small(raw, read)
+        text = await self._service.preparation.decode(token_ids, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+
+def _read(kind: BodyKind, raw: bytes, request_id: str) -> tuple[CompletionBody | ChatBody, GenerationInput]:
+    """A body and what it asks for; `request_id` is for one that brings none. Raises InvalidRequest."""
+    body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
+    return body, body.to_input(body.request_id or request_id)
+
+
+def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> str:
+    return to_json_text(writer.whole(news, finished))
+
+
+def _num_values(spec: GenerationSpec, item: ChoiceNews) -> int:
+    """About how many values a piece of news is in an answer."""
+    if isinstance(item.news, VisibleOutput):
+        return len(item.news.token_ids) * (1 + (spec.sampling.num_logprobs or 0))
+    if isinstance(item.news, PromptOutput):
+        return SMALL_ANSWER_VALUES + 1  # of a prompt of any length
+    return 0
 
 
 def _advance(position: StreamPosition, item: ChoiceNews) -> None:

@@ -10,12 +10,13 @@ from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from coordinator.generation_request import REQUEST_ID_CHARS_MAX
 from outrider.api_keys import Caller, Scope
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import BodyTooSlow, ClientLeft, InvalidRequest, OutriderError
 
 ResultT = TypeVar("ResultT")
 
@@ -24,6 +25,13 @@ _OPEN_PATHS: Final = frozenset({"/health", "/livez"})
 _SERVER_SEND: Final = "outrider.send"  # in the scope
 # A prompt of 1 MiB in JSON's escapes, and some room.
 _BODY_BYTES_MAX: Final = 8 << 20
+_BODY_WAIT_MAX_S: Final = 60.0
+"""For the whole of a body: one that trickles in keeps a connection and what has come of it."""
+SMALL_BODY_BYTES: Final = 16 << 10
+"""A body that is shorter is read on the event loop, a longer one by a thread."""
+
+
+_LENGTH_DIGITS_MAX: Final = 20
 
 
 class EventStream(Response):
@@ -128,13 +136,30 @@ class ApiKeyCheck:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises InvalidRequest when it is too long."""
+    """The whole body. Raises InvalidRequest when it is too long, before any of it is read where its length is told;
+    BodyTooSlow when it does not come in time, and ClientLeft."""
+    length = request.headers.get("Content-Length", "")
+    # No number of this many digits is a length that we would take, and int() has a limit of its own.
+    if length.isdecimal() and (len(length) > _LENGTH_DIGITS_MAX or int(length) > _BODY_BYTES_MAX):
+        raise _too_long()
     raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > _BODY_BYTES_MAX:
-            raise InvalidRequest(None, f"the body is longer than {_BODY_BYTES_MAX} bytes")
+    try:
+        async with asyncio.timeout(_BODY_WAIT_MAX_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > _BODY_BYTES_MAX:
+                    raise _too_long()
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"the body has not come within {_BODY_WAIT_MAX_S:g} s: {len(raw)} bytes have"
+        ) from None
+    except ClientDisconnect:
+        raise ClientLeft("the client went away while it sent the body") from None
     return bytes(raw)
+
+
+def _too_long() -> InvalidRequest:
+    return InvalidRequest(None, f"the body is longer than {_BODY_BYTES_MAX} bytes")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:

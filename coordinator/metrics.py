@@ -22,7 +22,7 @@ from coordinator.settings import METRICS_PORTS, CoordinatorSettings
 from coordinator.statistics import RequestTimes
 from outrider.errors import ConfigurationError
 from outrider.metrics_server import serve_metrics
-from outrider.telemetry import show_expiry
+from outrider.telemetry import show_expiry, show_loop_lag
 from outrider.tls import TlsFiles
 
 _LABELS: Final = ("model_name", "engine")
@@ -49,7 +49,7 @@ _SECONDS: Final = (
 )
 FAILURE_CODES: Final = (
     "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED",
-    "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL",
+    "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL",
 )  # fmt: skip
 """That a request may end with."""
 _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
@@ -100,6 +100,7 @@ class CoordinatorMetrics:
         self.num_requests_queued = gauge(
             "num_requests_queued", "Texts that wait in the coordinator for a place at a target", *_LABELS
         )
+        self.observe_loop_lag = show_loop_lag(self.registry, _ENGINE)
         self.live_workers = gauge("live_workers", "Usable workers", "pool")
         self.registry_degraded = gauge("registry_degraded", "1 while Redis does not answer")
         self.fallback_transitions = counter("fallback_transitions", "Fallback state changes", "state")

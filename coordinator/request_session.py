@@ -42,6 +42,7 @@ from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LostByOwnPause,
     OutriderError,
     Overloaded,
     Poisonous,
@@ -242,7 +243,9 @@ class RequestSession:
         """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor
         when it was leaving anyway."""
         environment = self._environment
-        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(error, WorkerUnreached):
+        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(
+            error, WorkerUnreached | LostByOwnPause
+        ):
             return False
         is_leaving = any(
             worker.incarnation == target.incarnation and worker.state == "draining"

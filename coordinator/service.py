@@ -46,6 +46,7 @@ from coordinator.routing import Exclusion, Router
 from coordinator.run_identity import RunIdentity, prompt_digest
 from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
+from coordinator.worker_threads import WorkerThreads
 from outrider.api_keys import ANYBODY, Caller, KeyFile, Scope
 from outrider.background import end_tasks
 from outrider.canary.store import CanaryStore
@@ -60,6 +61,7 @@ from outrider.errors import (
     RegistryUnavailable,
     Unavailable,
 )
+from outrider.loop_lag import keep_ticking
 from outrider.registry import Registry
 from outrider.sampling_params import DecodingMode
 from outrider.worker_directory import WorkerDirectory
@@ -135,7 +137,8 @@ class GenerationService:
         self._keys = None if settings.api_keys_file is None else KeyFile(Path(settings.api_keys_file))
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self._canary_keeper: CanaryKeeper | None = None
-        self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
+        threads = WorkerThreads()
+        self.preparation = RequestPreparation(tokenizer, settings, outside.chance, threads)
         self._identities = outside.identities.watch(self.snapshot)
         router = Router(
             *(tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s),
@@ -164,11 +167,15 @@ class GenerationService:
             policy=outside.policy,
             tracing=outside.tracing,
             limits=RateLimits(self._quick_registry, outside.now_s),
+            threads=threads,
         )
         self._canary_auditor = CanaryAuditor(self.environment, self.canary, self._hurry_canary)
 
     async def __aenter__(self) -> Self:
         settings, registry = self.environment.settings, self._registry
+        self._stack.callback(self.environment.threads.close)
+        ticking = keep_ticking(self.environment.lag, self.environment.metrics.observe_loop_lag)
+        self._stack.push_async_callback(end_tasks, asyncio.create_task(ticking, name="loop lag"))
         if registry is None and self._injected_snapshot is None:
             registry = redis = Registry(settings.redis_url)
             self._stack.push_async_callback(redis.close)

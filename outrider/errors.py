@@ -14,6 +14,7 @@ The tree:
     │   ├── WorkerFailed                                        a worker is there, and could not do its work
     │   ├── WorkerLost                                          a worker went away in the middle of its work
     │   │   ├── WorkerSilent                                    or says nothing any more
+    │   │   ├── LostByOwnPause                                  or its connection broke while we were stopped
     │   │   └── WorkerUnreached                                 or before any: it has not had the request
     │   └── Poisonous                                           workers were lost one after the other to this request
     ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
@@ -166,6 +167,10 @@ class WorkerSilent(WorkerLost):
     """A worker has the request, and has said nothing for too long."""
 
 
+class LostByOwnPause(WorkerLost):
+    """The connection to a worker broke while this process itself was stopped: the worker is as good as before."""
+
+
 class WorkerUnreached(WorkerLost):
     """There was no connection to the worker, so that it has not had what was to be sent."""
 
@@ -183,6 +188,24 @@ class DeadlineExceeded(OutriderError):
     grpc_code = "DEADLINE_EXCEEDED"
     error_type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class BodyTooSlow(OutriderError):
+    """The client has not sent all of its request in time."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+    code = "request_timeout"
+
+
+class ClientLeft(OutriderError):
+    """The client went away before all of its request had come; nobody reads the answer."""
+
+    http_status = 499
+    grpc_code = "CANCELLED"
+    error_type = "invalid_request_error"
+    code = "client_left"
 
 
 class ConfigurationError(OutriderError):

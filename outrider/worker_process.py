@@ -37,13 +37,15 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from outrider import logs, turns
+from outrider.background import end_tasks
 from outrider.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.logs import LogFormat
+from outrider.loop_lag import LoopLag, keep_ticking
 from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
-from outrider.telemetry import show_expiry
+from outrider.telemetry import show_expiry, show_loop_lag
 from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker_lease import WorkerLease
 from outrider.worker_options import WorkerOptions
@@ -178,6 +180,8 @@ class WorkerProcess:
         self._failure: BaseException | None = None
         self._registry: Registry | None = None
         self._stalled_s: Callable[[], float] = lambda: 0.0
+        self._lag = LoopLag()
+        self._observe_lag: Callable[[float], None] = lambda lag_s: None
 
     async def __aenter__(self) -> Self:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -229,6 +233,7 @@ class WorkerProcess:
         """Serves `/metrics` with what is in the registry; returns the port. Raises ConfigurationError."""
         if self.files is not None:
             show_expiry(self.files, registry)
+        self._observe_lag = show_loop_lag(registry, self.options.worker_id)
         return serve_metrics(registry, self.options.host, self.options.metrics_port, self.files)
 
     def request_stop(self, failure: BaseException | None = None) -> None:
@@ -270,6 +275,8 @@ class WorkerProcess:
             ready_facts = {**ready_facts, "health_port": self.health_port}
         record = replace(record, address=self.address, zone=self.options.zone)
         async with contextlib.AsyncExitStack() as stack:
+            ticking = asyncio.create_task(keep_ticking(self._lag, self._observe_lag), name="loop lag")
+            stack.push_async_callback(end_tasks, ticking)
             lease: WorkerLease | None = None
             if self._registry is not None:
                 lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
@@ -293,13 +300,15 @@ class WorkerProcess:
     async def _watch_until_stop(self, lease: WorkerLease | None) -> None:
         """A model that shows no sign of life makes the worker not ready, and ends it in the end: nothing else can,
         for its thread is inside of a call that does not return."""
-        options = self.options
+        options, loop = self.options, asyncio.get_running_loop()
         is_ready = True
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(_PULSE_S, options.stall_s / 4)):
                     await self._stop.wait()
-            stalled_s = self._stalled_s()
+            # A process that was stopped as a whole did not stall: its model has had no time to show signs of life.
+            now_s = loop.time()
+            stalled_s = self._lag.silence_s(now_s - self._stalled_s(), now_s)
             if stalled_s > options.stall_exit_s:
                 logger.critical(
                     "the model has shown no sign of life for %.0f s; this process ends", stalled_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -247,6 +248,21 @@ async def test_a_model_that_hangs_makes_the_worker_not_ready_and_ends_it(
 async def test_a_model_that_was_only_slow_is_ready_again(stalling: subprocess.Popen[str]) -> None:
     async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
         await becomes(channel, "NOT_SERVING")
+        await becomes(channel, "SERVING")
+    stalling.terminate()
+    assert await asyncio.to_thread(stalling.wait, 10) == 0
+
+
+@pytest.mark.parametrize("stalling", [2.5], indirect=True)
+async def test_a_worker_that_was_stopped_as_a_whole_does_not_take_that_for_a_stall(
+    stalling: subprocess.Popen[str],
+) -> None:
+    """It is stopped in the middle of a step, for longer than its model may show no sign of life."""
+    async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
+        await becomes(channel, "NOT_SERVING")  # the step has begun, and takes two seconds more
+        stalling.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(3.0)
+        stalling.send_signal(signal.SIGCONT)
         await becomes(channel, "SERVING")
     stalling.terminate()
     assert await asyncio.to_thread(stalling.wait, 10) == 0

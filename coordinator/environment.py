@@ -12,6 +12,7 @@ from typing import Self
 
 from coordinator.acceptance_watch import AcceptanceWatch
 from coordinator.admission import Admission
+from coordinator.concurrency_limits import ConcurrencyLimits
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.priors import PriorTable
@@ -73,4 +74,5 @@ class Environment:
     priors: PriorTable = field(default_factory=PriorTable)
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
+    concurrency: ConcurrencyLimits = field(default_factory=lambda: ConcurrencyLimits(None, time.monotonic))
     tracing: Tracing = OFF

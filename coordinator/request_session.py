@@ -26,7 +26,7 @@ from coordinator.admission import Wish
 from coordinator.attempt import Attempt
 from coordinator.draft_link import LinkedSession
 from coordinator.environment import Environment
-from coordinator.fair_queue import URGENT, Ticket
+from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
@@ -90,12 +90,14 @@ class RequestSession:
         point: ResumePoint = NOTHING_SEEN,
         known_token_ids: Sequence[int] = (),
         has_begun: bool = False,
+        siblings: Siblings | None = None,
     ) -> None:
         """`arrival_s` is when the request came in, on the environment's clock; `index` is the text's place among the
         candidates. A `preferred` target is tried first while it has room.
 
         What the client has already, up to `point`, is yielded as a repeat; of that the `known_token_ids` need not be
-        generated again. One that `has_begun` is not asked to wait as if it were new.
+        generated again. One that `has_begun` is not asked to wait as if it were new. `siblings` are the request's
+        sequences together.
         """
         request = spec.request
         self._environment = environment
@@ -134,9 +136,10 @@ class RequestSession:
             request.priority,
             request.tenant,
             len(spec.prompt_token_ids),
-            may_be_shed=spec.num_candidates == 1 and not has_begun,
+            may_be_shed=not has_begun,
+            siblings=siblings or Siblings(),
         )
-        self._prefix = prefix_key(spec.prompt_token_ids)
+        self._prefix = prefix_key(spec.prompt_token_ids, spec.cache_salt)
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
@@ -264,6 +267,7 @@ class RequestSession:
         wish = Wish(
             *(spec.model, self._ticket, self._rank_targets, self._is_hopeless),
             *(session_id, self._first_asked_s, self._deadline_s),
+            *(spec.num_tokens_max, lambda: frozenset(self._tried)),
         )
         with environment.metrics.queued(spec.model):
             place = await environment.admission.place(wish)
@@ -283,6 +287,7 @@ class RequestSession:
             speculation=self._speculation(),
             priority=self._ticket.priority,
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
+            cache_salt=spec.cache_salt,
         )
         session = LinkedSession(
             session_id=session_id,
@@ -292,6 +297,7 @@ class RequestSession:
             speculation=spec.request.speculation.to_proto(),
             num_prompt_tokens=len(spec.prompt_token_ids),
             num_tokens_max=spec.num_tokens_max,
+            cache_salt=spec.cache_salt,
             drafts=spec.drafts,
             deadline_s=self._deadline_s,
             traceparent=spec.span.traceparent,

@@ -69,6 +69,8 @@ class Door:
             f"token {next(self.numbers)}",
             now_s,
             now_s + deadline_s,
+            num_tokens,
+            frozenset,
         )
         return asyncio.create_task(self.admission.place(wish))
 

@@ -4,11 +4,11 @@ Lower priority numbers go first. Among equals it is the turn of the tenant that 
 the virtual token counters of Sheng et al., 2401.00588. A tenant that has had nothing waiting begins at the counter of
 those that wait, so that nobody saves up. One tenant's requests keep the order of their arrival.
 
-A tenant has a share of the slots as well, by the same weights. Of those that wait at one priority, those that hold
-more than their share have their turns after all others: a free slot is theirs only where no sequence of the others
-fits. So a tenant that is alone may hold everything, nothing that runs is ended, and a slot that somebody could use is
-never kept free. Sequences that have begun are not held back. The slots are those that one replica has given out: it
-does not know what tenants hold through others.
+A tenant has a share of the slots as well, by the same weights. Of those that wait at one priority, those that another
+slot would take beyond their share, rounded up, have their turns after all others: a free slot is theirs only where no
+sequence of the others fits. So a tenant that is alone may hold everything, nothing that runs is ended, and a slot that
+somebody could use is never kept free. Sequences that have begun are not held back. The slots are those that one replica
+has given out: it does not know what tenants hold through others.
 
 Invariant: what is remembered is bounded by what waits and what is held, and by TENANTS_MAX.
 """
@@ -16,6 +16,7 @@ Invariant: what is remembered is bounded by what waits and what is held, and by 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -27,6 +28,7 @@ URGENT: Final = -(2**31)
 OUTPUT_TOKEN_PRICE: Final = 2.0
 """Of a generated token, in prompt tokens, as 2401.00588 has it."""
 TENANTS_MAX: Final = 4096
+_ROUNDING: Final = 1e-9  # of a share that is a whole number
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +118,14 @@ class FairQueue:
                 yield from by_tenant[tenant]
 
     def _beyond_share(self, tenants: Collection[str]) -> frozenset[str]:
-        """Those of these tenants, all of which wait, that hold more than their share of what they hold together and of
-        the slot that comes free next. Never all of them, and one that holds nothing is never among them."""
+        """Those of these tenants, all of which wait, that one more slot would take beyond their share of all that they
+        hold, that slot included. Never all of them, and never one that holds nothing."""
         held = {tenant: self._num_held_of[tenant] for tenant in tenants}
         slots_per_weight = (sum(held.values()) + 1) / sum(map(self._weight, tenants))
         return frozenset(
-            tenant for tenant, num in held.items() if num > slots_per_weight * self._weight(tenant)
+            tenant
+            for tenant, num in held.items()
+            if num >= max(math.ceil(slots_per_weight * self._weight(tenant) - _ROUNDING), 1)
         )
 
     def begin(self, ticket: Ticket) -> None:

@@ -163,6 +163,22 @@ async def test_a_request_is_refused_before_its_prompt_is_looked_at_where_this_re
         limits.check(SEARCH, 5, 1.0)
 
 
+async def test_who_was_refused_by_what_others_hold_is_refused_at_once_for_a_moment(
+    registry: Registry,
+) -> None:
+    now_s = 0.0
+    await hold(ConcurrencyLimits(registry, clock), 3)
+    limits = ConcurrencyLimits(registry, lambda: now_s)
+    limits.check(SEARCH, 2, 1.0)
+    with pytest.raises(Overloaded):
+        await hold(limits, 2)
+    with pytest.raises(Overloaded):
+        limits.check(SEARCH, 2, 1.0)
+    limits.check(SEARCH, 1, 1.0)  # which may fit
+    now_s = 1.0
+    limits.check(SEARCH, 2, 1.0)
+
+
 async def test_who_has_no_limit_is_not_counted() -> None:
     limits = ConcurrencyLimits(None, clock)
     free = Caller("free", frozenset(Scope))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.environment import Environment
+from coordinator.fair_queue import Siblings
 from coordinator.generation_request import GenerationSpec
 from coordinator.logprobs import mean_logprob
 from coordinator.news_queue import ChoiceNews, NewsQueue
@@ -57,10 +58,11 @@ async def run_choices(
         model=spec.model,
         num_tokens=spec.num_tokens_max,
         excluded=(),
-        prefix=prefix_key(spec.prompt_token_ids),
+        prefix=prefix_key(spec.prompt_token_ids, spec.cache_salt),
         accepts=spec.run.accepts,
     )
     resumption = resumption or Resumption.of_nothing(spec.num_candidates)
+    siblings = Siblings()
     sessions = [
         RequestSession(
             *(environment, spec, arrival_s),
@@ -69,6 +71,7 @@ async def run_choices(
             point=resumption.points[index],
             known_token_ids=resumption.known(index),
             has_begun=resumption.has_begun(index),
+            siblings=siblings,
         )
         for index in range(spec.num_candidates)
     ]

@@ -12,6 +12,7 @@ from typing import Self
 
 from coordinator.acceptance_watch import AcceptanceWatch
 from coordinator.admission import Admission
+from coordinator.concurrency_limits import ConcurrencyLimits
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.poison import PoisonRecord
@@ -81,6 +82,7 @@ class Environment:
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
     poison: PoisonRecord = field(default_factory=PoisonRecord)
+    concurrency: ConcurrencyLimits = field(default_factory=lambda: ConcurrencyLimits(None, time.monotonic))
     tracing: Tracing = OFF
     threads: WorkerThreads = field(default_factory=WorkerThreads)  # for what would hold up the event loop
     lag: LoopLag = field(default_factory=LoopLag)  # of the event loop that all of this runs on

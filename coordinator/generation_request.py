@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from coordinator.cache_salt import cache_salt
 from coordinator.run_identity import RunIdentity, digest_of
 from coordinator.tool_calls import ToolUse
 from outrider.api_keys import ANYBODY, Caller
@@ -33,6 +34,7 @@ CHOICES_MAX: Final = 64
 PRIORITY_MAX: Final = 1000
 TENANT_CHARS_MAX: Final = 256
 CANARY_KEY_CHARS_MAX: Final = 256
+CACHE_SALT_CHARS_MAX: Final = 256
 UINT32_MAX: Final = (1 << 32) - 1
 UINT64_MAX: Final = (1 << 64) - 1
 
@@ -76,6 +78,9 @@ class GenerationInput:
     is_detailed: bool = False  # where each token came from, and what each step did
     deadline_s: float | None = None
     tenant: str = ""  # on whose behalf: as its key says, or as it says itself where there are no keys
+    cache_salt: str = (
+        ""  # the prompt's KV is shared with requests of the same one alone, `coordinator.cache_salt`
+    )
     canary_key: str = ""  # requests with the same one get the same arm of a canary; empty: the request's id
     origin: Origin = NOWHERE
     priority: int = 0  # lower goes first
@@ -108,6 +113,11 @@ class GenerationSpec:
     def num_tokens_max(self) -> int:
         """The longest that prompt and output can become, tokens."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def cache_salt(self) -> str:
+        """What workers are told: sessions of different salts share no KV."""
+        return cache_salt(self.request.origin.caller, self.request.cache_salt)
 
     @property
     def num_choices(self) -> int:
@@ -187,6 +197,8 @@ def check_input(request: GenerationInput) -> None:
     _check_range("priority", request.priority, -PRIORITY_MAX, PRIORITY_MAX)
     if len(request.tenant) > TENANT_CHARS_MAX:
         raise InvalidRequest("tenant", f"tenant must have at most {TENANT_CHARS_MAX} characters")
+    if len(request.cache_salt) > CACHE_SALT_CHARS_MAX:
+        raise InvalidRequest("cache_salt", f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters")
     if len(request.canary_key) > CANARY_KEY_CHARS_MAX:
         raise InvalidRequest(
             "x-canary-key", f"x-canary-key must have at most {CANARY_KEY_CHARS_MAX} characters"

@@ -66,6 +66,7 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
         else SpeculationSettings(),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
         tenant=request.tenant,
+        cache_salt=request.cache_salt,
         canary_key=origin.canary_key or request.tenant,
         origin=origin,
         priority=request.priority,

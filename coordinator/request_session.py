@@ -26,7 +26,7 @@ from coordinator.admission import Place, Wish
 from coordinator.attempt import Attempt
 from coordinator.draft_link import LinkedSession
 from coordinator.environment import Environment
-from coordinator.fair_queue import URGENT, Ticket
+from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
@@ -35,6 +35,7 @@ from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
 from coordinator.routing import WorkerKey, key_of, prefix_key
 from coordinator.run_identity import prompt_digest
+from coordinator.slot_search import Restrictions
 from coordinator.statistics import RequestTimes, SpeculationCounts
 from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
 from coordinator.workers import remaining_ms
@@ -95,12 +96,14 @@ class RequestSession:
         point: ResumePoint = NOTHING_SEEN,
         known_token_ids: Sequence[int] = (),
         has_begun: bool = False,
+        siblings: Siblings | None = None,
     ) -> None:
         """`arrival_s` is when the request came in, on the environment's clock; `index` is the text's place among the
         candidates. A `preferred` target is tried first while it has room.
 
         What the client has already, up to `point`, is yielded as a repeat; of that the `known_token_ids` need not be
-        generated again. One that `has_begun` is not asked to wait as if it were new.
+        generated again. One that `has_begun` is not asked to wait as if it were new. `siblings` are the request's
+        sequences together.
         """
         request = spec.request
         self._environment = environment
@@ -140,9 +143,10 @@ class RequestSession:
             request.priority,
             request.tenant,
             len(spec.prompt_token_ids),
-            may_be_shed=spec.num_candidates == 1 and not has_begun,
+            may_be_shed=not has_begun,
+            siblings=siblings or Siblings(),
         )
-        self._prefix = prefix_key(spec.prompt_token_ids)
+        self._prefix = prefix_key(spec.prompt_token_ids, spec.cache_salt)
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
@@ -334,6 +338,7 @@ class RequestSession:
             speculation=self._speculation(),
             priority=self._ticket.priority,
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
+            cache_salt=spec.cache_salt,
         )
         session = LinkedSession(
             session_id=session_id,
@@ -343,6 +348,7 @@ class RequestSession:
             speculation=spec.request.speculation.to_proto(),
             num_prompt_tokens=len(spec.prompt_token_ids),
             num_tokens_max=spec.num_tokens_max,
+            cache_salt=spec.cache_salt,
             drafts=spec.drafts,
             deadline_s=self._deadline_s,
             traceparent=spec.span.traceparent,
@@ -362,6 +368,7 @@ class RequestSession:
             wish = Wish(
                 *(spec.model, self._ticket, self._rank_targets, self._is_hopeless),
                 *(environment.new_id(), self._first_asked_s, self._deadline_s),
+                *(spec.num_tokens_max, self._restrictions),
             )
             with environment.metrics.queued(spec.model):
                 place = await environment.admission.place(wish)
@@ -370,6 +377,11 @@ class RequestSession:
                 return place
             # While this place was being taken, another sequence of the run began on other weights.
             environment.admission.leave(spec.model, place)
+
+    def _restrictions(self) -> Restrictions:
+        """What keeps targets from this sequence beside its length: those it has tried, and what its run is bound to."""
+        weights_digest = self._spec.run.weights_digest
+        return frozenset(self._tried) | ({weights_digest} if weights_digest is not None else set())
 
     def _rank_targets(self) -> list[WorkerRecord]:
         environment = self._environment

@@ -61,15 +61,18 @@ def key_of(worker: WorkerRecord) -> WorkerKey:
     return worker.pool, worker.worker_id, worker.incarnation
 
 
-def prefix_key(token_ids: Sequence[int]) -> int | None:
-    """The same for prompts whose leading blocks are the same; None for a prompt too short to gain anything."""
+def prefix_key(token_ids: Sequence[int], salt: str = "") -> int | None:
+    """The same for prompts whose leading blocks, and their salts, are the same; None for a prompt too short to gain
+    anything."""
     fewest, most = PREFIX_BLOCKS
     num_blocks = min(len(token_ids) // PREFIX_BLOCK, most)
     if num_blocks < fewest:
         return None
     # In powers of two: prompts that grow, as conversations do, keep their key but for a few times.
     length = PREFIX_BLOCK << (num_blocks.bit_length() - 1)
-    return _digest(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[:length]))
+    return _digest(
+        salt.encode() + b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[:length])
+    )
 
 
 class Router:

@@ -25,6 +25,7 @@ from coordinator.canary_audit import CanaryAuditor
 from coordinator.canary_keeper import CanaryKeeper
 from coordinator.canary_observation import observed
 from coordinator.choices import ChoiceNews, RequestFinished, run_choices
+from coordinator.concurrency_limits import ConcurrencyLimits, Held
 from coordinator.environment import Environment, Outside
 from coordinator.fair_queue import Ticket
 from coordinator.generation_request import (
@@ -133,7 +134,7 @@ class GenerationService:
         self._prior_store: PriorStore | None = None
         self._journal: Journal | None = None
         self._stack = AsyncExitStack()
-        self._num_active = 0
+        self._num_active = 0  # sequences, those that wait included
         self._keys = None if settings.api_keys_file is None else KeyFile(Path(settings.api_keys_file))
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self._canary_keeper: CanaryKeeper | None = None
@@ -168,6 +169,7 @@ class GenerationService:
             tracing=outside.tracing,
             limits=RateLimits(self._quick_registry, outside.now_s),
             threads=threads,
+            concurrency=ConcurrencyLimits(self._quick_registry, outside.now_s),
         )
         self._canary_auditor = CanaryAuditor(self.environment, self.canary, self._hurry_canary)
 
@@ -197,6 +199,7 @@ class GenerationService:
                     self._stack.push_async_callback(self._quick_registry.close)
                 await self._stack.enter_async_context(self.environment.reservations)
                 await self._stack.enter_async_context(self.environment.limits)
+                await self._stack.enter_async_context(self.environment.concurrency)
         self._stack.push_async_callback(self.environment.tracing.close)
         self._stack.push_async_callback(self.environment.channels.close)
         await self._stack.enter_async_context(self._identities)
@@ -254,11 +257,15 @@ class GenerationService:
         model, targets = self.find_model(request.model)
         if not has_begun:
             environment.limits.check(caller)
+            retry_after_s = environment.admission.retry_after_s(model)
+            environment.concurrency.check(caller, request.best_of or request.n, retry_after_s)
             time_left_s = request.deadline_s or environment.settings.deadline_default_s
             ticket = Ticket(request.priority, request.tenant)
             environment.admission.check_room(model, ticket, time_left_s)
         spec = await self.preparation.prepare(request, model, targets)
-        await environment.limits.admit(caller, len(spec.prompt_token_ids), has_begun=has_begun)
+        # Once for each sequence, though they share its computation: as many contexts take up room.
+        num_prompt_tokens = len(spec.prompt_token_ids) * spec.num_candidates
+        await environment.limits.admit(caller, num_prompt_tokens, has_begun=has_begun)
         return self.canary.place(spec, environment.now_s())
 
     async def admit(self, caller: Caller) -> None:
@@ -279,14 +286,7 @@ class GenerationService:
         """
         environment = self.environment
         _check_harmless(environment, spec)
-        if self._num_active >= environment.settings.requests_max:
-            newcomer = Ticket(spec.request.priority, spec.request.tenant)
-            if not environment.admission.shed_for(spec.model, newcomer):
-                raise Overloaded(
-                    f"this replica serves its most of {self._num_active} requests",
-                    environment.admission.retry_after_s(spec.model),
-                )
-        self._num_active += 1
+        held = await self._enter(spec, has_begun=resumption is not None and any(resumption.token_ids))
         stream = None
         if entry is not None and self._journal is not None and spec.num_candidates == spec.num_choices:
             entry = replace(
@@ -313,7 +313,34 @@ class GenerationService:
         finally:
             if stream is not None:
                 stream.end()
-            self._num_active -= 1
+            self._num_active -= spec.num_candidates
+            environment.concurrency.release(held)
+
+    async def _enter(self, spec: GenerationSpec, *, has_begun: bool) -> Held | None:
+        """Counts the request's sequences among this replica's and its tenant's. Raises Overloaded where they are too
+        many of either."""
+        environment, num = self.environment, spec.num_candidates
+        # One that has more sequences than there may be is served alone.
+        excess = self._num_active + num - environment.settings.requests_max if self._num_active else 0
+        if excess > 0:
+            newcomer = Ticket(spec.request.priority, spec.request.tenant)
+            if not environment.admission.shed_for(spec.model, newcomer, min(excess, num)):
+                raise Overloaded(
+                    f"this replica serves its most of {environment.settings.requests_max} sequences: there are "
+                    f"{self._num_active}, and this request would be {num} more",
+                    environment.admission.retry_after_s(spec.model),
+                )
+        self._num_active += num
+        try:
+            return await environment.concurrency.hold(
+                spec.request.origin.caller,
+                num,
+                lambda: environment.admission.retry_after_s(spec.model),
+                has_begun=has_begun,
+            )
+        except BaseException:
+            self._num_active -= num
+            raise
 
     def _observed(
         self, spec: GenerationSpec, items: AsyncGenerator[ChoiceNews | RequestFinished], *, is_resumed: bool

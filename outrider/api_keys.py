@@ -3,6 +3,7 @@
     [tenants.search]                      # limits are optional, and hold for all keys of a tenant together
     requests_per_minute = 600
     tokens_per_minute = 200000            # prompts and output
+    max_concurrent_sequences = 64         # at once, waiting or running; a request of n (best_of) sequences counts n
     priority_min = -5                     # lower goes first, before other tenants; without it nobody goes below 0
 
     [[keys]]
@@ -10,11 +11,15 @@
     sha256 = "5f3c..."                    # of the key, in hexadecimal
     scopes = ["generate"]                 # what is left out is ["generate"]; "metrics" reads /metrics
     expires = 2027-06-30T00:00:00Z        # optional
+    shares_prefixes = false               # true: KV of prompts is shared with all keys that say so, see below
     note = "ranking service"              # optional, for people
 
 A file that has damage when it is read again takes keys away rather than leave them: each entry that can be read counts,
 a key whose entry is gone or cannot be read is closed, and no new key is let in whose tenant's limits may be among the
 damage. Where nothing can be read, the keys of before work for GRACE_S, and then nobody is let in until there is a file.
+
+A prompt whose beginning is cached is answered sooner, and its `cached_tokens` say so: tenants whose keys have
+`shares_prefixes` can find out what prompts the others of them sent. Without it each tenant shares with itself alone.
 
 A key is 256 random bits, so its plain SHA-256 tells nothing about it: slow hashes are for passwords that people choose.
 """
@@ -65,6 +70,7 @@ class TenantLimits(BaseModel):
 
     requests_per_minute: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     tokens_per_minute: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    max_concurrent_sequences: Annotated[int, Field(ge=1)] | None = None
     priority_min: Annotated[int, Field(le=0)] = 0
 
 
@@ -75,6 +81,7 @@ class Caller:
     tenant: str | None  # None: nobody knows, so the request may say
     scopes: frozenset[Scope]
     limits: TenantLimits = field(default_factory=TenantLimits)
+    shares_prefixes: bool = False  # its prompts' KV, with all other keys that say so
 
     def check(self, scope: Scope) -> None:
         """Raises Forbidden."""
@@ -93,6 +100,7 @@ class _Key(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     scopes: frozenset[Scope] = frozenset({Scope.GENERATE})
     expires: AwareDatetime | None = None
+    shares_prefixes: bool = False
     note: str = ""
 
 
@@ -154,7 +162,8 @@ class KeyRing:
             raise Unauthenticated("this API key is not known")
         if key.expires is not None and now >= key.expires:
             raise Unauthenticated(f"this API key expired at {key.expires:%Y-%m-%d %H:%M} UTC")
-        return Caller(key.tenant, key.scopes, self._tenants.get(key.tenant, TenantLimits()))
+        limits = self._tenants.get(key.tenant, TenantLimits())
+        return Caller(key.tenant, key.scopes, limits, key.shares_prefixes)
 
 
 class _Salvage:
@@ -259,13 +268,21 @@ def new_key() -> str:
 
 
 def entry(
-    token: str, tenant: str, scopes: frozenset[Scope], expires: datetime.datetime | None, note: str
+    token: str,
+    tenant: str,
+    scopes: frozenset[Scope],
+    expires: datetime.datetime | None,
+    note: str,
+    *,
+    shares_prefixes: bool = False,
 ) -> str:
     """The key's part of a file, to be appended. Raises ValueError for what the file could not hold."""
     lines = ["[[keys]]", f"tenant = {_quoted(tenant)}", f'sha256 = "{digest(token)}"']
     lines.append(f"scopes = [{', '.join(_quoted(scope) for scope in sorted(scopes))}]")
     if expires is not None:
         lines.append(f"expires = {expires.astimezone(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}")
+    if shares_prefixes:
+        lines.append("shares_prefixes = true")
     if note:
         lines.append(f"note = {_quoted(note)}")
     text = "\n".join(lines) + "\n"

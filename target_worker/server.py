@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from outrider.engine.prefix_cache import check_cache_salt
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_wire import HintDecoder
@@ -379,6 +380,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         )
     if len(request.hint_token) > MAX_HINT_TOKEN:
         raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
+    check_cache_salt(request.cache_salt)
     if not request.token_ids:
         raise InvalidRequest("token_ids", "token_ids is empty; at least one token is needed to go on from")
     sampling = SamplingParams.from_proto(request.sampling)
@@ -395,6 +397,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         sampling.seed if sampling.seed is not None else secrets.randbits(64),
         priority=request.priority,
         deadline_at=deadline_at,
+        cache_salt=request.cache_salt,
     )
 
 

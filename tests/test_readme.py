@@ -137,7 +137,7 @@ def test_the_exactness_table_has_every_parameter_and_cases_that_exist() -> None:
 
 
 NOT_ABOUT_TEXT = {
-    "model", "prompt", "messages", "stream", "stream_options", "user", "prompt_cache_key", "request_id",
+    "model", "prompt", "messages", "stream", "stream_options", "user", "prompt_cache_key", "cache_salt", "request_id",
     "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "chat_template_kwargs",
     "parallel_tool_calls", "max_completion_tokens", "priority", "deadline_ms",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pytest
 from coordinator.fair_queue import URGENT
 from outrider.api_keys import Caller, Scope, entry, new_key
 from tests.coordinator.conftest import Cluster, ClusterFactory
-from tests.coordinator.fakes import FakeTarget
+from tests.coordinator.fakes import FakeTarget, eventually
 from tests.coordinator.test_resumption import SOME_RUN, Memory, run_of
 
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_event_ids": True}}
@@ -171,3 +172,60 @@ async def test_an_id_that_no_request_could_have_is_not_looked_up(
     async with door(clusters, tmp_path, "") as one:
         answer = await one.ask({"Last-Event-ID": SOME_RUN + "1"}, request_id="x" * 100_000, **STREAM)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 1}
+
+
+@pytest.mark.parametrize(("body", "num"), [({}, 1), ({"n": 3}, 3), ({"n": 1, "best_of": 4}, 4)])
+async def test_a_prompt_is_charged_once_for_each_sequence_and_a_request_once(
+    clusters: ClusterFactory, tmp_path: Path, body: dict[str, Any], num: int
+) -> None:
+    limits = "tokens_per_minute = 60000\nrequests_per_minute = 10"
+    async with door(clusters, tmp_path, limits) as one:
+        answer = await one.ask(**SAMPLED, **body)
+        bucket = one.cluster.service.environment.limits._buckets["search"]
+        num_prompt_tokens = answer.json()["usage"]["prompt_tokens"]
+        assert (round(60000 - bucket.tokens), round(10 - bucket.requests)) == (num * num_prompt_tokens, 1)
+
+
+async def test_a_tenants_sequences_at_once_have_a_limit_and_each_of_n_counts(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "max_concurrent_sequences = 3") as one:
+        one.cluster.targets[0].step_s = 0.02
+        two = asyncio.create_task(one.ask(**SAMPLED, n=2, max_tokens=200))
+        await eventually(lambda: one.cluster.targets[0].num_open == 2, "two sequences run")
+        refused = await one.ask(**SAMPLED, n=2)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "tenant search may have 3 sequences at once" in refused.json()["error"]["message"]
+        assert (await one.ask()).status_code == 200  # a third
+        too_many = await one.ask(**SAMPLED, n=1, best_of=4)
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+        assert (await two).status_code == 200
+        assert (await one.ask(**SAMPLED, n=3)).status_code == 200
+        assert not one.cluster.service.environment.concurrency._running
+
+
+async def test_whoever_has_too_many_sequences_gets_no_work_done(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "max_concurrent_sequences = 1") as one:
+        one.cluster.targets[0].step_s = 0.02
+        first = asyncio.create_task(one.ask(max_tokens=200))
+        await eventually(lambda: one.cluster.targets[0].num_open == 1, "one sequence runs")
+
+        async def prepare(*_: Any) -> Any:
+            raise AssertionError("its prompt was looked at")
+
+        prepared = one.cluster.service.preparation.prepare
+        one.cluster.service.preparation.prepare = prepare  # type: ignore[method-assign]
+        assert (await one.ask()).status_code == 429
+        one.cluster.service.preparation.prepare = prepared  # type: ignore[method-assign]
+        first.cancel()
+        await eventually(lambda: one.cluster.targets[0].num_open == 0, "its client is gone")
+        await eventually(
+            lambda: not one.cluster.service.environment.concurrency._running, "it counts no more"
+        )
+        assert (await one.ask()).status_code == 200

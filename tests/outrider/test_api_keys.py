@@ -41,6 +41,25 @@ class TestRing:
                 KeyRing.parse(f"[tenants.search]\n{name} = {limit}\n")
         assert KeyRing.parse("[tenants.search]\nrequests_per_minute = 1\n") is not None
 
+    @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "inf"])
+    def test_a_number_of_sequences_that_would_refuse_for_ever_or_is_none_is_not_taken(
+        self, limit: str
+    ) -> None:
+        with pytest.raises(ValueError, match="max_concurrent_sequences"):
+            KeyRing.parse(f"[tenants.search]\nmax_concurrent_sequences = {limit}\n")
+
+    def test_a_key_shares_prefixes_where_it_says_so_and_its_tenant_may_have_so_many_sequences(self) -> None:
+        private, sharing = new_key(), new_key()
+        ring = KeyRing.parse(
+            "[tenants.search]\nmax_concurrent_sequences = 8\n\n"
+            + entry(private, "search", GENERATE, None, "")
+            + entry(sharing, "search", GENERATE, None, "", shares_prefixes=True)
+        )
+        assert [ring.find(key, NOW).shares_prefixes for key in (private, sharing)] == [False, True]
+        assert ring.find(private, NOW).limits.max_concurrent_sequences == 8
+        with pytest.raises(ValueError, match="shares_prefixes"):
+            KeyRing.parse(entry(private, "search", GENERATE, None, "") + 'shares_prefixes = "all"\n')
+
     def test_nobody_is_given_less_urgency_than_anybody_has(self) -> None:
         with pytest.raises(ValueError, match="priority_min"):
             KeyRing.parse("[tenants.search]\npriority_min = 1\n")

@@ -296,7 +296,14 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
         return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
     # FastAPI knows nothing of the bodies, which are read by hand: `openapi` does.
-    app = Application(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app = Application(
+        stall_max_s=service.environment.settings.client_stall_max_s,
+        on_cut=service.environment.metrics.slow_readers.labels("connection").inc,
+        title="Outrider",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.add_middleware(ApiKeyCheck, authenticate=service.authenticate, refuse=answer)
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)

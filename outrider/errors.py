@@ -13,6 +13,7 @@ The tree:
     │   ├── WorkerFailed                                        a worker is there, and could not do its work
     │   └── WorkerLost                                          a worker went away in the middle of its work
     │       └── WorkerUnreached                                 or before any: it has not had the request
+    ├── SlowReader                    408  ABORTED              the caller does not read; it may go on where it was
     ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
     └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
         └── TokenizerMismatch                                   two workers do not mean the same tokens
@@ -157,6 +158,22 @@ class DeadlineExceeded(OutriderError):
     grpc_code = "DEADLINE_EXCEEDED"
     error_type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class SlowReader(OutriderError):
+    """The caller let what was generated wait for longer than it may. What it has read is good, and can be gone on from."""
+
+    http_status = 408
+    grpc_code = "ABORTED"
+    error_type = "timeout_error"
+    code = "slow_reader"
+
+    def __init__(self, stall_max_s: float) -> None:
+        super().__init__(
+            f"output waited for its reader for more than {stall_max_s:g} s, so the request was ended; what came is "
+            "complete up to here. Within a minute the stream can be resumed: over HTTP where its events have ids, by the "
+            "last of them (Last-Event-ID), over gRPC by request_id and resume_from"
+        )
 
 
 class ConfigurationError(OutriderError):

@@ -308,8 +308,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
                         help="without a word from the target worker of a text; then the worker counts as lost and "
                         "another goes on (default: %(default)s)")  # fmt: skip
     parser.add_argument("--client-stall-max", type=float, default=30.0, metavar="SECONDS",
-                        help="that output may wait for a client that does not read it; then the request ends, and can be "
-                        "resumed, and a connection that takes nothing is closed (default: %(default)s)")  # fmt: skip
+                        help="that output may wait for a client that does not read it; then the request ends, and can "
+                        "be resumed, and a connection that takes nothing is closed (default: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--ray-temp-dir", type=Path, help="Ray's files; short (default: a new folder in /tmp)"
     )

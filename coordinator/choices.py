@@ -19,7 +19,7 @@ from coordinator.client_pace import StallWatch
 from coordinator.environment import Environment
 from coordinator.generation_request import GenerationSpec
 from coordinator.logprobs import mean_logprob
-from coordinator.news_queue import ChoiceNews, NewsQueue
+from coordinator.news_queue import ChoiceNews, NewsQueue, check_gathered, size_of, size_of_scores
 from coordinator.request_session import Finished, News, RequestSession
 from coordinator.resumption import Resumption
 from coordinator.routing import prefix_key
@@ -53,6 +53,9 @@ async def run_choices(
     Where a stream is resumed, news that the client has already come as repeats. With best_of
     nothing is yielded before all candidates have ended.
     """
+    num_scores = spec.sampling.num_prompt_logprobs
+    if num_scores is not None:
+        check_gathered(spec.num_candidates * size_of_scores(len(spec.prompt_token_ids), num_scores))
     ranked = environment.router.rank_targets(
         environment.snapshot(),
         environment.now_s(),
@@ -75,6 +78,7 @@ async def run_choices(
     ]
     finished: dict[int, Finished] = {}
     held: list[ChoiceNews] = []
+    num_held_bytes = 0
     is_ranking = spec.num_candidates > spec.num_choices
     async with aclosing(_interleaved(environment, sessions, arrival_s + spec.deadline_s)) as items:
         async for item in items:
@@ -82,6 +86,8 @@ async def run_choices(
                 finished[item.index] = item.news
             if is_ranking:
                 held.append(item)
+                num_held_bytes += size_of(item.news)
+                check_gathered(num_held_bytes)
             else:
                 yield item
     for item in _likeliest(held, spec.num_choices):

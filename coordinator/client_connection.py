@@ -1,9 +1,9 @@
 """What one client is sent over HTTP: in parts of bounded size, each within a time limit.
 
 The server (uvicorn) keeps what the system's socket does not take, and lets its application wait once that is more than
-64 KiB. So a client that reads, however slowly, takes a part now and then; from one that takes none for `CUT_AFTER` times the
-limit of its pace the connection is taken away, whatever it still holds. Where the server takes everything at once, as Serve's own proxy does,
-there is nothing to wait for and nothing to cut.
+64 KiB. So a client that reads, however slowly, takes a part now and then. From one that takes none for `CUT_AFTER`
+times the limit of its pace the connection is taken away, whatever it still holds. Where the server takes everything at
+once, as Serve's own proxy does, there is nothing to wait for and nothing to cut.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ PART_BYTES_MAX: Final = 64 << 10
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
-
 class ClientConnection:
     """The way to one client, for one answer. Call `end` when that is complete."""
 
-    def __init__(self, receive: Receive, send: Send, stall_max_s: float, on_cut: Callable[[], object]) -> None:
-        """`receive` and `send` are the server's; `stall_max_s` is the limit of the client's pace, and `on_cut` is told when the client is cut off."""
+    def __init__(
+        self, receive: Receive, send: Send, stall_max_s: float, on_cut: Callable[[], object]
+    ) -> None:
+        """`receive` and `send` are the server's, `stall_max_s` is the limit of the client's pace, and `on_cut` is told
+        when the client is cut off."""
         self._send = send
         self._cycle = _cycle_of(receive)
         self._take_max_s = CUT_AFTER * stall_max_s
@@ -38,6 +40,7 @@ class ClientConnection:
         self._task: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._watch = StallWatch(lambda: self._since_s, self._take_max_s, self._cut)
+        self._is_cancelled = False
         self.is_cut = False
         """Whether the client took nothing for too long. What is sent from then on goes nowhere."""
 
@@ -64,12 +67,12 @@ class ClientConnection:
     async def _send_part(self, message: Message) -> None:
         if self.is_cut:
             return
-        self._task = asyncio.current_task()
+        self._task = task = asyncio.current_task()
         self._since_s = self._loop.time()
         try:
             await self._send(message)
         except asyncio.CancelledError:
-            if not self.is_cut or self._task is None or self._task.uncancel():
+            if not self._is_cancelled or task is None or task.uncancel():
                 raise  # somebody else's cancellation
         finally:
             self._since_s = None
@@ -82,6 +85,7 @@ class ClientConnection:
                 connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._cycle.transport.abort()  # the server hears of it, and lets whoever sends go on
         elif self._task is not None:
+            self._is_cancelled = True
             self._task.cancel()
 
     @property

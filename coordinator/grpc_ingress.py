@@ -35,7 +35,9 @@ from protos.outrider.v1 import generation_pb2_grpc
 Handler = Callable[[Any, Any], AsyncGenerator[bytes]]
 
 _END: Final = object()
-_ending: Final[set[asyncio.Task[None]]] = set()  # calls that were ended and whose clients have not heard of it
+_ending: Final[set[asyncio.Task[None]]] = (
+    set()
+)  # calls that were ended and whose clients have not heard of it
 
 
 def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
@@ -70,7 +72,7 @@ def _is_replica() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long output may wait for its client, and who hears of one that takes nothing for `CUT_AFTER` times as long."""
+    """How long output may wait for its client, and who is told of one that takes nothing for even longer."""
 
     stall_max_s: float = CLIENT_STALL_MAX_S
     on_cut: Callable[[], object] = lambda: None

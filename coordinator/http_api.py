@@ -34,6 +34,7 @@ from coordinator.http_transport import (
     unless_disconnected,
 )
 from coordinator.journal import JournalEntry
+from coordinator.news_queue import check_gathered, size_of
 from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
@@ -152,11 +153,14 @@ class HttpApi:
         self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
     ) -> dict[str, Any]:
         news: list[ChoiceNews] = []
+        num_bytes = 0
         async with aclosing(self._service.generate(spec, arrival_s)) as items:
             async for item in items:
                 if isinstance(item, RequestFinished):
                     return writer.whole(news, item)
                 news.append(item)
+                num_bytes += size_of(item.news)
+                check_gathered(num_bytes)
         raise AssertionError("a request ended without its end")
 
     async def _events(

@@ -20,17 +20,21 @@ from typing import Final
 
 from coordinator.request_session import News
 from coordinator.text_output import PromptOutput, VisibleOutput
+from outrider.errors import InvalidRequest
 from protos.outrider.v1 import common_pb2
 
 QUEUE_BYTES_MAX: Final = 1 << 20
-"""Of a request's news that may wait, as `size_of` estimates them. Each text may have one step more, and holds it back."""
+"""Of a request's news that may wait, as `size_of` estimates them. Each text may hold one step that finds no room."""
+GATHERED_BYTES_MAX: Final = 128 << 20
+"""Of news that are kept until a request has ended, because its answer is no stream or is one of `best_of`, and of its
+prompt's log probabilities, which come as one."""
 CHUNK_BYTES_MAX: Final = 64 << 10
 """Of news that are taken at once, unless one alone is larger."""
 # Turns of the event loop in which a message that has already arrived comes through gRPC: one in which the loop sees
 # it, one in which its reader runs.
 _TURNS: Final = 2
-# Measured on CPython 3.11 with upb's messages, and rounded up: of news, of a token, of its log probabilities, and of each
-# alternative among those.
+# Measured on CPython 3.11 with upb's messages, and rounded up: of news, of a token, of its log probabilities, and of
+# each alternative among those.
 _NEWS_BYTES: Final = 768
 _TOKEN_BYTES: Final = 128
 _LOGPROBS_BYTES: Final = 512
@@ -146,6 +150,21 @@ class NewsQueue:
             num_seen = len(self._waiting)
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
+
+
+def check_gathered(num_bytes: int) -> None:
+    """Raises InvalidRequest where one request would have too many bytes kept, as `size_of` estimates them."""
+    if num_bytes > GATHERED_BYTES_MAX:
+        raise InvalidRequest(
+            None,
+            f"the answer, or what it says of the prompt, is larger than the {GATHERED_BYTES_MAX >> 20} MiB that are "
+            "kept for one request; ask for a stream, or for less (max_tokens, n, best_of, logprobs, prompt_logprobs)",
+        )
+
+
+def size_of_scores(num_tokens: int, num_alternatives: int) -> int:
+    """About how many bytes the log probabilities of a prompt take in memory."""
+    return num_tokens * (_LOGPROBS_BYTES + num_alternatives * _ALTERNATIVE_BYTES)
 
 
 def size_of(news: News) -> int:

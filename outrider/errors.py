@@ -161,7 +161,7 @@ class DeadlineExceeded(OutriderError):
 
 
 class SlowReader(OutriderError):
-    """The caller let what was generated wait for longer than it may. What it has read is good, and can be gone on from."""
+    """The caller left what was generated unread for too long. It can resume the stream from what it has read."""
 
     http_status = 408
     grpc_code = "ABORTED"
@@ -171,8 +171,8 @@ class SlowReader(OutriderError):
     def __init__(self, stall_max_s: float) -> None:
         super().__init__(
             f"output waited for its reader for more than {stall_max_s:g} s, so the request was ended; what came is "
-            "complete up to here. Within a minute the stream can be resumed: over HTTP where its events have ids, by the "
-            "last of them (Last-Event-ID), over gRPC by request_id and resume_from"
+            "complete up to here. Within a minute the stream can be resumed: over HTTP where its events have ids, by "
+            "the last of them (Last-Event-ID), over gRPC by request_id and resume_from"
         )
 
 

@@ -123,7 +123,10 @@ def test_news_take_no_more_memory_than_they_are_counted_for(num_tokens: int, num
     num = (16 << 20) // size_of(scored(num_tokens, num_alternatives))
     gc.collect()
     before = psutil.Process().memory_info().rss
-    kept = [scored(num_tokens, num_alternatives, target_pb2.StepOutput.FromString(raw).logprobs) for _ in range(num)]
+    kept = [
+        scored(num_tokens, num_alternatives, target_pb2.StepOutput.FromString(raw).logprobs)
+        for _ in range(num)
+    ]
     grown = psutil.Process().memory_info().rss - before
     assert grown < sum(map(size_of, kept)) + (2 << 20)
 
@@ -131,21 +134,21 @@ def test_news_take_no_more_memory_than_they_are_counted_for(num_tokens: int, num
 async def test_the_age_of_the_oldest_is_told_until_the_reader_is_done_with_it() -> None:
     now_s = 5.0
     queue = NewsQueue(lambda: now_s)
-    assert queue.oldest_s is None
+    ages = [queue.oldest_s]
     await queue.put(step(1))
     now_s = 6.0
     await queue.put(step(2))
-    assert queue.oldest_s == 5.0
+    ages.append(queue.oldest_s)
     await queue.take()
     await queue.put(step(3))
-    assert queue.oldest_s == 5.0, "its reader is still busy with it"
+    ages.append(queue.oldest_s)  # its reader is still busy with the first two
     now_s = 7.0
-    taking = asyncio.create_task(queue.take())
-    await taking
-    assert queue.oldest_s == 6.0
+    await queue.take()
+    ages.append(queue.oldest_s)
     with suppress(TimeoutError):
         await asyncio.wait_for(queue.take(), 0.01)
-    assert queue.oldest_s is None, "it has read all and waits for more"
+    ages.append(queue.oldest_s)  # it has read all and waits for more
+    assert ages == [None, 5.0, 5.0, 6.0, None]
 
 
 async def test_an_error_comes_after_all_that_was_said_before_it() -> None:

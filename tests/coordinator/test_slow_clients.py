@@ -21,7 +21,7 @@ from coordinator.http_api import create_app
 from outrider.errors import OutriderError
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
-from tests.coordinator.fakes import FakeTarget, eventually
+from tests.coordinator.fakes import eventually
 from tests.coordinator.test_resumption import Memory, events_of, said
 
 # As little as the system allows to wait in sockets. Beside it uvicorn holds 64 KiB.
@@ -248,15 +248,24 @@ async def grpc_channel(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
-def calling(channel: grpc.aio.Channel, **fields: Any) -> Any:
-    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=900, num_logprobs=20, ignore_eos=True)
-    request = generation_pb2.GenerationRequest(**{"prompt": "import", "sampling": sampling, "n": 4} | fields)
+def calling(channel: grpc.aio.Channel, deadline_ms: int = 0) -> Any:
+    sampling = common_pb2.SamplingParams(
+        temperature=0, top_p=1, max_tokens=900, num_logprobs=20, ignore_eos=True
+    )
+    request = generation_pb2.GenerationRequest(
+        prompt="import", sampling=sampling, n=4, deadline_ms=deadline_ms
+    )
     method = channel.unary_stream(
         "/outrider.v1.Generation/Generate",
         request_serializer=generation_pb2.GenerationRequest.SerializeToString,
         response_deserializer=generation_pb2.GenerationChunk.FromString,
     )
     return method(request)
+
+
+async def rest_of(call: Any) -> list[generation_pb2.GenerationChunk]:
+    """All that still comes. Raises AioRpcError."""
+    return [chunk async for chunk in call]
 
 
 class TestOverGrpc:
@@ -270,7 +279,9 @@ class TestOverGrpc:
             assert num_slow(cluster, "request") == 0
             call.cancel()
 
-    async def test_one_who_does_not_read_is_ended_and_told_how_to_go_on(self, clusters: ClusterFactory) -> None:
+    async def test_one_who_does_not_read_is_ended_and_told_how_to_go_on(
+        self, clusters: ClusterFactory
+    ) -> None:
         target = clusters.target()
         async with (
             clusters.open([target], settings={"client_stall_max_s": 0.3}) as cluster,
@@ -283,8 +294,6 @@ class TestOverGrpc:
             await eventually(lambda: num_slow(cluster, "connection") == 1, "its call is ended", _WITHIN_S)
             await eventually(lambda: cluster.service._num_active == 0, "nothing is left of it", _WITHIN_S)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async with asyncio.timeout(_WITHIN_S):
-                    while await call.read() is not grpc.aio.EOF:
-                        pass
+                await asyncio.wait_for(rest_of(call), _WITHIN_S)
         assert caught.value.code() is grpc.StatusCode.ABORTED
         assert "resume_from" in (caught.value.details() or "")

@@ -320,7 +320,7 @@ class TestUnderRayServe:
 
         async def until_let_go(num: int) -> None:
             async with asyncio.timeout(60):
-                while await num_slow() != [num * is_held_up] * 2 or running.target.num_open:
+                while await num_slow() != [num * is_held_up] * 2 or running.target.num_open:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
 
         async with httpx.AsyncClient(base_url=running.ready["http"], timeout=30) as client:

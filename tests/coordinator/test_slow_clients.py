@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
-from coordinator import grpc_api
+from coordinator import grpc_api, news_queue
 from coordinator.grpc_ingress import Pace, timed
 from coordinator.http_api import create_app
 from outrider.errors import OutriderError
@@ -204,6 +204,42 @@ class TestOverHttp:
         ):
             answer = (await client.post("/v1/completions", json=LONG | {"stream": False})).json()
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == 900
+
+
+class TestWhatIsKeptWhole:
+    """Beside what waits for a reader: answers that are no streams, candidates, and what is said of the prompt."""
+
+    @pytest.fixture(autouse=True)
+    def little(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(news_queue, "GATHERED_BYTES_MAX", 256 << 10)
+
+    @pytest.mark.parametrize("changes", [{}, {"best_of": 2}])
+    async def test_an_answer_that_grows_too_large_is_refused_with_the_way_out(
+        self, clusters: ClusterFactory, changes: dict[str, Any]
+    ) -> None:
+        body = GREEDY | {"max_tokens": 900, "logprobs": 20, "temperature": 1}
+        async with clusters.open([clusters.target()]) as cluster:
+            answer = await cluster.client.post("/v1/completions", json=body | changes)
+            await until_idle(cluster)
+            small = await cluster.client.post("/v1/completions", json=body | changes | {"max_tokens": 20})
+        assert answer.status_code == 400
+        assert "max_tokens, n, best_of, logprobs" in answer.json()["error"]["message"]
+        assert small.status_code == 200
+
+    async def test_a_stream_may_be_as_long_as_it_likes(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            answer = await cluster.client.post("/v1/completions", json=LONG)
+        assert len(said(events_of(answer.text))[0]["logprobs"]) == 900
+
+    async def test_what_is_said_of_the_prompt_is_bounded_before_any_work(
+        self, clusters: ClusterFactory
+    ) -> None:
+        body = {"prompt": "import " * 60, "max_tokens": 1, "stream": True, "prompt_logprobs": 5, "n": 64}
+        async with clusters.open([clusters.target()], max_num_seqs=64) as cluster:
+            answer = await cluster.client.post("/v1/completions", json=body)
+            assert answer.status_code == 400, answer.text
+            assert not cluster.targets[0].requests
+            assert (await cluster.client.post("/v1/completions", json=body | {"n": 1})).status_code == 200
 
 
 def dechunked(content: bytes) -> str:

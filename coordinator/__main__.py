@@ -296,6 +296,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     parser.add_argument("--target-silence-max", type=float, default=20.0, metavar="SECONDS",
                         help="without a word from the target worker of a text; then the worker counts as lost and "
                         "another goes on (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--client-stall-max", type=float, default=30.0, metavar="SECONDS",
+                        help="that output may wait for a client that does not read it; then the request ends, and can "
+                        "be resumed, and a connection that takes nothing is closed (default: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--ray-temp-dir", type=Path, help="Ray's files; short (default: a new folder in /tmp)"
     )
@@ -338,6 +341,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             tenant_weights=tuple(given.tenant_weight),
             deadline_default_s=given.request_timeout,
             target_silence_max_s=given.target_silence_max,
+            client_stall_max_s=given.client_stall_max,
             metrics_port=given.metrics_port,
             is_metrics_insecure=given.insecure,
             metrics_host=given.host,

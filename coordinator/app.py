@@ -21,6 +21,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from coordinator import grpc_api
 from coordinator.generation_request import Origin
+from coordinator.grpc_ingress import Pace
 from coordinator.http_api import create_app
 from coordinator.metrics import serve_replica
 from coordinator.service import GenerationService
@@ -61,6 +62,13 @@ class Coordinator:
 
     async def __del__(self) -> None:
         await self._service.__aexit__()
+
+    @property
+    def pace(self) -> Pace:
+        """What clients over gRPC are held to."""
+        environment = self._service.environment
+        on_cut = environment.metrics.slow_readers.labels("connection").inc
+        return Pace(environment.settings.client_stall_max_s, on_cut)
 
     async def Generate(
         self, request: generation_pb2.GenerationRequest, grpc_context: RayServegRPCContext

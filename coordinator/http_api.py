@@ -38,6 +38,7 @@ from coordinator.http_transport import (
 )
 from coordinator.journal import JournalEntry
 from coordinator.json_text import to_json_text
+from coordinator.news_queue import check_gathered, size_of
 from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
@@ -158,7 +159,7 @@ class HttpApi:
     async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
         """The answer as JSON."""
         news: list[ChoiceNews] = []
-        num_values = 0
+        num_values = num_bytes = 0
         async with aclosing(self._service.generate(spec, arrival_s)) as items:
             async for item in items:
                 if isinstance(item, RequestFinished):
@@ -167,6 +168,8 @@ class HttpApi:
                     return write() if is_small else await self._service.environment.threads.run(write)
                 news.append(item)
                 num_values += _num_values(spec, item)
+                num_bytes += size_of(item.news)
+                check_gathered(num_bytes)
         raise AssertionError("a request ended without its end")
 
     async def _events(
@@ -359,7 +362,14 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
         return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
     # FastAPI knows nothing of the bodies, which are read by hand: `openapi` does.
-    app = Application(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app = Application(
+        stall_max_s=service.environment.settings.client_stall_max_s,
+        on_cut=service.environment.metrics.slow_readers.labels("connection").inc,
+        title="Outrider",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.add_middleware(ApiKeyCheck, authenticate=service.authenticate, refuse=answer)
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from coordinator.client_connection import ClientConnection
 from coordinator.generation_request import REQUEST_ID_CHARS_MAX
 from outrider.api_keys import Caller, Scope
 from outrider.errors import BodyTooSlow, ClientLeft, InvalidRequest, OutriderError
@@ -22,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 _OPEN_PATHS: Final = frozenset({"/health", "/livez"})
-_SERVER_SEND: Final = "outrider.send"  # in the scope
+_CONNECTION: Final = "outrider.connection"  # in the scope
 # A prompt of 1 MiB in JSON's escapes, and some room.
 _BODY_BYTES_MAX: Final = 8 << 20
 _BODY_WAIT_MAX_S: Final = 60.0
@@ -51,7 +52,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
-            sending = asyncio.create_task(self._send(send, scope.get(_SERVER_SEND, send)))
+            sending = asyncio.create_task(self._send(send, scope.get(_CONNECTION)))
             leaving = asyncio.create_task(_disconnect(receive))
             try:
                 await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -62,19 +63,35 @@ class EventStream(Response):
                     task.cancel()
                 await asyncio.wait((sending, leaving))
 
-    async def _send(self, send: Send, send_body: Send) -> None:
+    async def _send(self, send: Send, connection: ClientConnection | None) -> None:
+        send_body = send if connection is None else connection.send
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
             await send_body({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            if connection is not None and connection.is_cut:
+                return
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Application(FastAPI):
-    """Lets a stream's body go straight to the server, past a dozen layers that look at its start only."""
+    """Sends whatever it answers through a `ClientConnection`, and a stream's body straight into it, past a dozen layers
+    that look at its start only."""
+
+    def __init__(self, *, stall_max_s: float, on_cut: Callable[[], object], **options: Any) -> None:
+        super().__init__(**options)
+        self._stall_max_s = stall_max_s
+        self._on_cut = on_cut
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        scope[_SERVER_SEND] = send
-        await super().__call__(scope, receive, send)
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        connection = ClientConnection(receive, send, self._stall_max_s, self._on_cut)
+        scope[_CONNECTION] = connection
+        try:
+            await super().__call__(scope, receive, connection.send)
+        finally:
+            connection.end()
 
 
 class RequestIds:

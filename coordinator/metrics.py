@@ -49,7 +49,7 @@ _SECONDS: Final = (
 )
 FAILURE_CODES: Final = (
     "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED",
-    "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL",
+    "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED", "INTERNAL",
 )  # fmt: skip
 """That a request may end with."""
 _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
@@ -149,6 +149,13 @@ class CoordinatorMetrics:
             "draft_worker",
         )
         self.target_replays = counter("target_replays", "Sessions moved to another target")
+        self.slow_readers = counter(
+            "slow_readers",
+            "Clients that let output wait for too long: requests that were ended, and connections that were closed",
+            "ended",
+        )
+        for ended in ("request", "connection"):
+            self.slow_readers.labels(ended)
         self.canary_requests = counter("canary_requests", "Requests that got an arm of a canary", "arm")
         self.canary_share = gauge(
             "canary_share", "Share of the keys that get the canary's arm, 1 when promoted"

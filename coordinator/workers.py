@@ -29,6 +29,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # What a target sends and nobody reads is bounded: 64 KiB a call, where probing would let megabytes come.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 _NEVER_SENT: Final = "failed to connect to all addresses", "errors resolving "

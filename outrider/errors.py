@@ -17,6 +17,9 @@ The tree:
     │   │   ├── LostByOwnPause                                  or its connection broke while we were stopped
     │   │   └── WorkerUnreached                                 or before any: it has not had the request
     │   └── Poisonous                                           workers were lost one after the other to this request
+    ├── SlowReader                    408  ABORTED              the caller does not read; it may go on where it was
+    ├── BodyTooSlow                   408  DEADLINE_EXCEEDED    the caller does not send the rest of its request
+    ├── ClientLeft                    499  CANCELLED            the caller has gone before it had sent its request
     ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
     └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
         └── TokenizerMismatch                                   two workers do not mean the same tokens
@@ -206,6 +209,22 @@ class ClientLeft(OutriderError):
     grpc_code = "CANCELLED"
     error_type = "invalid_request_error"
     code = "client_left"
+
+
+class SlowReader(OutriderError):
+    """The caller left what was generated unread for too long. It can resume the stream from what it has read."""
+
+    http_status = 408
+    grpc_code = "ABORTED"
+    error_type = "timeout_error"
+    code = "slow_reader"
+
+    def __init__(self, stall_max_s: float) -> None:
+        super().__init__(
+            f"output waited for its reader for more than {stall_max_s:g} s, so the request was ended; what came is "
+            "complete up to here. Within a minute the stream can be resumed: over HTTP where its events have ids, by "
+            "the last of them (Last-Event-ID), over gRPC by request_id, run and resume_from"
+        )
 
 
 class ConfigurationError(OutriderError):

@@ -31,6 +31,7 @@ from outrider.telemetry import TargetMetrics
 from outrider.tracing import OFF, Span, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
+from target_worker.caller_queue import CallerQueue
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -124,7 +125,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._grammars = grammars
         self._check_room = check_room
         self._now = now
-        self._callers: dict[str, asyncio.Queue[Action]] = {}  # by the session's name
+        self._callers: dict[str, CallerQueue] = {}  # by the session's name
         self._names: dict[str, str] = {}  # by its id
         self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
@@ -151,8 +152,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 continue  # a change that met its session's end; who has its id by now is not concerned
             self._count(action)
             caller = self._callers.get(action.session_id)
-            if caller is not None:
-                caller.put_nowait(action)  # bounded by the session's max_tokens
+            if caller is not None and not caller.put(action):
+                logger.warning("session %s ends: its caller does not read", session_id_of(action.session_id))
+                self._submit(CancelSession(action.session_id), is_release=True)
 
     def _publish(self, action: CommitPublished) -> None:
         stream = self._streams.get(action.stream_id)
@@ -195,7 +197,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         except OutriderError as error:
             await abort(context, error)
             return
-        actions: asyncio.Queue[Action] = asyncio.Queue()
+        actions = CallerQueue()
         self._callers[event.session_id] = actions
         self._names[request.session_id] = event.session_id
         has_begun = has_ended = False

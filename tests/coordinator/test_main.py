@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ class TestRefusalsAtStart:
         assert not _parse(given)[0].seed_requests
         assert _parse([*given, "--seed-requests"])[0].seed_requests
         assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
+        assert _parse([*given, "--client-stall-max", "4.5"])[0].client_stall_max_s == 4.5
 
     def test_worker_ids_are_required_where_it_is_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,6 +126,22 @@ class TestRefusalsAtStart:
         assert done.returncode == 0
 
 
+@contextlib.contextmanager
+def raw_request(address: tuple[str, int], body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection that has asked for completions, and whose system takes little that is not read."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(head.encode() + content)
+        yield connection
+
+
+async def all_of(call: AsyncIterable[Any]) -> list[Any]:
+    return [item async for item in call]
+
+
 @dataclass
 class Running:
     """A coordinator under Ray Serve and the fakes behind it."""
@@ -157,7 +175,7 @@ async def running(
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir), "--proxy", request.param,
             "--port", port, "--grpc-port", grpc_port, "--served-model-name", "demo",
-            "--max-requests", str(REQUESTS_MAX), "--ray-temp-dir", str(temp_dir),
+            "--max-requests", str(REQUESTS_MAX), "--client-stall-max", "1", "--ray-temp-dir", str(temp_dir),
             cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
@@ -312,6 +330,41 @@ class TestUnderRayServe:
                         call.cancel()
         finally:
             running.target.step_s = 0.0
+
+    async def test_clients_that_do_not_read_are_let_go(self, running: Running) -> None:
+        """Serve's own proxy reads for them, and keeps what it has read."""
+        is_held_up = running.ready["proxy"] == "haproxy"
+        body = {"prompt": "x", "temperature": 0, "max_tokens": 900, "n": 8, "logprobs": 20, "stream": True}
+        address = ("127.0.0.1", int(running.ready["http"].rpartition(":")[2]))
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+        sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1, num_logprobs=20)
+        asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling, n=8)
+
+        async def num_slow() -> list[float]:
+            text = (await client.get("/metrics")).text
+            name = "outrider_slow_readers_total"
+            found = re.findall(rf'^{name}{{ended="(?:request|connection)"}} (\S+)$', text, re.MULTILINE)
+            assert len(found) == 2, text
+            return [float(value) for value in found]
+
+        async def until_let_go(num: int) -> None:
+            async with asyncio.timeout(60):
+                while await num_slow() != [num * is_held_up] * 2 or running.target.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+        async with httpx.AsyncClient(base_url=running.ready["http"], timeout=30) as client:
+            with raw_request(address, body) as connection:
+                await asyncio.to_thread(connection.recv, 1)
+                await until_let_go(1)
+            async with grpc.aio.insecure_channel(running.ready["grpc"], options=options) as channel:
+                call = generation_pb2_grpc.GenerationStub(channel).Generate(asked)
+                await call.read()
+                await until_let_go(2)
+                if is_held_up:
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await asyncio.wait_for(all_of(call), 30)
+                    assert caught.value.code() is grpc.StatusCode.ABORTED
+                    assert "resume_from" in (caught.value.details() or "")
 
     async def test_it_stops_with_status_zero_and_leaves_no_process(self, running: Running) -> None:
         family = psutil.Process(running.process.pid).children(recursive=True)

@@ -284,13 +284,14 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         help="start every request by speculating, whatever came of others like it",
     )  # fmt: skip
     parser.add_argument("--max-requests", type=int, default=512,
-                        help="at once per replica, those that wait included (default: %(default)s)")  # fmt: skip
+                        help="at once per replica, those that wait included; one of n (best_of) sequences counts n "
+                        "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--max-queue-wait", type=float, default=30.0, metavar="SECONDS",
                         help="for a place at a target worker; a request that would wait longer is refused at once, "
                         "with status 429 and the time after which to come back (default: %(default)s)")  # fmt: skip
     parser.add_argument("--tenant-weight", action="append", default=[], type=_tenant_weight, metavar="NAME=WEIGHT",
-                        help="share of a tenant (`user` over HTTP, `tenant` over gRPC) where requests wait, beside the "
-                        "1 of those not named; may be repeated")  # fmt: skip
+                        help="share of a tenant (`user` over HTTP, `tenant` over gRPC), of tokens and slots, where "
+                        "requests wait, beside the 1 of those not named; may be repeated")  # fmt: skip
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS",
                         help="for requests without a deadline (default: %(default)s)")  # fmt: skip
     parser.add_argument("--target-silence-max", type=float, default=20.0, metavar="SECONDS",

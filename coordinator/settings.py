@@ -27,9 +27,9 @@ class CoordinatorSettings:
     chat_template: str | None = None  # Jinja text that replaces the model's own
     seed_requests: bool = False  # sampled requests without a seed get one: coupled decoding for all
     uses_priors: bool = True  # requests start as their like fared best; False: all by speculating
-    requests_max: int = 512  # at once in one replica, those that wait included
+    requests_max: int = 512  # sequences at once in one replica, those that wait included
     queue_wait_max_s: float = 30.0  # of a request that has no token yet, for a place at a target
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of what there is; 1 for those not named
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of tokens and slots; 1 for those not named
     deadline_default_s: float = 600.0  # for requests that carry none
     deadline_max_s: float = 3600.0
     # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.

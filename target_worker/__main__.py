@@ -87,7 +87,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=DEFAULTS.max_lookup_tokens,
         help="with --lookup, look into ended sessions' outputs too, of which so many tokens are kept, such as 65536: "
-        "for texts that resemble each other; sessions of all callers share them (default %(default)s)",
+        "for texts that resemble each other; sessions of one cache salt share them (default %(default)s)",
     )
     parser.add_argument(
         "--always-listen",

@@ -207,7 +207,7 @@ MaxRequests = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Most requests at once per replica, those that wait included.",
+        help="Most requests at once per replica, those that wait included; one of n sequences counts n.",
         show_default="the coordinator's",
         rich_help_panel=_CAPACITY,
     ),
@@ -227,7 +227,7 @@ TenantWeights = Annotated[
     typer.Option(
         "--tenant-weight",
         metavar="NAME=WEIGHT",
-        help="Share of a tenant where requests wait, beside the 1 of others; may be repeated.",
+        help="Share of a tenant, of tokens and slots, where requests wait, beside the 1 of others; may be repeated.",
         callback=_check_tenant_weights,
         show_default=False,
         rich_help_panel=_CAPACITY,

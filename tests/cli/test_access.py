@@ -88,6 +88,16 @@ def test_keys_are_made_added_and_printed_once(tmp_path: Path) -> None:
         assert file.authenticate(f"Bearer {key}").tenant == tenant
 
 
+def test_a_key_shares_prefixes_where_that_was_asked_for(tmp_path: Path) -> None:
+    path, runner = tmp_path / "keys.toml", CliRunner()
+    made = [
+        runner.invoke(app, ["keys", str(path), "--tenant", "search", *more])
+        for more in ([], ["--shares-prefixes"])
+    ]
+    callers = [KeyFile(path).authenticate(f"Bearer {each.stdout.strip()}") for each in made]
+    assert [caller.shares_prefixes for caller in callers] == [False, True]
+
+
 def test_a_file_of_keys_that_is_broken_is_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("[[keys")

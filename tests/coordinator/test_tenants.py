@@ -220,7 +220,7 @@ async def test_whoever_has_too_many_sequences_gets_no_work_done(
             raise AssertionError("its prompt was looked at")
 
         prepared = one.cluster.service.preparation.prepare
-        one.cluster.service.preparation.prepare = prepare  # type: ignore[method-assign]
+        one.cluster.service.preparation.prepare = prepare  # type: ignore[method-assign, assignment]
         assert (await one.ask()).status_code == 429
         one.cluster.service.preparation.prepare = prepared  # type: ignore[method-assign]
         first.cancel()

@@ -60,6 +60,9 @@ class TestGenerate:
         assert event.speculation == SpeculationSettings(enabled=True, num_speculative_tokens=0)
         assert event.sampling.decoding_mode is DecodingMode.REJECTION
 
+    def test_a_session_has_the_salt_that_its_coordinator_sent(self) -> None:
+        assert parse_generate(request(cache_salt="search")).cache_salt == "search"
+
     def test_a_clients_seed_is_the_sessions_and_others_get_their_own(self) -> None:
         assert parse_generate(request(sampling={"seed": 0})).seed == 0
         assert len({parse_generate(request()).seed for _ in range(5)}) == 5

@@ -130,9 +130,9 @@ def application(args: Mapping[str, Any]) -> Any:
 
     args: fields of `CoordinatorSettings`. What is a secret, or the same for all of an installation, comes from the
     environment where it is not given: OUTRIDER_REDIS_URL or OUTRIDER_REDIS_URL_FILE, OUTRIDER_API_KEYS and
-    OUTRIDER_TLS_DIR; OUTRIDER_REQUIRE_WORKER_IDS=1; OUTRIDER_INSECURE=1, without which there have to be API keys; and OUTRIDER_METRICS_INSECURE=1,
-    without which a metrics port beside keys has to have certificates. Replicas are the configuration's
-    (`deployments`). Raises ValueError.
+    OUTRIDER_TLS_DIR; OUTRIDER_REQUIRE_WORKER_IDS=1; OUTRIDER_INSECURE=1, without which there have to be API keys; and
+    OUTRIDER_METRICS_INSECURE=1, without which a metrics port beside keys has to have certificates. Replicas are the
+    configuration's (`deployments`). Raises ValueError.
     """
     known = {field.name for field in fields(CoordinatorSettings)}
     if unknown := sorted(args.keys() - known):

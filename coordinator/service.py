@@ -142,7 +142,10 @@ class GenerationService:
         self.preparation = RequestPreparation(tokenizer, settings, outside.chance, threads)
         self._identities = outside.identities.watch(self.snapshot)
         router = Router(
-            *(tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s),
+            tokenizer.fingerprint,
+            settings.served_model_names,
+            outside.chance,
+            settings.quarantine_s,
             self._identities.reason_against,
         )
         reservations = Reservations(

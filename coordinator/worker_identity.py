@@ -13,6 +13,7 @@ Invariant: where there are certificates, a worker that has not been looked at ge
 from __future__ import annotations
 
 import asyncio
+import random
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from outrider.worker_record import Snapshot, WorkerRecord
 
 LOOK_EVERY_S: Final = 0.25  # for workers that are new
 AGAIN_AFTER_S: Final = 60.0  # at one that was found to be in order
-RETRY_S: Final = 1.0  # at one that was not
+RETRY_S: Final = 1.0, 32.0  # at one that was not: from the first, doubled each time, to the second
 HANDSHAKE_TIMEOUT_S: Final = 2.0
-_AT_ONCE: Final = 32
+_AT_ONCE: Final = 64
+"""Handshakes, which take of the event loop. Of more workers some are chosen by chance: whoever can write records can
+write thousands, and must neither keep the replica busy nor others from their turn."""
 _NOT_SEEN: Final = "its certificate has not been seen yet"
 
 _Key = tuple[str, str, str, str]  # pool, worker id, incarnation, address
@@ -39,6 +42,7 @@ class _Finding:
 
     reason: str | None  # against using the worker
     again_at_s: float
+    num_refusals: int = 0  # in a row
 
 
 def judge(worker: WorkerRecord, names: frozenset[str], *, requires_ids: bool) -> str | None:
@@ -108,20 +112,19 @@ class WorkerIdentities:
             for key, worker in workers.items()
             if key not in self._findings or self._findings[key].again_at_s <= now_s
         ]
-        room = asyncio.Semaphore(_AT_ONCE)
+        await asyncio.gather(*map(self._look_at, random.sample(due, min(len(due), _AT_ONCE))))
 
-        async def look_at(worker: WorkerRecord) -> None:
-            async with room:
-                self._take(worker, *await self._names_at(worker))
-
-        await asyncio.gather(*map(look_at, due))
+    async def _look_at(self, worker: WorkerRecord) -> None:
+        self._take(worker, *await self._names_at(worker))
 
     def _take(self, worker: WorkerRecord, names: frozenset[str] | None, failure: str) -> None:
         key, role, now_s = _key(worker), Role[worker.pool.upper()], self._now_s()
         before = self._findings.get(key)
         if names is None:
-            if before is None or before.reason is not None:  # else calls will find out whether it answers
-                self._findings[key] = _Finding(f"its certificate cannot be seen: {failure}", now_s + RETRY_S)
+            if before is None or before.reason is not None:
+                self._refuse(key, f"its certificate cannot be seen: {failure}")
+            else:  # calls will find out whether it answers
+                self._findings[key] = _Finding(None, now_s + AGAIN_AFTER_S)
             return
         reason = judge(worker, names, requires_ids=self._requires_ids)
         place = worker.pool, worker.address
@@ -133,7 +136,17 @@ class WorkerIdentities:
         else:
             own = worker_name(role, worker.worker_id)
             self._owners[place] = worker.worker_id, own if own in names else role.value
-        self._findings[key] = _Finding(reason, now_s + (AGAIN_AFTER_S if reason is None else RETRY_S))
+        if reason is None:
+            self._findings[key] = _Finding(None, now_s + AGAIN_AFTER_S)
+        else:
+            self._refuse(key, reason)
+
+    def _refuse(self, key: _Key, reason: str) -> None:
+        before = self._findings.get(key)
+        num_before = before.num_refusals if before is not None else 0
+        first_s, most_s = RETRY_S
+        again_at_s = self._now_s() + min(first_s * 2 ** min(num_before, 10), most_s)
+        self._findings[key] = _Finding(reason, again_at_s, num_before + 1)
 
     async def _names_at(self, worker: WorkerRecord) -> tuple[frozenset[str] | None, str]:
         """DNS names of the certificate that is shown at the worker's address; None, and why, where none could be
@@ -154,6 +167,8 @@ class WorkerIdentities:
             return None, str(error) or type(error).__name__
         try:
             return names_of_certificate(writer.get_extra_info("ssl_object").getpeercert(binary_form=True)), ""
+        except ValueError as error:
+            return None, str(error)
         finally:
             writer.transport.abort()
 

@@ -68,6 +68,10 @@ def test_nor_that_of_a_serve_configuration(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("OUTRIDER_INSECURE")
     monkeypatch.setenv("OUTRIDER_API_KEYS", str(tmp_path / "keys.toml"))
     application(arguments)
+    monkeypatch.setenv("OUTRIDER_REQUIRE_WORKER_IDS", "1")
+    with pytest.raises(ValueError, match="require_worker_ids needs tls_dir"):
+        application(arguments)
+    monkeypatch.delenv("OUTRIDER_REQUIRE_WORKER_IDS")
     monkeypatch.setenv("OUTRIDER_REDIS_URL_FILE", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="none cannot be read"):
         application(arguments)

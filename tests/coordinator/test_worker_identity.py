@@ -181,7 +181,7 @@ async def test_a_worker_is_used_once_it_has_shown_its_certificate(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_identity, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(worker_identity, "RETRY_S", 0.01)
+    monkeypatch.setattr(worker_identity, "RETRY_S", (0.0, 0.0))
     async with fleet.target("t0") as (_, address):
         silent = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         place = "{}:{}".format(*silent.sockets[0].getsockname())
@@ -219,6 +219,30 @@ async def test_whoever_shows_another_certificate_later_is_not_talked_to(fleet: F
         with pytest.raises(Unavailable):
             await generate(service, "import")
         assert evil.requests == []
+
+
+async def test_records_without_end_take_no_more_than_a_few_handshakes_at_a_time(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looks: Counter[str] = Counter()
+    now_s = [0.0]
+
+    async def look(self: WorkerIdentities, worker: WorkerRecord) -> tuple[None, str]:
+        num_looks[worker.worker_id] += 1
+        return None, "no"
+
+    monkeypatch.setattr(WorkerIdentities, "_names_at", look)
+    records = tuple(fleet.record(f"t{number}", f"h:{number + 1}") for number in range(300))
+    identities = WorkerIdentities(fleet.files, lambda: now_s[0]).watch(lambda: Snapshot(records))
+    await identities.look()
+    assert 0 < num_looks.total() <= 64
+    for _ in range(100):
+        await identities.look()
+    assert num_looks.total() == 300, "each has been looked at, and none again before its time"
+    for _ in range(100):
+        now_s[0] += 8.0
+        await identities.look()
+    assert max(num_looks.values()) <= 800 / 32 + 10
 
 
 def test_without_certificates_everybody_is_who_they_say(fleet: Fleet) -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
@@ -154,8 +154,10 @@ class SecuredSystem:
         self.children[name] = Child(spec, ChildLog(name, self.log_dir), NEVER, self._hear)
         self._num_started[role] += 1
 
-    def _worker_words(self, role: str, name: str) -> tuple[str, ...]:
-        flags = {
+    def _worker_words(
+        self, role: str, name: str, other: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[str, ...]:
+        flags: dict[str, Any] = {
             "--model": self.options.target if role == "target" else self.options.draft,
             "--port": 0,
             "--health-port": 0,
@@ -169,7 +171,7 @@ class SecuredSystem:
             "--log-format": self.options.log_format,
             "--drain-grace-s": self.options.drain_grace_s,
         }
-        return (*module(f"{role}_worker"), *flatten(flags))
+        return (*module(f"{role}_worker"), *flatten({**flags, **other}))
 
     def _coordinator_words(
         self, index: int, http_port: int, grpc_port: int, metrics_port: int
@@ -312,10 +314,10 @@ class SecuredSystem:
 
     # Changes.
 
-    async def start_another(self, role: str) -> str:
-        """One more worker; returns its name when it is ready."""
+    async def start_another(self, role: str, flags: Mapping[str, Any] | None = None) -> str:
+        """One more worker, with these flags instead of the usual ones; returns its name when it is ready."""
         name = f"{role}-{self._num_started[role]}"
-        self._add(name, role, self._worker_words(role, name))
+        self._add(name, role, self._worker_words(role, name, flags or {}))
         await self.children[name].start()
         return name
 

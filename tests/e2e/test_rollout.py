@@ -30,4 +30,11 @@ def test_everything_is_replaced_under_load_and_nothing_fails(
     shown = capsys.readouterr().out
     assert status == 0, shown
     assert shown.count("replaced ") == 9
+    for step in (
+        "served target-v2 beside target:",
+        "clients ask target and target-v2:",
+        "clients ask target-v2 alone:",
+    ):
+        assert step in shown
+    assert "drained target-" in shown
     assert " 0 failed\n" in shown

@@ -2,8 +2,10 @@
 
 Two coordinators, two targets, two draft workers, Redis, Prometheus and a load balancer, each a process of its own on
 this machine, with certificates between all of them and API keys for clients. While clients of three kinds ask without a
-pause, each pool is replaced one by one as a rolling update does, and all certificates are. Every answer is compared
-with the text of plain decoding. Exit status: 0 where no request failed, 1 where one did, 2 where it cannot start.
+pause, each pool is replaced one by one as a rolling update does, and all certificates are. At last the target's model
+is replaced by another one: two targets of new weights under a new name stand beside the old ones, clients move, the old
+ones are drained. Every answer is compared with the text of plain decoding by the model that it named. Exit status: 0
+where no request failed, 1 where one did, 2 where it cannot start.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from pathlib import Path
 from typing import Final
 
 from demo.corpus import held_out_prompts
+from outrider.cli.deployment import DEMO_TARGET
 from outrider.errors import OutriderError
 from outrider.free_ports import free_ports
 from outrider.tls import Role
 from tests.e2e.load_balancers import Backend
 from tests.e2e.rollout.balancer import SecuredHAProxy
-from tests.e2e.rollout.load import Clients, Tally, asking, install_node_modules, plain_cases
+from tests.e2e.rollout.load import Clients, Tally, Traffic, asking, install_node_modules, plain_cases
+from tests.e2e.rollout.new_model import change_model, write_new_model
 from tests.e2e.rollout.prometheus import Prometheus
 from tests.e2e.secured import SecuredOptions, SecuredSystem
 
@@ -37,9 +41,13 @@ async def roll(
     balancer: SecuredHAProxy,
     prometheus: Prometheus | None,
     tally: Tally,
+    traffic: Traffic,
+    new_model: Path,
     pause_s: float,
+    *,
+    is_model_alone: bool,
 ) -> None:
-    """Each pool, one by one, then all certificates. Says what it does."""
+    """Each pool, one by one, then all certificates, then the model. Says what it does."""
 
     async def step(text: str, work: Callable[[], Awaitable[object]]) -> None:
         before, began_s = sum(tally.done.values()), time.monotonic()
@@ -69,22 +77,28 @@ async def roll(
         await asyncio.to_thread(balancer.reload)
         await system.until_certificates_are_shown()
 
-    for kind in ("target", "draft"):
-        for name in system.names(kind):
-            await step(f"replaced {name}", lambda kind=kind, name=name: replace_worker(kind, name))  # type: ignore[misc]
-    for index in range(len(system.names("coordinator"))):
-        await step(f"replaced coordinator-{index}", lambda index=index: replace_coordinator(index))  # type: ignore[misc]
-    await step("replaced all certificates", replace_certificates)
-    for kind in ("target", "draft"):  # which have to find each other with the new ones
-        name = system.names(kind)[0]
-        await step(f"replaced {name} once more", lambda kind=kind, name=name: replace_worker(kind, name))  # type: ignore[misc]
+    if not is_model_alone:
+        for kind in ("target", "draft"):
+            for name in system.names(kind):
+                await step(f"replaced {name}", lambda kind=kind, name=name: replace_worker(kind, name))  # type: ignore[misc]
+        for index in range(len(system.names("coordinator"))):
+            await step(f"replaced coordinator-{index}", lambda index=index: replace_coordinator(index))  # type: ignore[misc]
+        await step("replaced all certificates", replace_certificates)
+        for kind in ("target", "draft"):  # which have to find each other with the new ones
+            name = system.names(kind)[0]
+            await step(f"replaced {name} once more", lambda kind=kind, name=name: replace_worker(kind, name))  # type: ignore[misc]
+    await change_model(system, traffic, new_model, step)
 
 
-async def run(clients: Clients, pause_s: float, program: str | None, folder: Path) -> int:
+async def run(
+    clients: Clients, pause_s: float, program: str | None, folder: Path, *, is_model_alone: bool = False
+) -> int:
     """Everything; returns the exit status."""
     options = SecuredOptions(num_targets=2, num_drafts=2, num_coordinators=2, log_format="json")
     async with SecuredSystem(options, folder / "logs") as system:
-        cases = await plain_cases(system, held_out_prompts(24), 60)
+        new_model = write_new_model(folder / f"{DEMO_TARGET.name}-v2")
+        cases = await plain_cases(system, DEMO_TARGET.name, held_out_prompts(24), 60)
+        traffic = Traffic(cases, folder / "cases.json")
         (port,) = free_ports(1)
         (folder / "balancer").mkdir()
         (folder / "prometheus").mkdir()
@@ -101,9 +115,18 @@ async def run(clients: Clients, pause_s: float, program: str | None, folder: Pat
             print(
                 f"up: {', '.join(system.children)}, Redis, HAProxy" + (", Prometheus" if prometheus else "")
             )
-            async with asking(system, balancer.url, balancer.address, cases, clients, folder) as tally:
+            async with asking(system, balancer.url, balancer.address, traffic, clients) as tally:
                 await asyncio.sleep(pause_s)
-                await roll(system, balancer, prometheus, tally, pause_s)
+                await roll(
+                    system,
+                    balancer,
+                    prometheus,
+                    tally,
+                    traffic,
+                    new_model,
+                    pause_s,
+                    is_model_alone=is_model_alone,
+                )
             await report(tally, prometheus, system)
         finally:
             balancer.stop()
@@ -151,6 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--no-node", action="store_true", help="no client in JavaScript, which needs node and npm"
     )
+    parser.add_argument(
+        "--only-model", action="store_true", help="change the target's model and replace nothing else"
+    )
     parser.add_argument("--no-prometheus", action="store_true", help="without a Prometheus")
     given = parser.parse_args(arguments)
     program = None if given.no_prometheus else shutil.which("prometheus")
@@ -166,7 +192,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = given.logs or Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
             return asyncio.run(
-                run(Clients(given.openai, given.grpc, given.think_s, modules), given.pause_s, program, folder)
+                run(
+                    Clients(given.openai, given.grpc, given.think_s, modules),
+                    given.pause_s,
+                    program,
+                    folder,
+                    is_model_alone=given.only_model,
+                )
             )
     except (OutriderError, OSError) as error:
         print(f"rollout: {error}", file=sys.stderr)

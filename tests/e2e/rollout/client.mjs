@@ -17,16 +17,15 @@ const { Generation } = grpc.loadPackageDefinition(definition).outrider.v1;
 const client = new Generation(address, grpc.credentials.createSsl(readFileSync(authority)));
 const metadata = new grpc.Metadata();
 metadata.set("authorization", `Bearer ${key}`);
-const cases = JSON.parse(readFileSync(casesPath));
 
 let isStopping = false;
 process.on("SIGTERM", () => { isStopping = true; });
 
-function generate({ prompt, max_tokens, text }) {
+function generate({ model, prompt, max_tokens, text }) {
   return new Promise((resolve) => {
     let said = "";
     const call = client.Generate(
-      { prompt, sampling: { max_tokens, top_p: 1, temperature: 0 } },
+      { model, prompt, sampling: { max_tokens, top_p: 1, temperature: 0 } },
       metadata,
       { deadline: Date.now() + 60_000 },
     );
@@ -37,7 +36,9 @@ function generate({ prompt, max_tokens, text }) {
 }
 
 for (let turn = 0; !isStopping; turn += 1) {
-  console.log(JSON.stringify(await generate(cases[turn % cases.length])));
+  const cases = JSON.parse(readFileSync(casesPath)); // which change while we ask
+  const asked = cases[turn % cases.length];
+  console.log(JSON.stringify({ ...(await generate(asked)), model: asked.model }));
   await new Promise((resolve) => { setTimeout(resolve, 1000 * thinkS); });
 }
 client.close();

@@ -31,6 +31,7 @@ NODE_PACKAGES = ("@grpc/grpc-js@1", "@grpc/proto-loader@0.8")
 class Case:
     """A greedy request and the text that plain decoding gives it."""
 
+    model: str
     prompt: str
     max_tokens: int
     text: str
@@ -49,27 +50,62 @@ class Tally:
             self.failures.append(f"{kind}: {failure}")
 
 
-async def plain_cases(system: SecuredSystem, prompts: Sequence[str], max_tokens: int) -> list[Case]:
+class Traffic:
+    """What the clients ask at present, and which models answered each of them since that changed."""
+
+    def __init__(self, cases: Sequence[Case], path: Path) -> None:
+        """`path` is where a client in another process reads the cases before each request."""
+        self.path = path
+        self._models: dict[str, list[str]] = {}  # by the client's name, oldest first
+        self._has_answer = asyncio.Event()
+        self._set(cases)
+
+    def _set(self, cases: Sequence[Case]) -> None:
+        self.cases = list(cases)
+        draft = self.path.with_suffix(".new")
+        draft.write_text(json.dumps([asdict(case) for case in cases]))
+        draft.replace(self.path)
+
+    def put(self, client: str, model: str) -> None:
+        """A client was answered by this model."""
+        self._models.setdefault(client, []).append(model)
+        self._has_answer.set()
+
+    async def turn_to(self, cases: Sequence[Case], is_done: Callable[[list[str]], bool]) -> None:
+        """From their next request on clients ask these. Returns when `is_done` is true of the models that answered
+        each client since. Raises TimeoutError."""
+        self._set(cases)
+        self._models = {client: [] for client in self._models}
+        async with asyncio.timeout(2 * REQUEST_TIMEOUT_S):
+            while not all(is_done(models) for models in self._models.values()):
+                self._has_answer.clear()
+                await self._has_answer.wait()
+
+
+async def plain_cases(
+    system: SecuredSystem, model: str, prompts: Sequence[str], max_tokens: int
+) -> list[Case]:
     """What plain decoding says, asked of a coordinator directly."""
     cases = []
     async with system.http(system.key) as client:
         for prompt in prompts:
             body = {
+                "model": model,
                 "prompt": prompt,
                 "max_tokens": max_tokens,
                 "temperature": 0,
                 "speculation": {"enabled": False},
             }
             answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
-            cases.append(Case(prompt, max_tokens, answer["choices"][0]["text"]))
+            cases.append(Case(model, prompt, max_tokens, answer["choices"][0]["text"]))
     return cases
 
 
-async def ask_by_openai(client: openai.AsyncOpenAI, case: Case, model: str) -> str:
+async def ask_by_openai(client: openai.AsyncOpenAI, case: Case) -> str:
     """The failure, or nothing."""
     try:
         stream = await client.completions.create(
-            model=model, prompt=case.prompt, max_tokens=case.max_tokens, temperature=0, stream=True
+            model=case.model, prompt=case.prompt, max_tokens=case.max_tokens, temperature=0, stream=True
         )
         text = "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
     except (openai.OpenAIError, httpx.HTTPError) as error:
@@ -80,7 +116,9 @@ async def ask_by_openai(client: openai.AsyncOpenAI, case: Case, model: str) -> s
 async def ask_by_grpc(channel: grpc.aio.Channel, case: Case, key: str) -> str:
     """The failure, or nothing."""
     request = generation_pb2.GenerationRequest(
-        prompt=case.prompt, sampling=common_pb2.SamplingParams(max_tokens=case.max_tokens, top_p=1)
+        model=case.model,
+        prompt=case.prompt,
+        sampling=common_pb2.SamplingParams(max_tokens=case.max_tokens, top_p=1),
     )
     call = generation_pb2_grpc.GenerationStub(channel).Generate(
         request, metadata=(("authorization", f"Bearer {key}"),), timeout=REQUEST_TIMEOUT_S
@@ -104,7 +142,7 @@ class Clients:
 
 @asynccontextmanager
 async def asking(
-    system: SecuredSystem, url: str, address: str, cases: Sequence[Case], clients: Clients, scratch: Path
+    system: SecuredSystem, url: str, address: str, traffic: Traffic, clients: Clients
 ) -> AsyncIterator[Tally]:
     """All clients ask at the balancer for as long as the context is open; what has begun is finished."""
     tally, is_over = Tally(), asyncio.Event()
@@ -113,7 +151,9 @@ async def asking(
     async def keep(kind: str, number: int, ask: Callable[[Case], Awaitable[str]]) -> None:
         turn = number
         while not is_over.is_set():
-            tally.put(kind, await ask(cases[turn % len(cases)]))
+            case = traffic.cases[turn % len(traffic.cases)]
+            tally.put(kind, await ask(case))
+            traffic.put(f"{kind}-{number}", case.model)
             turn += 1
             await asyncio.sleep(clients.think_s)
 
@@ -124,7 +164,7 @@ async def asking(
         system.channel(address) as channel,
     ):
         tasks = [
-            asyncio.create_task(keep("openai", i, lambda case: ask_by_openai(openai_client, case, "target")))
+            asyncio.create_task(keep("openai", i, lambda case: ask_by_openai(openai_client, case)))
             for i in range(clients.num_openai)
         ]
         tasks += [
@@ -133,8 +173,8 @@ async def asking(
         ]
         node = None
         if clients.node_modules is not None:
-            node = await _start_node(system, address, cases, clients, scratch)
-            tasks.append(asyncio.create_task(_hear(node, tally)))
+            node = await _start_node(system, address, traffic, clients)
+            tasks.append(asyncio.create_task(_hear(node, tally, traffic)))
         try:
             yield tally
         finally:
@@ -149,25 +189,24 @@ async def asking(
 
 
 async def _start_node(
-    system: SecuredSystem, address: str, cases: Sequence[Case], clients: Clients, scratch: Path
+    system: SecuredSystem, address: str, traffic: Traffic, clients: Clients
 ) -> asyncio.subprocess.Process:
-    path = scratch / "cases.json"
-    path.write_text(json.dumps([asdict(case) for case in cases]))
     script = Path(__file__).with_name("client.mjs")
     authority = system.certificates / "ca.crt"
     return await asyncio.create_subprocess_exec(
         *("node", str(script), str(clients.node_modules), str(ROOT), address, str(authority), system.key),
-        *(str(path), str(clients.think_s)),
+        *(str(traffic.path), str(clients.think_s)),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"GRPC_VERBOSITY": "NONE"},
     )
 
 
-async def _hear(node: asyncio.subprocess.Process, tally: Tally) -> None:
+async def _hear(node: asyncio.subprocess.Process, tally: Tally, traffic: Traffic) -> None:
     assert node.stdout is not None
     async for line in node.stdout:
         answer = json.loads(line)
         tally.put("javascript", "" if answer["ok"] else str(answer["error"]))
+        traffic.put("javascript", answer["model"])
 
 
 def install_node_modules(folder: Path) -> None:

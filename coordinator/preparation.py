@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # Below this many characters tokenizing takes less time than handing the work to a thread.
 _TOKENIZE_INLINE_CHARS_MAX: Final = 8192
-_CHECKED_GRAMMARS_MAX: Final = 1024
 
 
 class RequestPreparation:
@@ -43,9 +42,6 @@ class RequestPreparation:
         self._settings = settings
         self._chance = chance
         self._compilers: dict[int, GrammarCompiler] = {}  # by vocabulary size
-        # Hashes of grammars found good, oldest first: clients send the same few again and again. A collision lets a bad
-        # one through to the target, which refuses it too.
-        self._checked: dict[int, None] = {}
 
     async def prepare(
         self, request: GenerationInput, model: str, targets: Sequence[WorkerRecord]
@@ -69,7 +65,8 @@ class RequestPreparation:
                 sampling = dataclasses.replace(request.sampling, grammar=grammar)
                 request = dataclasses.replace(request, sampling=sampling)
             if request.sampling.grammar is not None:
-                await self._check_grammar(request.sampling.grammar, vocab_size)
+                compiler = self._compiler(vocab_size)
+                await compiler.check_async(request.sampling.grammar, request.tenant)
         sampling = effective_sampling(
             request,
             max_tokens,
@@ -133,16 +130,6 @@ class RequestPreparation:
         return self._tokenizer.decode(
             request.token_ids or (), skip_special_tokens=request.skip_special_tokens
         )
-
-    async def _check_grammar(self, grammar: GrammarSpec, vocab_size: int) -> None:
-        """Raises InvalidRequest for a grammar that no target could follow."""
-        known = hash((grammar, vocab_size))
-        if known in self._checked:
-            return
-        await asyncio.to_thread(lambda: self._compiler(vocab_size).check(grammar))
-        if len(self._checked) >= _CHECKED_GRAMMARS_MAX:
-            del self._checked[next(iter(self._checked))]
-        self._checked[known] = None
 
     def _compiler(self, vocab_size: int) -> GrammarCompiler:
         compiler = self._compilers.get(vocab_size)

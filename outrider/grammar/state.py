@@ -21,7 +21,8 @@ import numpy.typing as npt
 from outrider.grammar.position import GrammarViolation, Position
 
 FREE_S: Final = 1.0
-STEP_MAX_S: Final = 0.025
+"""That a sequence's grammar may take beside `TOKEN_MAX_S` for each of its tokens: others in the batch wait for it."""
+TOKEN_MAX_S: Final = 0.025
 
 
 @dataclass(slots=True)
@@ -47,17 +48,28 @@ class GrammarState:
         self.spent_s = 0.0
 
     @property
+    def num_committed(self) -> int:
+        """Tokens that it has read."""
+        return len(self._committed_token_ids)
+
+    @property
     def has_failed(self) -> bool:
         """Whether this position's lexer, which forks share, has run into a limit."""
         return self._lexer.has_failed
 
-    def affords_hints(self, num_steps: int) -> bool:
-        """Whether after as many steps there is time to look at more than the next token."""
-        return self.spent_s <= (FREE_S + STEP_MAX_S * num_steps) / 2
+    @property
+    def affords_hints(self) -> bool:
+        """Whether there is time to look at more than the next token."""
+        return self.spent_s <= self._may_spend_s / 2
 
-    def is_too_slow(self, num_steps: int) -> bool:
-        """Whether it has taken more time of the whole batch than one sequence may take in as many steps."""
-        return self.spent_s > FREE_S + STEP_MAX_S * num_steps
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it has taken more of the whole batch's time than a sequence of its length may."""
+        return self.spent_s > self._may_spend_s
+
+    @property
+    def _may_spend_s(self) -> float:
+        return FREE_S + TOKEN_MAX_S * self.num_committed
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Appends committed tokens; raises GrammarViolation, and stays, when one is not permitted."""

@@ -5,7 +5,6 @@ Everything that can be refused is refused here, before any worker hears of the r
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,6 @@ ResultT = TypeVar("ResultT")
 # What the event loop does itself, in less time than it takes to hand the work to a thread.
 _INLINE_BAD_WORDS_MAX: Final = 8
 _INLINE_MESSAGES_MAX: Final = 32
-_CHECKED_GRAMMARS_MAX: Final = 1024
 
 
 class RequestPreparation:
@@ -57,9 +55,6 @@ class RequestPreparation:
         self._settings = settings
         self._chance = chance
         self._compilers: dict[int, GrammarCompiler] = {}  # by vocabulary size
-        # Hashes of grammars found good, oldest first: clients send the same few again and again. A collision lets a bad
-        # one through to the target, which refuses it too.
-        self._checked: dict[int, None] = {}
 
     async def prepare(
         self, request: GenerationInput, model: str, targets: Sequence[WorkerRecord]
@@ -83,7 +78,8 @@ class RequestPreparation:
                 sampling = dataclasses.replace(request.sampling, grammar=grammar)
                 request = dataclasses.replace(request, sampling=sampling)
             if request.sampling.grammar is not None:
-                await self._check_grammar(request.sampling.grammar, vocab_size)
+                compiler = self._compiler(vocab_size)
+                await compiler.check_async(request.sampling.grammar, request.tenant)
         sampling = effective_sampling(
             request,
             max_tokens,
@@ -159,16 +155,6 @@ class RequestPreparation:
         if not request.echo or request.text is not None:
             return request.text if request.echo else None
         return await self.decode(request.token_ids or (), skip_special_tokens=request.skip_special_tokens)
-
-    async def _check_grammar(self, grammar: GrammarSpec, vocab_size: int) -> None:
-        """Raises InvalidRequest for a grammar that no target could follow."""
-        known = hash((grammar, vocab_size))
-        if known in self._checked:
-            return
-        await asyncio.to_thread(lambda: self._compiler(vocab_size).check(grammar))
-        if len(self._checked) >= _CHECKED_GRAMMARS_MAX:
-            del self._checked[next(iter(self._checked))]
-        self._checked[known] = None
 
     def _compiler(self, vocab_size: int) -> GrammarCompiler:
         compiler = self._compilers.get(vocab_size)

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from coordinator.body_parts import Body, Listed
 from coordinator.json_size import check_json_size
+from coordinator.schema_size import check_schema_sizes
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
@@ -42,6 +43,7 @@ class ResponseFormat(Body):
                 "response_format needs json_schema for its type json_schema only",
             )
         if self.json_schema is not None:
+            check_schema_sizes("response_format", self.json_schema.schema_)
             return GrammarSpec(GrammarKind.JSON_SCHEMA, _dumped(self.json_schema.schema_))
         return GrammarSpec(GrammarKind.JSON_SCHEMA, _ANY_OBJECT) if self.type == "json_object" else None
 
@@ -58,8 +60,7 @@ class StructuredOutputs(Body):
 
     def to_grammar(self) -> GrammarSpec:
         """Raises InvalidRequest when not exactly one kind is given, or one makes no sense by itself."""
-        values = self.model_dump(by_alias=True)
-        given = [kind for kind in _KINDS if values[kind] is not None]
+        given = [kind for kind in _KINDS if getattr(self, "json_" if kind == "json" else kind) is not None]
         if len(given) != 1:
             raise InvalidRequest(
                 "structured_outputs",
@@ -78,6 +79,7 @@ class StructuredOutputs(Body):
 
 
 def _schema_text(schema: dict[str, Any] | str | None) -> str:
+    check_schema_sizes("structured_outputs", schema)
     if not isinstance(schema, str):
         return _dumped(schema)
     check_json_size(schema.encode(), "structured_outputs.json", "structured_outputs.json")

@@ -10,6 +10,7 @@ from pydantic import StringConstraints
 
 from coordinator.body_parts import Body
 from coordinator.json_size import check_json_size
+from coordinator.schema_size import check_schema_sizes
 from coordinator.tool_calls import ToolMode, ToolUse
 from outrider.errors import InvalidRequest
 
@@ -91,6 +92,7 @@ def read_tool_use(
         return None, []
     if not tools:
         raise InvalidRequest("tool_choice", "tool_choice asks for a call, and there are no tools")
+    check_schema_sizes("tools", *functions.values())
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in functions:

@@ -128,7 +128,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             event = self._parse(request)
             if event.sampling.grammar is not None:
                 self._scheduler.check_room()  # a refusal comes before any work
-                grammar = await asyncio.to_thread(self._grammars.compile, event.sampling.grammar)
+                grammar = await self._grammars.compile_async(event.sampling.grammar)
                 event = replace(event, grammar=grammar)
                 self._check_free(event.session_id)
         except OutriderError as error:

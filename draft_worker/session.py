@@ -92,6 +92,11 @@ class DraftSession:
                 self.grammar.advance(output_token_ids)
             except GrammarViolation:
                 self.grammar = None
+            else:
+                if (
+                    self.grammar.is_too_slow
+                ):  # the other sessions would wait for guesses that come too late anyway
+                    self.grammar = None
 
     @property
     def kv(self) -> KVSequence:

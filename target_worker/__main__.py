@@ -165,7 +165,9 @@ async def serve(arguments: argparse.Namespace) -> None:
         try:
             await process.run(
                 record_from_info("target", info),
-                load=lambda: WorkerLoad(scheduler.num_running, scheduler.num_waiting, scheduler.wait_ms),
+                load=lambda: WorkerLoad(
+                    scheduler.num_running, scheduler.num_waiting + servicer.num_compiling, scheduler.wait_ms
+                ),
                 on_drain=servicer.start_draining,
                 ready_facts={"metrics_port": metrics_port, **identity(info)},
             )

@@ -420,13 +420,17 @@ class Scheduler:
                     is_resting=session.may_listen and session.listening.is_resting,
                 )
             )
+        refusal = None if outcome.reason is not None else session.cost_refusal()
         actions += session.publish(
-            is_finished=outcome.reason is not None,
+            is_finished=outcome.reason is not None or refusal is not None,
             num_tried=outcome.num_tried,
             num_held=outcome.num_held,
         )
         if outcome.reason is not None:
             actions.append(self._end(session, outcome.reason, now, outcome.stop_token_id))
+        elif refusal is not None:
+            self._remove(session, now)
+            actions.append(SessionAborted(session.session_id, refusal))
         elif session.can_expect_hints():
             path = session.tree.primary_path(self.limits.num_speculative_tokens)
             session.timing.on_commit(now, len(path), session.committed_len)

@@ -12,7 +12,8 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -22,7 +23,7 @@ import grpc.aio
 
 from outrider.engine.prefix_cache import check_cache_salt
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
-from outrider.grammar import GrammarCompiler, GrammarState
+from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
 from outrider.hint_wire import HintDecoder
 from outrider.loop_share import LoopShare
 from outrider.model_thread import ModelThread
@@ -134,6 +135,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._thread: ModelThread[Event, Action] | None = None
         self._is_draining = False
         self._tracing = tracing
+        self.num_compiling = 0  # sessions that wait for their grammar, before the scheduler hears of them
 
     def bind(self, thread: ModelThread[Event, Action]) -> None:
         """Must be called before the server starts."""
@@ -190,7 +192,12 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             event = parse_generate(request, self._deadline_at(request, context))
             if event.sampling.grammar is not None:
                 self._check_room()  # a refusal comes before any work
-                event = replace(event, grammar=await self._compile(event.sampling.grammar))
+                async with aclosing(self._compile(event, event.sampling.grammar)) as compiling:
+                    async for news in compiling:
+                        if isinstance(news, StartSession):
+                            event = news
+                        else:
+                            yield news
             # After the last wait, so that of two calls with one id the second finds the first.
             if request.session_id in self._names:
                 raise InvalidRequest("session_id", f"session {request.session_id} is already running here")
@@ -248,9 +255,32 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         assert self._thread is not None
         return self._thread.stalled_s()
 
-    async def _compile(self, grammar: GrammarSpec) -> GrammarState:
-        # Large ones take a tenth of a second: not on the event loop.
-        return await asyncio.to_thread(self._grammars.compile, grammar)
+    async def _compile(
+        self, event: StartSession, grammar: GrammarSpec
+    ) -> AsyncGenerator[target_pb2.GenerateEvent | StartSession]:
+        """Yields that it is being compiled, once a second: silence would look as if the worker were gone. Last comes
+        the session with its grammar, which has read what is committed already."""
+        compiling = asyncio.create_task(self._grammar_of(event, grammar))
+        self.num_compiling += 1
+        try:
+            while not (await asyncio.wait([compiling], timeout=WAITING_EVERY_S))[0]:
+                yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting(is_compiling=True))
+            yield replace(event, grammar=compiling.result())
+        finally:
+            self.num_compiling -= 1
+            compiling.cancel()
+
+    async def _grammar_of(self, event: StartSession, grammar: GrammarSpec) -> GrammarState:
+        state = await self._grammars.compile_async(grammar)
+        if committed := event.token_ids[event.num_prompt_tokens :]:
+            # Thousands of tokens, perhaps: neither on this loop nor on the model's thread.
+            try:
+                await asyncio.to_thread(state.advance, committed)
+            except GrammarViolation as violation:
+                raise InvalidRequest(
+                    "token_ids", f"the committed tokens leave the grammar: {violation}"
+                ) from violation
+        return state
 
     async def SetSpeculation(
         self, request: target_pb2.SetSpeculationRequest, context: Context

@@ -12,7 +12,9 @@ from outrider.engine.kv_cache import KVSequence
 from outrider.engine.prefix_cache import TextBlocks
 from outrider.engine.text_before import TextBefore
 from outrider.engine.verdict import Verdict
+from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarState, GrammarViolation
+from outrider.grammar.state import FREE_S, TOKEN_MAX_S
 from outrider.hint_tree import Hint, HintTree
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 from outrider.token_logprobs import TokenLogprobs
@@ -111,7 +113,8 @@ class Session:
     ) -> Session:
         sampling = event.sampling
         if event.grammar is not None:
-            event.grammar.advance(event.token_ids[event.num_prompt_tokens :])
+            # What the caller's side has not read to it.
+            event.grammar.advance(event.token_ids[event.num_prompt_tokens + event.grammar.num_committed :])
         return cls(
             session_id=event.session_id,
             token_ids=list(event.token_ids),
@@ -194,6 +197,16 @@ class Session:
         """Whether the grammar permits nothing after the output that there is."""
         return self.grammar is not None and _advance(self.grammar, []) is not None
 
+    def cost_refusal(self) -> InvalidRequest | None:
+        """Why it must end: its grammar keeps the others in the batch waiting longer than one sequence may."""
+        if self.grammar is None or not self.grammar.is_too_slow:
+            return None
+        return InvalidRequest(
+            "grammar",
+            f"the grammar took {self.grammar.spent_s:.1f} s for {self.num_output_tokens} tokens; permitted: "
+            f"{TOKEN_MAX_S * 1e3:g} ms a token and {FREE_S:g} s; a less ambiguous one takes less",
+        )
+
     def has_certain_hints(self) -> bool:
         """Whether it is known without a draft worker what comes next, so that none has to be waited for."""
         if self.speculation.is_plain:
@@ -239,7 +252,7 @@ class Session:
 
     def hint_limit(self, num_speculative_tokens: int) -> int:
         """Most hints worth feeding now: the request's and the worker's limit, and the room that is left."""
-        if not self._has_hint_source():
+        if not self._has_hint_source() or (self.grammar is not None and not self.grammar.affords_hints):
             return 0
         asked = self.speculation.num_speculative_tokens or num_speculative_tokens
         return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)

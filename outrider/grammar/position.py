@@ -38,16 +38,19 @@ class Position:
     The end of sequence never reaches the matcher: it would have to be undone, and there may be several ids.
     """
 
-    __slots__ = ("_is_ended", "_matcher", "vocabulary")
+    __slots__ = ("_is_ended", "_known", "_matcher", "vocabulary")
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
         self.vocabulary = vocabulary
         self._matcher = matcher
         self._is_ended = False
+        # The matcher's answer here, once somebody asked; copies share it until they move on.
+        self._known: dict[str, bytes] = {}
 
     def copy(self) -> Position:
         position = Position(self.vocabulary, self._matcher.deep_copy())
         position._is_ended = self._is_ended
+        position._known = self._known
         return position
 
     def consume(self, token_id: int) -> bool:
@@ -63,6 +66,7 @@ class Position:
         if forced and forced[0] != token_id:
             return False  # the matcher itself would accept any other way to spell the forced text
         is_permitted = self._matcher.try_consume_tokens([int(token_id)]) == 1
+        self._known = {}
         self.check()
         return is_permitted
 
@@ -81,8 +85,12 @@ class Position:
             return mask
         is_accepting = self._is_accepting()
         if not self._matcher.is_stopped():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            self.check()
+            packed = self._known.get("bits")
+            if packed is None:
+                packed = self._matcher.compute_bitmask()
+                self.check()
+                self._known["bits"] = packed
+            bits = np.frombuffer(packed, dtype=np.uint8)
             mask[: vocabulary.num_usable] = np.unpackbits(
                 bits, count=vocabulary.num_usable, bitorder="little"
             )

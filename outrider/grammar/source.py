@@ -21,11 +21,18 @@ from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
 MAX_COMMON_MULTIPLE: Final = 20_000  # 0.1 s; the effort is proportional
+MAX_PROPERTIES: Final = (
+    2000  # 0.1 s where all are required; of one object hardly more than 500 may be optional
+)
+MAX_CHARACTER_CLASSES: Final = (
+    4096  # \w and its like: 0.1 s and 40 MB, for each stands for hundreds of ranges
+)
 MAX_EMBEDDED_SCHEMAS: Final = 1024  # 0.1 s: where one cannot be read, Python counts the lines before it
 
 # Of llguidance's Lark, whose strings are JSON's: comments, strings, regular expressions, special tokens. One that is
 # not closed ends where nothing more could belong to it, so that reading takes time in proportion to the text.
 _LITERAL: Final = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])*+/?|<[^<>\s]+>')
+_CHARACTER_CLASS: Final = re.compile(r"\\[pPwWdDsS]")
 _PATTERNS: Final = frozenset({"pattern", "format"})
 _APPLICATORS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
 _CONSTRAINTS: Final = frozenset({
@@ -35,6 +42,13 @@ _CONSTRAINTS: Final = frozenset({
 
 def to_llguidance(spec: GrammarSpec) -> str:
     """The grammar in llguidance's own notation; raises InvalidRequest for what it must not be given."""
+    num_classes = len(_CHARACTER_CLASS.findall(spec.text))
+    if num_classes > MAX_CHARACTER_CLASSES:
+        raise InvalidRequest(
+            "grammar",
+            f"the grammar has {num_classes} character classes like \\w and \\p{{L}}; permitted: "
+            f"{MAX_CHARACTER_CLASSES}",
+        )
     if spec.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind is GrammarKind.LARK:
@@ -90,8 +104,10 @@ def _check_schema(schema: Any) -> None:
     if isinstance(schema, dict) and "x-guidance" in schema:
         # Its options could make llguidance ignore what it does not know.
         raise InvalidRequest("grammar", "x-guidance in a JSON schema is not supported")
-    num_patterns, has_intersections, multiples = 0, False, set()
+    num_patterns, num_properties, has_intersections, multiples = 0, 0, False, set()
     for node in _objects(schema):
+        properties = node.get("properties")
+        num_properties += len(properties) if isinstance(properties, dict) else 0
         num_patterns += sum(isinstance(node.get(name), str) for name in _PATTERNS)
         # Perhaps the name of a property, so that it may be anything.
         by_pattern = node.get("patternProperties")
@@ -104,6 +120,10 @@ def _check_schema(schema: Any) -> None:
         is_number = isinstance(multiple, int | float) and not isinstance(multiple, bool)
         if is_number and multiple and str(multiple) not in ("nan", "inf", "-inf"):  # which Python's JSON has
             multiples.add(abs(Fraction(str(multiple))))
+    if num_properties > MAX_PROPERTIES:
+        raise InvalidRequest(
+            "grammar", f"the JSON schema has {num_properties} properties; permitted: {MAX_PROPERTIES}"
+        )
     if has_intersections and num_patterns > MAX_INTERSECTED_PATTERNS:
         raise InvalidRequest(
             "grammar",

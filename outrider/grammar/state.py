@@ -9,97 +9,34 @@ token is certain, and a draft that proposes it is always right.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits
 
-from outrider.errors import ConfigurationError, InvalidRequest, Overloaded
-from outrider.grammar.position import GrammarViolation, Position, Vocabulary
-from outrider.grammar.source import to_llguidance
-from outrider.grammar.tokenizer import load_tokenizer
-from outrider.sampling_params import GrammarSpec
+from outrider.grammar.position import GrammarViolation, Position
 
-__all__ = ["GrammarCompiler", "GrammarState", "GrammarViolation"]
-
-COMPILER_STACK_BYTES: Final = 512 * 2**20
-MAX_COMPILING: Final = 4  # at once, each with a stack of that size
-MAX_LEXER_STATES: Final = 50_000  # of one sequence, 1 to 2 kB each
-
-_T = TypeVar("_T")
-_stack_size_lock = threading.Lock()  # the size that new threads get belongs to the process
+FREE_S: Final = 1.0
+"""That a sequence's grammar may take beside `TOKEN_MAX_S` for each of its tokens: others in the batch wait for it."""
+TOKEN_MAX_S: Final = 0.025
 
 
-class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Thread-safe."""
+@dataclass(slots=True)
+class _SharedLexer:
+    """What all forks of one compiled grammar have in common."""
 
-    def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`vocab_size` is the number of rows of the model's output layer; the tokenizer may know more or fewer
-        ids. The file is read when the first grammar comes."""
-        self._tokenizer_json = tokenizer_json
-        self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
-        self._lock = threading.Lock()
-        self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
-        self._loaded: Vocabulary | None = None
-
-    def check(self, spec: GrammarSpec) -> None:
-        """Raises InvalidRequest("grammar") with llguidance's reason when the grammar does not compile."""
-        self.compile(spec)
-
-    def compile(self, spec: GrammarSpec) -> GrammarState:
-        """The state before the first token. Raises as `check` does, and Overloaded when there is no room for it."""
-        try:
-            vocabulary = self._vocabulary()
-        except ConfigurationError as error:
-            raise InvalidRequest("grammar", f"this model cannot follow grammars: {error}") from error
-        grammar = to_llguidance(spec)
-        try:
-            with self._compiling:
-                return self._start(vocabulary, grammar)
-        except InvalidRequest:
-            raise
-        except (RuntimeError, MemoryError) as error:  # no thread or no stack to be had
-            raise Overloaded(f"no room to compile the grammar now: {error}", retry_after_s=1.0) from error
-
-    def _start(self, vocabulary: Vocabulary, grammar: str) -> GrammarState:
-        def start() -> Position:
-            limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-            return Position(
-                vocabulary,
-                _on_a_deep_stack(
-                    lambda: LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
-                ),
-            )
-
-        position = start()
-        try:
-            position.check()
-            position.mask()
-        except GrammarViolation as error:
-            raise InvalidRequest("grammar", f"the grammar does not compile: {error}") from error
-        return GrammarState(position, start)
-
-    def _vocabulary(self) -> Vocabulary:
-        with self._lock:
-            if self._loaded is None:
-                tokenizer, num_known = load_tokenizer(self._tokenizer_json)
-                num_usable = min(num_known, self._vocab_size)
-                self._loaded = Vocabulary(tokenizer, num_usable, self._vocab_size, self._eos_token_ids)
-            return self._loaded
+    has_failed: bool = False
 
 
 class GrammarState:
     """Where one sequence stands in its grammar. Not thread-safe: one thread at a time.
 
     Token ids may be any integers: what is no token is simply not permitted. Queries raise GrammarViolation when
-    a limit of the parser is reached.
+    a limit of the parser is reached. `spent_s` is the time that this sequence's queries took, seconds.
     """
 
     def __init__(self, position: Position, start: Callable[[], Position]) -> None:
@@ -107,6 +44,32 @@ class GrammarState:
         self._start = start
         self._committed_token_ids: list[int] = []
         self._is_suspect = False
+        self._lexer = _SharedLexer()
+        self.spent_s = 0.0
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens that it has read."""
+        return len(self._committed_token_ids)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this position's lexer, which forks share, has run into a limit."""
+        return self._lexer.has_failed
+
+    @property
+    def affords_hints(self) -> bool:
+        """Whether there is time to look at more than the next token."""
+        return self.spent_s <= self._may_spend_s / 2
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it has taken more of the whole batch's time than a sequence of its length may."""
+        return self.spent_s > self._may_spend_s
+
+    @property
+    def _may_spend_s(self) -> float:
+        return FREE_S + TOKEN_MAX_S * self.num_committed
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Appends committed tokens; raises GrammarViolation, and stays, when one is not permitted."""
@@ -168,6 +131,7 @@ class GrammarState:
         state = GrammarState(self._position.copy(), self._start)
         state._committed_token_ids = list(self._committed_token_ids)
         state._is_suspect = self._is_suspect
+        state._lexer = self._lexer
         return state
 
     @contextmanager
@@ -177,30 +141,24 @@ class GrammarState:
         Copies share one lexer, and an error in it stays. So after one the next walk starts on a new lexer: a
         guess that ran into a limit must not end a sequence that would never have gone there.
         """
+        began_s, cpu_began_s = time.perf_counter(), time.thread_time()
         if self._is_suspect:
-            position = self._start()
-            if position.consume_all(self._committed_token_ids) < len(self._committed_token_ids):
-                raise GrammarViolation("the grammar no longer permits what is committed")
-            self._position = position
-            self._is_suspect = False
+            self._restart()
+            # On a thread of its own, so that this one's clock has stood still.
+            self.spent_s += time.perf_counter() - began_s
+            cpu_began_s = time.thread_time()
         try:
             yield self._position.copy()
         except GrammarViolation:
-            self._is_suspect = True
+            self._is_suspect = self._lexer.has_failed = True
             raise
+        finally:
+            self.spent_s += time.thread_time() - cpu_began_s
 
-
-def _on_a_deep_stack(function: Callable[[], _T]) -> _T:
-    """Runs the function on a thread of its own and returns what it returned; raises what it raised.
-
-    llguidance follows references by recursion. A chain of them as long as a grammar may be would overflow a common
-    stack, which ends the process. Only what is touched of this one takes memory.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as executor:
-        with _stack_size_lock:
-            previous_bytes = threading.stack_size(COMPILER_STACK_BYTES)
-            try:
-                future = executor.submit(function)  # starts the thread
-            finally:
-                threading.stack_size(previous_bytes)
-        return future.result()
+    def _restart(self) -> None:
+        position = self._start()
+        if position.consume_all(self._committed_token_ids) < len(self._committed_token_ids):
+            raise GrammarViolation("the grammar no longer permits what is committed")
+        self._position = position
+        self._lexer = _SharedLexer()
+        self._is_suspect = False

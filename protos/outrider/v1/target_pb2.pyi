@@ -56,8 +56,10 @@ class GenerateEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[SessionStarted, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., finished: _Optional[_Union[SessionFinished, _Mapping]] = ..., prompt: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., waiting: _Optional[_Union[SessionWaiting, _Mapping]] = ...) -> None: ...
 
 class SessionWaiting(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("is_compiling",)
+    IS_COMPILING_FIELD_NUMBER: _ClassVar[int]
+    is_compiling: bool
+    def __init__(self, is_compiling: _Optional[bool] = ...) -> None: ...
 
 class SessionStarted(_message.Message):
     __slots__ = ("decoding_mode",)

@@ -1,0 +1,133 @@
+"""The compiler of grammars for one tokenizer: each grammar once, within bounds of size, time and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits
+
+from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.grammar.compile_queue import CompileQueue, start_with_a_deep_stack
+from outrider.grammar.position import GrammarViolation, Position, Vocabulary
+from outrider.grammar.source import to_llguidance
+from outrider.grammar.state import GrammarState
+from outrider.grammar.tokenizer import load_tokenizer
+from outrider.sampling_params import GrammarSpec
+
+MAX_LEXER_STATES: Final = 50_000  # of one grammar, 1 to 2 kB each
+MAX_GRAMMAR_SIZE: Final = (
+    20_000  # symbols: keeps compiling below a second, where a text of 1 kB could take many
+)
+MAX_ITEMS: Final = (
+    10_000  # of the parser for one mask: 90 ms for the most ambiguous grammar, where 50,000 took 700
+)
+MAX_KEPT: Final = 16  # compiled grammars, the largest of which take tens of megabytes
+MAX_VERDICTS: Final = 1024  # of grammars that were only checked
+DIGEST_BYTES: Final = 32
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, each one once while it is among the latest. Thread-safe."""
+
+    def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """`vocab_size` is the number of rows of the model's output layer; the tokenizer may know more or fewer
+        ids. The file is read when the first grammar comes."""
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        self._lock = threading.Lock()
+        self._loaded: Vocabulary | None = None
+        self._states = CompileQueue[GrammarState](MAX_KEPT)
+        self._verdicts = CompileQueue[bool](MAX_VERDICTS)
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raises InvalidRequest("grammar") with llguidance's reason when the grammar does not compile."""
+        self._verdicts.get(digest(spec), "", lambda: self._is_good(spec))
+
+    async def check_async(self, spec: GrammarSpec, owner: str = "") -> None:
+        """As `check`; what was found is kept and not the grammar. `owner` is on whose behalf, see `CompileQueue`."""
+        await self._verdicts.get_async(digest(spec), owner, lambda: self._is_good(spec))
+
+    def compile(self, spec: GrammarSpec) -> GrammarState:
+        """The state before the first token, the caller's own. Blocks; raises as `check` does, and Overloaded when
+        there is no room for it."""
+        return self._fork(spec, self._states.get(digest(spec), "", lambda: self._build(spec)))
+
+    async def compile_async(self, spec: GrammarSpec) -> GrammarState:
+        """As `compile`; cancelling gives up the place in the line."""
+        return self._fork(spec, await self._states.get_async(digest(spec), "", lambda: self._build(spec)))
+
+    def _fork(self, spec: GrammarSpec, start: GrammarState) -> GrammarState:
+        if start.has_failed:  # texts of others have used up the lexer that all forks share
+            self._states.forget(digest(spec))
+        return start.fork()
+
+    def _is_good(self, spec: GrammarSpec) -> bool:
+        self._build(spec)
+        return True
+
+    def _build(self, spec: GrammarSpec) -> GrammarState:
+        """On a thread with a deep stack."""
+        try:
+            vocabulary = self._vocabulary()
+        except ConfigurationError as error:
+            raise InvalidRequest("grammar", f"this model cannot follow grammars: {error}") from error
+        grammar = to_llguidance(spec)
+
+        def start() -> Position:
+            limits = LLParserLimits(
+                max_lexer_states=MAX_LEXER_STATES,
+                max_grammar_size=MAX_GRAMMAR_SIZE,
+                step_max_items=MAX_ITEMS,
+                verbose_errors=False,
+            )
+            return Position(vocabulary, LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits))
+
+        position = start()
+        try:
+            position.check()
+            _take_a_first_step(position)
+        except GrammarViolation as error:
+            raise InvalidRequest("grammar", f"the grammar does not compile: {error}") from error
+        return GrammarState(position, lambda: _restarted(start))
+
+    def _vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._loaded is None:
+                tokenizer, num_known = load_tokenizer(self._tokenizer_json)
+                num_usable = min(num_known, self._vocab_size)
+                self._loaded = Vocabulary(tokenizer, num_usable, self._vocab_size, self._eos_token_ids)
+            return self._loaded
+
+
+def digest(spec: GrammarSpec) -> bytes:
+    """Names a grammar. Nobody can find another one with the same name."""
+    head = f"{spec.kind.value} {int(spec.any_whitespace)} "
+    return blake2b((head + spec.text).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _take_a_first_step(position: Position) -> None:
+    """Raises GrammarViolation when no first token would work: the parser's limits on what is possible at one place are
+    looked at when a token is read."""
+    permitted = position.mask().nonzero()[0].tolist()
+    if permitted:
+        position.copy().consume(permitted[0])
+
+
+def _restarted(start: Callable[[], Position]) -> Position:
+    """A new position at the beginning, on a lexer of its own."""
+    future: Future[Position] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(start())
+        except BaseException as error:
+            future.set_exception(error)
+
+    start_with_a_deep_stack(run)
+    return future.result()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import http_api, http_transport
+from coordinator import grpc_api, http_api, http_transport, preparation
 from coordinator.choice_writer import ChoiceWriter
 from coordinator.generation_request import PROMPT_LOGPROBS_MAX, PROMPT_TOKENS_MAX
 from coordinator.grpc_api import generate
@@ -41,18 +41,14 @@ PROMPT = {"prompt": LONG_TEXT, "max_tokens": 2}
         ("/v1/chat/completions", CHAT, Tokenizer, "render_chat"),
         ("/detokenize", {"tokens": [65] * 20_000}, Tokenizer, "decode"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 1000, "logprobs": 20}, ResponseWriter, "whole"),
-        ("/v1/completions", {"prompt": [65] * 50, "prompt_logprobs": 1, "stream": True}, ChoiceWriter, "_prompt"),
-        ("/v1/completions", {"prompt": "x", "bad_words": ["a", "b"] * 20}, http_api.partial, "__call__"),
+        ("/v1/completions", {"prompt": [65] * 2500, "prompt_logprobs": 1, "stream": True}, ChoiceWriter, "_prompt"),
+        ("/v1/completions", {"prompt": "x", "bad_words": ["a", "b"] * 20}, preparation, "_bad_word_token_ids"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )  # fmt: skip
 async def test_what_may_take_long_runs_beside_the_event_loop(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, owner: Any, name: str
 ) -> None:
-    from coordinator import preparation
-
-    if "bad_words" in body:
-        owner, name = preparation, "_bad_word_token_ids"
     work, threads = getattr(owner, name), list[int]()
 
     def seen(*args: Any, **kwargs: Any) -> Any:
@@ -71,15 +67,16 @@ async def test_what_may_take_long_runs_beside_the_event_loop(
 async def test_a_grpc_prompts_log_probabilities_are_written_beside_the_event_loop(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coordinator import grpc_api
-
     cut, threads = grpc_api._cut, list[int]()
-    monkeypatch.setattr(
-        grpc_api, "_cut", lambda *args: (threads.append(threading.get_ident()), cut(*args))[1]
-    )
-    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=2, num_prompt_logprobs=1)
-    asked = generation_pb2.GenerationRequest(prompt=LONG_TEXT[:50], sampling=sampling)
-    async with clusters.open([clusters.target()]) as cluster:
+
+    def seen(logprobs: common_pb2.TokenLogprobs, num_top: int) -> common_pb2.TokenLogprobs:
+        threads.append(threading.get_ident())
+        return cut(logprobs, num_top)
+
+    monkeypatch.setattr(grpc_api, "_cut", seen)
+    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=2, num_prompt_logprobs=4)
+    asked = generation_pb2.GenerationRequest(prompt=LONG_TEXT[:8000], sampling=sampling)
+    async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
         chunks = [chunk async for chunk in generate(cluster.service, asked)]
     assert chunks[0].prompt_logprobs
     assert threading.get_ident() not in threads
@@ -172,13 +169,16 @@ class TestBounds:
     async def test_json_that_takes_long_to_parse_is_refused_before_it_is(
         self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch, text: str
     ) -> None:
-        from coordinator import openai_schema
-
         parsed: list[object] = []
         parse = json.loads
+
+        def seen(raw: str) -> object:
+            parsed.append(raw)
+            return parse(raw)
+
         async with clusters.open([clusters.target()]) as cluster:
             body = f'{{"prompt": {text}}}'
-            monkeypatch.setattr(openai_schema.json, "loads", lambda raw: (parsed.append(raw), parse(raw))[1])
+            monkeypatch.setattr(json, "loads", seen)
             answer = await cluster.client.post("/v1/completions", content=body)
             monkeypatch.undo()
         assert answer.status_code == 400

@@ -14,6 +14,7 @@ Invariant: a `Place` is reserved until it is left, and one that nobody took is l
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class _Line:
     queue: FairQueue
     turnover: Turnover = field(default_factory=Turnover)
     num_held: int = 0  # places of this replica's texts
+    full_at_s: float = -math.inf  # when last a target was asked that had no room
     waiting: dict[Ticket, tuple[Wish, asyncio.Future[Place | None]]] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     pump: asyncio.Task[None] | None = None
@@ -230,7 +232,7 @@ class Admission:
     def _came_too_late(self, line: _Line, wish: Wish) -> Overloaded | Unavailable | DeadlineExceeded:
         if self._now_s() >= wish.deadline_s:
             return DeadlineExceeded("no target had a place before the request's deadline")
-        if not wish.rank():
+        if not line.num_held and line.full_at_s < wish.since_s:  # whoever was there did not answer
             return Unavailable(f"no target of {wish.model} has answered within {self._wait_max_s:g} s")
         return Overloaded(
             f"every target of {wish.model} is full: none had a place within {self._wait_max_s:g} s",
@@ -249,6 +251,8 @@ class Admission:
         limits = [router.place_limit(worker, is_urgent=wish.is_urgent) for worker in asked]
         target = await self._reservations.take("target", asked, wish.token, limits)
         if target is None:
+            if ranked:
+                line.full_at_s = now_s
             return None
         router.open_session(target)
         line.num_held += 1

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
+from coordinator.answer_size import SMALL_ANSWER_VALUES, num_values
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import (
     NOWHERE,
@@ -100,7 +101,7 @@ async def generate(
         async for item in items:
             # Each text's end has told the rest.
             if not isinstance(item, RequestFinished) and not item.news.is_repeat:
-                is_long = isinstance(item.news, PromptOutput)  # it may be; what a step brought is not
+                is_long = num_values(spec, item.news) > SMALL_ANSWER_VALUES  # of a prompt
                 yield await threads.run(_chunk, spec, item) if is_long else _chunk(spec, item)
 
 

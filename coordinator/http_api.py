@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from coordinator.answer_size import SMALL_ANSWER_VALUES, num_values
 from coordinator.chat_messages import read_messages
 from coordinator.choice_writer import AnswerFormat
 from coordinator.choices import ChoiceNews, RequestFinished
@@ -71,8 +72,6 @@ LAST_EVENT_HEADER: Final = "Last-Event-ID"
 CANARY_KEY_HEADER: Final = "X-Canary-Key"
 BodyKind = type[CompletionBody] | type[ChatBody]
 ResultT = TypeVar("ResultT")
-SMALL_ANSWER_VALUES: Final = 4096
-"""An answer of fewer tokens and log probabilities is written on the event loop, a longer one by a thread."""
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
 
 
@@ -159,15 +158,15 @@ class HttpApi:
     async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
         """The answer as JSON."""
         news: list[ChoiceNews] = []
-        num_values = num_bytes = 0
+        size = num_bytes = 0
         async with aclosing(self._service.generate(spec, arrival_s)) as items:
             async for item in items:
                 if isinstance(item, RequestFinished):
                     write = partial(_written, writer, news, item)
-                    is_small = num_values <= SMALL_ANSWER_VALUES
+                    is_small = size <= SMALL_ANSWER_VALUES
                     return write() if is_small else await self._service.environment.threads.run(write)
                 news.append(item)
-                num_values += _num_values(spec, item)
+                size += num_values(spec, item.news)
                 num_bytes += size_of(item.news)
                 check_gathered(num_bytes)
         raise AssertionError("a request ended without its end")
@@ -205,7 +204,7 @@ class HttpApi:
 
     async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
         # What a step brought is small; a prompt may be long.
-        if isinstance(item.news, PromptOutput):
+        if isinstance(item.news, PromptOutput) and writer.is_long(item):
             return await self._service.environment.threads.run(writer.event, item)
         return writer.event(item)
 
@@ -319,15 +318,6 @@ def _read(kind: BodyKind, raw: bytes, request_id: str) -> tuple[CompletionBody |
 
 def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> str:
     return to_json_text(writer.whole(news, finished))
-
-
-def _num_values(spec: GenerationSpec, item: ChoiceNews) -> int:
-    """About how many values a piece of news is in an answer."""
-    if isinstance(item.news, VisibleOutput):
-        return len(item.news.token_ids) * (1 + (spec.sampling.num_logprobs or 0))
-    if isinstance(item.news, PromptOutput):
-        return SMALL_ANSWER_VALUES + 1  # of a prompt of any length
-    return 0
 
 
 def _advance(position: StreamPosition, item: ChoiceNews) -> None:

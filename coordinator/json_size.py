@@ -11,12 +11,15 @@ from typing import Final
 
 from outrider.errors import InvalidRequest
 
-ITEMS_MAX: Final = 1 << 18
-"""Commas between values, so about as many values: as many token ids as a prompt may have."""
+ITEMS_MAX: Final = (1 << 18) + (1 << 16)
+"""Commas between values, so about as many values: as many token ids as a prompt may have, and those of other fields."""
 PARTS_MAX: Final = 1 << 16
 """Objects, lists and names of objects' members, which take longer."""
-BARE_BYTES_MAX: Final = 2 << 20
-"""Everything that is not within a string: numbers with thousands of digits are slow to read."""
+BARE_BYTES_MAX: Final = 1 << 20
+"""Everything that is not within a string, beside ITEM_BYTES for each value: numbers with thousands of digits are slow
+to read."""
+ITEM_BYTES: Final = 8
+"""A token id of six digits, a comma and a space."""
 UNCOUNTED_BYTES_MAX: Final = 1 << 15
 """A text that is shorter is within all bounds, or parsed in no time."""
 
@@ -35,9 +38,10 @@ def check_json_size(raw: bytes, parameter: str | None = None, what: str = "the b
 
 
 def _is_small(bare: bytes) -> bool:
+    num_items = bare.count(b",")
     return (
-        len(bare) <= BARE_BYTES_MAX
-        and bare.count(b",") <= ITEMS_MAX
+        num_items <= ITEMS_MAX
+        and len(bare) <= BARE_BYTES_MAX + ITEM_BYTES * num_items
         and bare.count(b"{") + bare.count(b"[") + bare.count(b":") <= PARTS_MAX
     )
 
@@ -45,6 +49,6 @@ def _is_small(bare: bytes) -> bool:
 def _too_large(parameter: str | None, what: str) -> InvalidRequest:
     return InvalidRequest(
         parameter,
-        f"{what} holds too much JSON: at most {ITEMS_MAX} values, {PARTS_MAX} objects, lists and members, and "
-        f"{BARE_BYTES_MAX} bytes outside of strings",
+        f"{what} holds too much JSON; permitted: {ITEMS_MAX} values, {PARTS_MAX} objects, lists and members together, "
+        f"and {BARE_BYTES_MAX} bytes outside of strings beside {ITEM_BYTES} for each value",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring as json_string
 from typing import Any, Final
 
+from coordinator.answer_size import SMALL_ANSWER_VALUES, num_values
 from coordinator.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationSpec
@@ -78,6 +79,10 @@ class ResponseWriter:
             for index in range(len(self._choices))
             if points is None or not points[index].has_begun
         ]
+
+    def is_long(self, item: ChoiceNews) -> bool:
+        """Whether `event` takes so long for it that a thread should do it."""
+        return num_values(self._spec, item.news) > SMALL_ANSWER_VALUES
 
     def event(self, item: ChoiceNews) -> str | None:
         """`chunk` as a server-sent event."""

@@ -17,6 +17,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from coordinator.generation_request import CANARY_KEY_CHARS_MAX, REQUEST_ID_CHARS_MAX
+from coordinator.json_size import ITEMS_MAX, PARTS_MAX
 from coordinator.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from coordinator.openapi_components import TEXT, Schema, component_schemas
 from outrider import __version__
@@ -183,7 +184,13 @@ def _get(name: str, summary: str, responses: Schema, parameters: Sequence[Schema
 
 
 def _post(name: str, summary: str, body: type[BaseModel], responses: Schema) -> Schema:
-    refused = {"400": _error("Refused; `param` names the parameter. Also for a body of more than 8 MiB.")}
+    refused = {
+        "400": _error(
+            "Refused; `param` names the parameter. Also for a body of more than 8 MiB, or one with more JSON in it "
+            f"than {ITEMS_MAX} values or {PARTS_MAX} objects, lists and members."
+        ),
+        "408": _error("The body has not come within a minute."),
+    }
     return {
         "post": {
             "operationId": name,

@@ -12,6 +12,7 @@ from typing import Any, Final
 from coordinator.generation_request import (
     BAD_WORD_CHARS_MAX,
     CHOICES_MAX,
+    PROMPT_TOKENS_MAX,
     REQUEST_ID_CHARS_MAX,
     STOP_STRING_CHARS_MAX,
     STOP_STRINGS_MAX,
@@ -48,6 +49,7 @@ Schema = dict[str, Any]
 
 _TOKEN_ID: Final[Schema] = {"type": "integer", "minimum": 0}
 _TOKEN_IDS: Final[Schema] = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
+_PROMPT_TOKEN_IDS: Final[Schema] = _TOKEN_IDS | {"maxItems": PROMPT_TOKENS_MAX}
 _STOP_STRING: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": STOP_STRING_CHARS_MAX}
 _LOGPROBS: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}
 
@@ -118,9 +120,9 @@ _BOUNDS: Final[Mapping[str, Mapping[str, Schema]]] = {
         "prompt": {
             "anyOf": [
                 {"type": "string"},
-                _TOKEN_IDS,
+                _PROMPT_TOKEN_IDS,
                 {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1},
-                {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": 1},
+                {"type": "array", "items": _PROMPT_TOKEN_IDS, "minItems": 1, "maxItems": 1},
             ],
             "description": "at most 1 MiB of text, or token ids of the model",
         },

@@ -179,8 +179,6 @@ class GenerationService:
     async def __aenter__(self) -> Self:
         settings, registry = self.environment.settings, self._registry
         self._stack.callback(self.environment.threads.close)
-        ticking = keep_ticking(self.environment.lag, self.environment.metrics.observe_loop_lag)
-        self._stack.push_async_callback(end_tasks, asyncio.create_task(ticking, name="loop lag"))
         if registry is None and self._injected_snapshot is None:
             registry = redis = Registry(settings.redis_url)
             self._stack.push_async_callback(redis.close)
@@ -209,7 +207,9 @@ class GenerationService:
         await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
-        self._stack.push_async_callback(end_tasks, housekeeping)
+        ticks = keep_ticking(self.environment.lag, self.environment.metrics.observe_loop_lag)
+        ticking = asyncio.create_task(ticks, name="loop lag")
+        self._stack.push_async_callback(end_tasks, housekeeping, ticking)
         return self
 
     async def __aexit__(self, *_: object) -> None:

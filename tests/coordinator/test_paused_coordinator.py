@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc
 import httpx
@@ -35,6 +36,12 @@ def hold_up(seconds: float = HELD_UP_S) -> None:
     time.sleep(seconds)
 
 
+def noted(steps: list[int], num_tokens: int) -> bool:
+    """That a target has come so far; it may go on."""
+    steps.append(num_tokens)
+    return True
+
+
 async def begun(answer: asyncio.Task[httpx.Response], num_steps: list[int]) -> None:
     await eventually(lambda: answer.done() or max(num_steps, default=0) >= 5, "the stream has begun")
 
@@ -43,7 +50,7 @@ async def test_a_target_is_not_left_because_this_process_was_stopped(clusters: C
     steps: list[int] = []
     targets = [clusters.target(step_s=0.02) for _ in range(2)]
     for target in targets:
-        target.may_step = lambda num_tokens: steps.append(num_tokens) is None
+        target.may_step = partial(noted, steps)
     async with clusters.open(targets, settings={"target_silence_max_s": SILENCE_S}) as cluster:
         answer = asyncio.create_task(cluster.complete(max_tokens=NUM_TOKENS))
         await begun(answer, steps)
@@ -57,7 +64,7 @@ async def test_a_draft_worker_is_not_let_go_because_this_process_was_stopped(
     clusters: ClusterFactory,
 ) -> None:
     target, draft, steps = clusters.target(step_s=0.02, num_draft_tokens=1), FakeDraft(), list[int]()
-    target.may_step = lambda num_tokens: steps.append(num_tokens) is None and bool(draft.requests)
+    target.may_step = lambda num_tokens: noted(steps, num_tokens) and bool(draft.requests)
     async with clusters.open([target], [draft], settings={"draft_silence_max_s": SILENCE_S}) as cluster:
         answer = asyncio.create_task(cluster.complete(max_tokens=NUM_TOKENS, speculation={"always": True}))
         await begun(answer, steps)
@@ -110,7 +117,7 @@ async def test_a_coordinator_stopped_and_continued_replays_nothing(clusters: Clu
     steps: list[int] = []
     targets = [clusters.target(step_s=0.05) for _ in range(2)]
     for target in targets:
-        target.may_step = lambda num_tokens: steps.append(num_tokens) is None
+        target.may_step = partial(noted, steps)
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(target)) for target in targets]
         process = await asyncio.create_subprocess_exec(
@@ -141,7 +148,7 @@ def test_a_loss_by_our_own_pause_is_told_from_a_workers_death(clusters: ClusterF
 
     def lost(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
         nothing = grpc.aio.Metadata()
-        return grpc.aio.AioRpcError(code, nothing, nothing, details)
+        return grpc.aio.AioRpcError(code, nothing, nothing, details, details)
 
     async def told() -> list[bool]:
         lag, now_s = LoopLag(), asyncio.get_running_loop().time()

@@ -6,16 +6,18 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.tokenizer import Tokenizer, fingerprint
+from outrider.tokenizer import LONG_TEXT_CHARS, Tokenizer, fingerprint
 from tests.coordinator.tiny_model import write_model_dir
 
 
@@ -43,6 +45,45 @@ def test_importing_and_using_the_tokenizer_does_not_import_torch(model_dir: Path
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class TestLongTexts:
+    @pytest.mark.parametrize("add_special_tokens", [True, False])
+    @given(text=st.text(max_size=30))
+    @example(text="def f(x):\n    return x + 1\n<|end|>")
+    def test_they_are_cut_as_short_ones_are(
+        self, tokenizer: Tokenizer, add_special_tokens: bool, text: str
+    ) -> None:
+        long = text * (LONG_TEXT_CHARS // max(len(text), 1) + 1)
+        token_ids = tokenizer.encode(long, add_special_tokens=add_special_tokens)
+        assert token_ids == tokenizer._tokenizer.encode(long, add_special_tokens=add_special_tokens).ids
+        for skips in (True, False):
+            decoded = tokenizer.decode(token_ids, skip_special_tokens=skips)
+            assert decoded == tokenizer._tokenizer.decode(token_ids, skip_special_tokens=skips)
+
+    def test_other_threads_run_while_a_long_text_is_tokenized_or_decoded(self, tokenizer: Tokenizer) -> None:
+        text = "def f(x):\n    return x + 1\n" * 100_000
+
+        def turns_during(work: Callable[[], object]) -> int:
+            """How often another thread wakes meanwhile; not before the work is done where it keeps the lock."""
+            num_turns, has_ended = 0, threading.Event()
+
+            def count() -> None:
+                nonlocal num_turns
+                while not has_ended.wait(0.001):
+                    num_turns += 1
+
+            other = threading.Thread(target=count)
+            other.start()
+            work()
+            found = num_turns
+            has_ended.set()
+            other.join()
+            return found
+
+        token_ids = list[int]()
+        assert turns_during(lambda: token_ids.extend(tokenizer.encode(text))) > 10
+        assert turns_during(lambda: tokenizer.decode(token_ids)) > 10
 
 
 class TestFingerprint:

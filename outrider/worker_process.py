@@ -42,6 +42,7 @@ from outrider.logs import LogFormat
 from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
+from outrider.stall_watch import StallWatch
 from outrider.telemetry import show_expiry
 from outrider.tls import Dialer, Role, RoleCheck, TlsFiles, check_role
 from outrider.worker_lease import WorkerLease
@@ -270,11 +271,13 @@ class WorkerProcess:
         for its thread is inside of a call that does not return."""
         options = self.options
         is_ready = True
+        interval_s = min(_PULSE_S, options.stall_s / 4)
+        watch = StallWatch(interval_s, time.monotonic())
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(_PULSE_S, options.stall_s / 4)):
+                async with asyncio.timeout(interval_s):
                     await self._stop.wait()
-            stalled_s = self._stalled_s()
+            stalled_s = watch.look(self._stalled_s(), time.monotonic())
             if stalled_s > options.stall_exit_s:
                 logger.critical(
                     "the model has shown no sign of life for %.0f s; this process ends", stalled_s

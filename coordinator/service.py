@@ -439,6 +439,8 @@ class GenerationService:
 
     def _why_no_target(self) -> str:
         reasons = [f"{each.worker_id}: {each.reason}" for each in self.exclusions() if each.pool == "target"]
+        if not reasons and self._directory is not None:
+            reasons += filter(None, [self._directory.last_departure("target")])
         if self.snapshot().degraded:
             reasons.append("the registry does not answer")
         return "no target worker is live" + (f" ({'; '.join(reasons)})" if reasons else "")

@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Final
 
+_log = logging.getLogger(__name__)
+
 AGAIN_S: Final = 0.2
+RESTART_S: Final = 0.5
+
+
+async def keep_going(
+    work: Callable[[], Awaitable[None]],
+    what: str,
+    on_failure: Callable[[], None] | None = None,
+    pause_s: float = RESTART_S,
+) -> None:
+    """Runs work that has no end, and begins it again where an error ends it that nobody foresaw.
+
+    A task that dies of one says so to nobody until it is awaited, which may be never: what it kept fresh would stay as
+    it was. `on_failure` is told each time. Cancelling ends it.
+    """
+    while True:
+        try:
+            await work()
+        except Exception:
+            _log.exception("%s failed; it begins again in %g s", what, pause_s)
+            if on_failure is not None:
+                on_failure()
+        await asyncio.sleep(pause_s)
 
 
 async def end_tasks(*tasks: asyncio.Task[None] | None) -> None:

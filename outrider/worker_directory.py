@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import LEASE_S, PoolView, RegistryCalls
 from outrider.worker_record import POOLS, Pool, Snapshot, WorkerRecord
@@ -20,6 +20,15 @@ JUMP_S: Final = 1.0
 """By less than that a clock is only adjusted; a lease that is kept has four seconds left at least."""
 NO_EVENT: Final = PoolView().last_event
 _SETTLE_S: Final = 0.02  # many members that change together are read once
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A worker that is registered no longer."""
+
+    worker_id: str
+    why: str
+    at_s: float  # on the loop's clock
 
 
 class WorkerDirectory:
@@ -47,12 +56,20 @@ class WorkerDirectory:
         self._trusted_until_s: dict[
             Pool, float
         ] = {}  # on the loop's clock: until when records from before count
+        self._departed: dict[Pool, Departure] = {}  # of pools that are empty
         self.snapshot = Snapshot(degraded=True)
 
     async def __aenter__(self) -> Self:
         await self.refresh()
-        self._tasks = [asyncio.create_task(self._keep(pool), name=f"directory of {pool}s") for pool in POOLS]
+        self._tasks = [self._begin(pool) for pool in POOLS]
         return self
+
+    def _begin(self, pool: Pool) -> asyncio.Task[None]:
+        name = f"directory of {pool}s"
+        work = keep_going(
+            lambda: self._keep(pool), f"the {name}", lambda: self._note_away(pool), self._refresh_s
+        )
+        return asyncio.create_task(work, name=name)
 
     async def __aexit__(self, *_: object) -> None:
         await end_tasks(*self._tasks)
@@ -70,8 +87,7 @@ class WorkerDirectory:
         except RegistryUnavailable as error:
             if not self.snapshot.degraded:
                 _log.warning("serving from the last snapshot: %s", error.message)
-            self._away.add(pool)
-            self.snapshot = replace(self.snapshot, degraded=True)
+            self._note_away(pool)
             return
         now_s = asyncio.get_running_loop().time()
         has_forgotten = pool in self._views and self._views[pool].last_event != view.last_event == NO_EVENT
@@ -89,6 +105,7 @@ class WorkerDirectory:
             self._trusted_until_s[pool] = now_s + self._lease_s if pool in self._views else now_s
         if now_s < self._trusted_until_s[pool]:
             view = replace(view, workers=_with_missing(view.workers, self._views[pool].workers))
+        self._note_departures(pool, view, now_s)
         self._views[pool] = view
         self.snapshot = Snapshot(
             self._workers("target"),
@@ -100,6 +117,29 @@ class WorkerDirectory:
                 for worker, num_reserved in zip(each.workers, each.num_reserved, strict=False)
             },
         )
+
+    def _note_away(self, pool: Pool) -> None:
+        """The pool cannot be read: who was there counts for another lease from the next look on that succeeds."""
+        self._away.add(pool)
+        self.snapshot = replace(self.snapshot, degraded=True)
+
+    def _note_departures(self, pool: Pool, view: PoolView, now_s: float) -> None:
+        present = {worker.worker_id for worker in view.workers}
+        for worker in self._workers(pool):
+            if worker.worker_id not in present:
+                why = "its lease ran out" if view.last_kind == "expired" else "it left"
+                self._departed[pool] = Departure(worker.worker_id, why, now_s)
+                _log.warning("%s worker %s is gone: %s", pool, worker.worker_id, why)
+        if present:
+            self._departed.pop(pool, None)
+
+    def last_departure(self, pool: Pool) -> str:
+        """Who was the last to leave a pool that is empty, why and when, in words; nothing where nobody has."""
+        departure = self._departed.get(pool)
+        if departure is None:
+            return ""
+        ago_s = asyncio.get_running_loop().time() - departure.at_s
+        return f"{departure.worker_id}: {departure.why} {ago_s:.0f} s ago"
 
     def _has_jumped(self, pool: Pool, view: PoolView, asked_s: float, now_s: float) -> bool:
         """Whether Redis' clock went another way than ours since the last look, by more than the answer took."""

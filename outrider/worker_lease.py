@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Final, Self
 
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import HEARTBEAT_S, RegistryCalls
 from outrider.worker_record import WorkerLoad, WorkerRecord, WorkerState
@@ -62,8 +62,9 @@ class WorkerLease:
             self._wake.set()
 
     async def __aenter__(self) -> Self:
+        name = f"lease of {self._record.worker_id}"
         await self._try_beat()
-        self._task = asyncio.create_task(self._keep(), name=f"lease of {self._record.worker_id}")
+        self._task = asyncio.create_task(keep_going(self._keep, f"the {name}"), name=name)
         return self
 
     async def __aexit__(self, *_: object) -> None:

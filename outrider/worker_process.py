@@ -45,6 +45,7 @@ from outrider.loop_lag import LoopLag, keep_ticking
 from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
+from outrider.stall_watch import StallWatch
 from outrider.telemetry import show_expiry, show_loop_lag
 from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker_lease import WorkerLease
@@ -300,15 +301,15 @@ class WorkerProcess:
     async def _watch_until_stop(self, lease: WorkerLease | None) -> None:
         """A model that shows no sign of life makes the worker not ready, and ends it in the end: nothing else can,
         for its thread is inside of a call that does not return."""
-        options, loop = self.options, asyncio.get_running_loop()
+        options = self.options
         is_ready = True
+        interval_s = min(_PULSE_S, options.stall_s / 4)
+        watch = StallWatch(interval_s, time.monotonic())
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(_PULSE_S, options.stall_s / 4)):
+                async with asyncio.timeout(interval_s):
                     await self._stop.wait()
-            # A process that was stopped as a whole did not stall: its model has had no time to show signs of life.
-            now_s = loop.time()
-            stalled_s = self._lag.silence_s(now_s - self._stalled_s(), now_s)
+            stalled_s = watch.look(self._stalled_s(), time.monotonic())
             if stalled_s > options.stall_exit_s:
                 logger.critical(
                     "the model has shown no sign of life for %.0f s; this process ends", stalled_s

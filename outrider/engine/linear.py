@@ -36,6 +36,7 @@ MAX_PACKED_WIDTH = 1024
 BLOCK_ROWS_TRIED = (16, 32, 64, 128, 256)
 COST_OF_PADDING_MAX = 1.05
 NUM_TIMINGS = 5
+WEIGHTS_DRAWN_AT_ONCE = 1 << 20
 CACHE_BYTES = 256 << 20
 NARROW_MULTIPLE = 8
 """A step's rows are a multiple of 8; so many outputs each fill whole vectors."""
@@ -246,14 +247,16 @@ def _probes(
     yield linear, torch.randn(num_rows, width, generator=generator).to(device, dtype)
     half = width // 2
     order = torch.randperm(2 * half, generator=generator)
-    weight = torch.zeros(out_features, width)
+    # In pieces: an output layer in float32, several times over, would need more memory than the rest of the model.
+    weight = torch.zeros(out_features, width, dtype=dtype, device=device)
+    for part in weight.split(max(WEIGHTS_DRAWN_AT_ONCE // width, 1)):
+        a = torch.randn(part.shape[0], half, generator=generator)
+        part[:, : 2 * half] = torch.cat([a, a], dim=1)[:, order]
     inputs = torch.zeros(num_rows, width)
-    a = torch.randn(out_features, half, generator=generator)
     v = torch.randn(num_rows, half, generator=generator)
-    weight[:, : 2 * half] = torch.cat([a, a], dim=1)[:, order]
     inputs[:, : 2 * half] = torch.cat([v, -v], dim=1)[:, order]
-    probe = nn.Linear(width, out_features, bias=False, dtype=dtype, device=device)
-    probe.weight.copy_(weight)
+    probe = nn.Linear(width, out_features, bias=False, device="meta")
+    probe.weight = nn.Parameter(weight, requires_grad=False)
     yield probe, inputs.to(device, dtype)
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from outrider.engine import numerics
 from outrider.engine.attention import ATTENTION_NAME
+from outrider.engine.compiled_products import bound_products
 from outrider.engine.decoder import why_not
 from outrider.engine.experts import has_experts, run_in_blocks, split_experts
 from outrider.engine.kv_layout import UnsupportedModelError, find_layout, refuse_other_states
@@ -45,6 +46,7 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
     from outrider.engine.published_loading import read_as_plain
 
     transformers_logging.disable_progress_bar()
+    bound_products()
     torch.set_num_threads(config.num_threads)
     if not (config.model_dir / "config.json").is_file():
         raise ModelLoadError(

@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from outrider.engine.compiled_products import PRODUCT_BYTES, PRODUCTS_MAX
+from outrider.engine.kernels import products
 from outrider.engine.kv_layout import LayerLayout, UnsupportedModelError, bytes_per_token, layout_of_config
 from outrider.engine.shards import cuts_layers, num_kv_heads_of, plan_name
 from outrider.errors import ConfigurationError
@@ -56,7 +58,7 @@ class ModelMemory:
     weights_read: int  # of them in every step: all but an embedding that is no output layer too
     kv_per_token: int
     step: int  # activations and logits of the largest one
-    process: int
+    process: int  # what oneDNN compiles while it serves included
     max_model_len: int
 
     @property
@@ -111,7 +113,7 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
         weights_read=weights - (0 if is_shared else embedding),
         kv_per_token=_kv_bytes(layers, plan, shape),
         step=_step_bytes(text_config, layers, shape),
-        process=PROCESS_BYTES[shape.device_type],
+        process=PROCESS_BYTES[shape.device_type] + _products_bytes(shape),
         max_model_len=shape.max_model_len or longest,
     )
 
@@ -136,6 +138,15 @@ def _weight_bytes(model: Any, plan: Mapping[str, str], shape: ServingShape) -> i
 def _is_copied(shape: ServingShape) -> bool:
     """Whether an output layer that is the embedding's too is packed for itself (`linear`)."""
     return shape.device_type == "cpu" and shape.dtype == torch.bfloat16
+
+
+def _products_bytes(shape: ServingShape) -> int:
+    """For products that oneDNN compiles, once as many as are kept have been needed (`compiled_products`).
+
+    On a processor whose products are our own (`kernels`) oneDNN has next to none to compile; in float32 too.
+    """
+    is_compiled = shape.device_type == "cpu" and shape.dtype == torch.bfloat16 and products() is None
+    return PRODUCTS_MAX * PRODUCT_BYTES if is_compiled else 0
 
 
 def _parameter_bytes(

@@ -21,6 +21,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.engine import linear
 from outrider.engine.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.loading import load_model
 from outrider.engine.model import Engine, ModelLoadError
@@ -100,7 +101,8 @@ def texts(engine: Engine) -> dict[str, Any]:
 class Ranks:
     """The processes of a group, as torchrun would start them; each runs this file."""
 
-    def __init__(self, size: int, folder: Path, task: str, *arguments: object) -> None:
+    def __init__(self, size: int, folder: Path, task: str, *arguments: object, **variables: str) -> None:
+        """variables: of their environment."""
         self.folder = folder
         environment = os.environ | {
             "WORLD_SIZE": str(size),
@@ -109,6 +111,7 @@ class Ranks:
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
+            **variables,
         }
         words = [
             sys.executable,
@@ -213,8 +216,12 @@ def on_shards(group: RankGroup, task: Callable[[Engine], Any], model_dir: Path, 
 
 
 @pytest.mark.slow
-def test_a_rank_needs_memory_for_its_share_alone(tmp_path: Path) -> None:
-    """While it loads as well: what transformers reads of a file that is mapped is nobody's memory."""
+@pytest.mark.parametrize("products", ["as chosen here", "oneDNN's"])
+def test_a_rank_needs_memory_for_its_share_alone(tmp_path: Path, products: str) -> None:
+    """While it loads as well: what transformers reads of a file that is mapped is nobody's memory.
+
+    oneDNN's products are what a processor with AMX uses. What they compile is told apart from weights by keeping none.
+    """
     config = transformers.LlamaConfig(
         vocab_size=16_000,
         hidden_size=1024,
@@ -230,7 +237,8 @@ def test_a_rank_needs_memory_for_its_share_alone(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     del model
     models.write_tokenizer(tmp_path / "model")
-    with Ranks(4, tmp_path, "weigh", tmp_path / "model") as ranks:
+    keep_none = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+    with Ranks(4, tmp_path, "weigh", tmp_path / "model", products, **keep_none) as ranks:
         assert ranks.wait() == [0] * 4, ranks.said()
     for rank in range(4):
         found = json.loads((tmp_path / f"memory-{rank}.json").read_text())
@@ -238,8 +246,10 @@ def test_a_rank_needs_memory_for_its_share_alone(tmp_path: Path) -> None:
         assert found["most_mib"] < 0.85 * whole_mib, found
 
 
-def weigh(group: RankGroup, folder: Path, model_dir: str) -> None:
+def weigh(group: RankGroup, folder: Path, model_dir: str, products: str) -> None:
     """Writes how much memory of its own loading takes, KV left out."""
+    if products == "oneDNN's":
+        vars(linear)["products"] = lambda: None
     before = most = own_memory_mib()
     is_done = threading.Event()
 

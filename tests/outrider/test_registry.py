@@ -354,6 +354,68 @@ async def test_who_was_known_when_the_clock_jumped_stays_for_a_lease(
         await eventually(lambda: directory.snapshot.targets == (), "it left", 1.0)
 
 
+class FaultyRegistry:
+    """A registry whose next call of a method raises what nobody foresaw."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.fails_in = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self.fails_in:
+            return getattr(self.registry, name)
+        self.fails_in = ""
+
+        async def fail(*_: object) -> None:
+            raise AttributeError("a defect of a library")
+
+        return fail
+
+
+@pytest.mark.parametrize("method", ["read", "next_event"])
+async def test_a_directory_goes_on_after_an_error_that_nobody_foresaw(
+    registry: Registry, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyRegistry(registry)
+    async with WorkerDirectory(cast(RegistryCalls, faulty), refresh_s=0.02) as directory:
+        faulty.fails_in = method
+        await eventually(lambda: not faulty.fails_in, "it was called")
+        await registry.write(RECORD)
+        await eventually(lambda: directory.snapshot.targets == (RECORD,), "the worker is seen")
+        assert not directory.snapshot.degraded
+    assert "failed; it begins again" in caplog.text
+
+
+async def test_a_lease_is_kept_after_an_error_that_nobody_foresaw(
+    quick_registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyRegistry(quick_registry)
+    lease = WorkerLease(cast(RegistryCalls, faulty), RECORD, WorkerLoad, heartbeat_s=0.05)
+    async with lease:
+        faulty.fails_in = "write"
+        await eventually(lambda: not faulty.fails_in, "a heartbeat failed")
+        await quick_registry.remove(RECORD)
+        end_s = time.monotonic() + 5.0
+        while await workers(quick_registry) != (RECORD,):
+            assert time.monotonic() < end_s, "it was never announced again"
+            await asyncio.sleep(0.01)
+    assert "failed; it begins again" in caplog.text
+
+
+async def test_the_last_worker_to_go_is_named_with_the_reason(quick_registry: Registry) -> None:
+    async with WorkerDirectory(quick_registry, refresh_s=0.02, lease_s=0.1) as directory:
+        assert directory.last_departure("target") == ""
+        await quick_registry.write(RECORD)
+        await eventually(lambda: directory.snapshot.targets == (RECORD,), "it is seen")
+        await eventually(lambda: not directory.snapshot.targets, "its lease ran out")
+        assert directory.last_departure("target").startswith("t0: its lease ran out ")
+        await quick_registry.write(RECORD)
+        await eventually(lambda: directory.snapshot.targets == (RECORD,), "it is back")
+        assert directory.last_departure("target") == ""
+        await quick_registry.remove(RECORD)
+        await eventually(lambda: directory.last_departure("target").startswith("t0: it left "), "it left")
+
+
 class SkewedRegistry:
     """A registry whose clock can be set."""
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from draft_worker import __main__ as draft_main
+from outrider import worker_process
 from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.metrics_server import serve_metrics
@@ -266,6 +268,25 @@ async def test_a_worker_that_was_stopped_as_a_whole_does_not_take_that_for_a_sta
         await becomes(channel, "SERVING")
     stalling.terminate()
     assert await asyncio.to_thread(stalling.wait, 10) == 0
+
+
+async def test_a_worker_that_was_paused_does_not_end_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model owed a sign of life for the whole pause, and gives it as soon as both run again."""
+    owed_s = [2.0]
+    ends: list[int] = []
+    monkeypatch.setattr(worker_process, "leave", ends.append)
+    options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, stall_s=0.3, stall_exit_s=1.5)
+    process = WorkerProcess(options, "draft", [])
+    monkeypatch.setattr(process, "_stalled_s", lambda: owed_s.pop() if owed_s else 0.0)
+    watching = asyncio.create_task(process._watch_until_stop(None))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251 - the whole loop stands still, for longer than --stall-s
+    async with asyncio.timeout(10):
+        while owed_s:  # noqa: ASYNC110 - until the watch has looked
+            await asyncio.sleep(0.01)
+    process.request_stop()
+    await watching
+    assert ends == []
 
 
 def test_bounds_of_a_stall_that_make_no_sense_are_refused_by_the_flag() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import grpc.aio
 import httpx
 import pytest
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator import grpc_api, news_queue
 from coordinator.grpc_ingress import Pace, timed
@@ -32,13 +33,34 @@ GREEDY: Final = {"prompt": "import", "temperature": 0, "ignore_eos": True}
 LONG: Final = GREEDY | {"max_tokens": 900, "stream": True, "logprobs": 20}
 
 
+def behind_serve(app: ASGIApp) -> ASGIApp:
+    """The application as a replica of Serve calls it: what it receives and sends goes through Serve's wrappers."""
+    from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_user_message(message: Message) -> None:
+            await send(message)
+
+        receive_proxy = ASGIDIReceiveProxy(scope, receive, asyncio.get_running_loop())
+        fetching = receive_proxy.fetch_until_disconnect_task()
+        try:
+            await app(scope, receive_proxy, send_user_message)
+        finally:
+            fetching.cancel()
+
+    return call
+
+
 @asynccontextmanager
-async def listening(cluster: Cluster) -> AsyncIterator[int]:
+async def listening(
+    cluster: Cluster, hosted: Callable[[ASGIApp], ASGIApp] = lambda app: app
+) -> AsyncIterator[int]:
     """The coordinator behind a real server with small socket buffers, its port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)  # of what it accepts, too
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(cluster.service), lifespan="off", access_log=False, log_config=None)
+    app = hosted(create_app(cluster.service))
+    config = uvicorn.Config(app, lifespan="off", access_log=False, log_config=None)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -115,11 +137,14 @@ class TestOverHttp:
             answer = await cluster.complete()
             assert answer.status_code == 200, "its place is somebody else's"
 
-    async def test_one_who_does_not_read_is_cut_off(self, clusters: ClusterFactory) -> None:
+    @pytest.mark.parametrize("hosted", [lambda app: app, behind_serve], ids=["uvicorn", "serve"])
+    async def test_one_who_does_not_read_is_cut_off(
+        self, clusters: ClusterFactory, hosted: Callable[[ASGIApp], ASGIApp]
+    ) -> None:
         target = clusters.target()
         async with (
             clusters.open([target], settings={"client_stall_max_s": 0.3}) as cluster,
-            listening(cluster) as port,
+            listening(cluster, hosted) as port,
             raw_client(port, **LONG, n=4) as client,
         ):
             await eventually(lambda: num_slow(cluster, "request") == 1, "its request is ended", _WITHIN_S)
@@ -301,17 +326,24 @@ def calling(channel: grpc.aio.Channel, deadline_ms: int = 0) -> Any:
 
 async def rest_of(call: Any) -> list[generation_pb2.GenerationChunk]:
     """All that still comes. Raises AioRpcError."""
-    return [chunk async for chunk in call]
+    chunks = []
+    while isinstance(chunk := await call.read(), generation_pb2.GenerationChunk):
+        chunks.append(chunk)
+    return chunks
 
 
 class TestOverGrpc:
     async def test_the_deadline_of_one_who_does_not_read_runs_out(self, clusters: ClusterFactory) -> None:
         target = clusters.target()
-        async with clusters.open([target]) as cluster, grpc_channel(cluster) as channel:
+        async with (
+            clusters.open([target], max_num_seqs=4, max_num_waiting=0) as cluster,
+            grpc_channel(cluster) as channel,
+        ):
             call = calling(channel, deadline_ms=1000)
             await call.read()
-            await eventually(lambda: target.num_open == 4, "it runs", _WITHIN_S)
-            await until_idle(cluster)
+            await eventually(lambda: len(target.requests) == 4, "it runs", _WITHIN_S)
+            answer = await cluster.complete()
+            assert answer.status_code == 200, "its places are somebody else's"
             assert num_slow(cluster, "request") == 0
             call.cancel()
 

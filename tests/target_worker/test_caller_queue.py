@@ -90,7 +90,10 @@ class Busy:
 
 
 async def rest_of(call: Any) -> list[target_pb2.GenerateEvent]:
-    return [event async for event in call]
+    events = []
+    while isinstance(event := await call.read(), target_pb2.GenerateEvent):
+        events.append(event)
+    return events
 
 
 async def test_a_caller_that_does_not_read_loses_its_session() -> None:

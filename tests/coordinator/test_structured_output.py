@@ -14,7 +14,7 @@ import pytest
 from coordinator.structured_output import ResponseFormat, StructuredOutputs
 from coordinator.tool_schema import Tool, read_tool_use
 from outrider.errors import InvalidRequest
-from outrider.grammar import GrammarCompiler
+from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.grammar.compile_queue import MAX_RUNNING
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from protos.outrider.v1 import common_pb2, generation_pb2
@@ -127,9 +127,12 @@ async def test_what_was_found_good_or_bad_is_not_compiled_again(
 ) -> None:
     compiled: list[str] = []
     build = GrammarCompiler._build
-    monkeypatch.setattr(
-        GrammarCompiler, "_build", lambda self, spec: compiled.append(spec.text) or build(self, spec)
-    )
+
+    def counted(self: GrammarCompiler, spec: GrammarSpec) -> GrammarState:
+        compiled.append(spec.text)
+        return build(self, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "_build", counted)
     async with clusters.open([clusters.target()]) as cluster:
         for regex in ("a", "a", "b", "(", "("):
             await cluster.complete(structured_outputs={"regex": regex})

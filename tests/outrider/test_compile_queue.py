@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -143,7 +144,7 @@ async def test_a_refusal_is_remembered_and_a_lack_of_room_is_not() -> None:
     for error, message in ((InvalidRequest("grammar", "bad"), "bad"), (MemoryError(), "no room")):
         for _ in range(2):
             with pytest.raises((InvalidRequest, Overloaded), match=message):
-                await queue.get_async(message.encode(), "", lambda error=error: build(error))
+                await queue.get_async(message.encode(), "", partial(build, error))
     assert [type(error) for error in tried] == [InvalidRequest, MemoryError, MemoryError]
 
 

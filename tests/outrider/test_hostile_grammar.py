@@ -6,10 +6,11 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarViolation
@@ -157,18 +158,20 @@ def test_an_ambiguous_grammar_reaches_its_limit_before_a_mask_takes_long() -> No
     assert worst_s < 0.5  # 0.09 s, and 0.75 s with llguidance's own limits
 
 
-def test_a_sequence_is_told_when_its_grammar_takes_the_time_of_others() -> None:
+@pytest.mark.parametrize(
+    ("spent_s", "affords_hints", "is_too_slow"),
+    [(0.0, True, False), (FREE_S * 0.6, False, False), (FREE_S + TOKEN_MAX_S, False, False),
+     (FREE_S + 2 * TOKEN_MAX_S, False, True)],
+)  # fmt: skip
+def test_a_sequence_is_told_when_its_grammar_takes_the_time_of_others(
+    spent_s: float, affords_hints: bool, is_too_slow: bool
+) -> None:
     state = COMPILER.compile(GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
-    assert state.affords_hints
-    state.spent_s = FREE_S * 0.6
-    assert not state.affords_hints
-    assert not state.is_too_slow
-    state.spent_s = FREE_S + 2 * TOKEN_MAX_S
-    assert state.is_too_slow
-    assert not state.fork().is_too_slow  # another sequence has its own
-    state.spent_s = FREE_S
     state.advance(list(TOKENIZER.encode("abc").ids)[:1])
-    assert not state.is_too_slow
+    state.spent_s = spent_s
+    assert (state.affords_hints, state.is_too_slow) == (affords_hints, is_too_slow)
+    fork = state.fork()  # another sequence has its own
+    assert (fork.affords_hints, fork.is_too_slow) == (True, False)
 
 
 def test_forks_in_many_threads_answer_as_one_alone() -> None:
@@ -188,12 +191,13 @@ def test_forks_in_many_threads_answer_as_one_alone() -> None:
 
 def test_one_grammar_is_compiled_once_for_all_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
-    compiled = []
-    monkeypatch.setattr(
-        compiler_module,
-        "LLMatcher",
-        lambda *args, **options: compiled.append(args[1]) or LLMatcher(*args, **options),
-    )
+    compiled: list[str] = []
+
+    def matcher(tokenizer: LLTokenizer, grammar: str, **options: Any) -> LLMatcher:
+        compiled.append(grammar)
+        return LLMatcher(tokenizer, grammar, **options)
+
+    monkeypatch.setattr(compiler_module, "LLMatcher", matcher)
     with ThreadPoolExecutor(8) as executor:
         states = list(
             executor.map(lambda _: compiler.compile(GrammarSpec(GrammarKind.REGEX, "a|b")), range(8))

@@ -128,8 +128,13 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             event = self._parse(request)
             if event.sampling.grammar is not None:
                 self._scheduler.check_room()  # a refusal comes before any work
-                grammar = await self._grammars.compile_async(event.sampling.grammar)
-                event = replace(event, grammar=grammar)
+                compiling = asyncio.create_task(self._grammars.compile_async(event.sampling.grammar))
+                try:
+                    while not (await asyncio.wait([compiling], timeout=STATUS_EVERY_S))[0]:
+                        yield draft_pb2.AttachStatus()  # silence would look as if the worker were gone
+                    event = replace(event, grammar=compiling.result())
+                finally:
+                    compiling.cancel()
                 self._check_free(event.session_id)
         except OutriderError as error:
             await abort(context, error)

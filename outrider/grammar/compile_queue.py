@@ -26,9 +26,7 @@ MAX_RUNNING: Final = (
     2  # at once, each with a stack of that size; the processor is needed for other things too
 )
 MAX_CALLERS: Final = 256  # that wait, half of them on behalf of one owner
-TIME_LIMIT_S: Final = (
-    5.0  # that one grammar may take; the worst that is permitted takes 1 s of processor time
-)
+TIME_LIMIT_S: Final = 5.0  # that one grammar may take; the worst found took half a second of the processor's
 WAIT_MAX_S: Final = 10.0  # until a caller has an answer
 
 _NO_ROOM: Final = Overloaded("no room to compile the grammar now", retry_after_s=1.0)  # no thread, no stack

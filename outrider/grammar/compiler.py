@@ -56,16 +56,27 @@ class GrammarCompiler:
     def compile(self, spec: GrammarSpec) -> GrammarState:
         """The state before the first token, the caller's own. Blocks; raises as `check` does, and Overloaded when
         there is no room for it."""
-        return self._fork(spec, self._states.get(digest(spec), "", lambda: self._build(spec)))
+        key = digest(spec)
+        for _ in range(2):
+            start = self._states.get(key, "", lambda: self._build(spec))
+            if not self._must_be_built_again(key, start):
+                break
+        return start.fork()
 
     async def compile_async(self, spec: GrammarSpec) -> GrammarState:
         """As `compile`; cancelling gives up the place in the line."""
-        return self._fork(spec, await self._states.get_async(digest(spec), "", lambda: self._build(spec)))
-
-    def _fork(self, spec: GrammarSpec, start: GrammarState) -> GrammarState:
-        if start.has_failed:  # texts of others have used up the lexer that all forks share
-            self._states.forget(digest(spec))
+        key = digest(spec)
+        for _ in range(2):
+            start = await self._states.get_async(key, "", lambda: self._build(spec))
+            if not self._must_be_built_again(key, start):
+                break
         return start.fork()
+
+    def _must_be_built_again(self, key: bytes, start: GrammarState) -> bool:
+        """Whether sequences of others have used up the lexer that all forks share."""
+        if start.has_failed:
+            self._states.forget(key)
+        return start.has_failed
 
     def _is_good(self, spec: GrammarSpec) -> bool:
         self._build(spec)

@@ -83,13 +83,14 @@ def _checked_lark(spec: GrammarSpec) -> str:
         )
     if text.count("%json") > MAX_EMBEDDED_SCHEMAS:
         raise InvalidRequest("grammar", f"the grammar has more than {MAX_EMBEDDED_SCHEMAS} %json")
-    parts, end = [], 0
+    parts, end, num_properties = [], 0, 0
     for match in re.finditer(r"%json\s*", text):
         if match.start() < end:
             continue  # within the text of a schema
         try:
             schema, schema_end = json.JSONDecoder().raw_decode(text, match.end())
-            _check_schema(schema)
+            num_properties += _check_schema(schema)
+            _check_num_properties(num_properties)  # of all of them together
             if isinstance(schema, dict):
                 calendar.replace_formats(schema)
                 told = json.dumps({**schema, "x-guidance": _whitespace(spec)})
@@ -100,7 +101,8 @@ def _checked_lark(spec: GrammarSpec) -> str:
     return "".join([*parts, text[end:]])
 
 
-def _check_schema(schema: Any) -> None:
+def _check_schema(schema: Any) -> int:
+    """Returns how many properties it has."""
     if isinstance(schema, dict) and "x-guidance" in schema:
         # Its options could make llguidance ignore what it does not know.
         raise InvalidRequest("grammar", "x-guidance in a JSON schema is not supported")
@@ -120,10 +122,7 @@ def _check_schema(schema: Any) -> None:
         is_number = isinstance(multiple, int | float) and not isinstance(multiple, bool)
         if is_number and multiple and str(multiple) not in ("nan", "inf", "-inf"):  # which Python's JSON has
             multiples.add(abs(Fraction(str(multiple))))
-    if num_properties > MAX_PROPERTIES:
-        raise InvalidRequest(
-            "grammar", f"the JSON schema has {num_properties} properties; permitted: {MAX_PROPERTIES}"
-        )
+    _check_num_properties(num_properties)
     if has_intersections and num_patterns > MAX_INTERSECTED_PATTERNS:
         raise InvalidRequest(
             "grammar",
@@ -137,6 +136,14 @@ def _check_schema(schema: Any) -> None:
             "grammar",
             f"the multipleOf of the JSON schema have {min(common, 10**300):.4g} as their common multiple, counted in "
             f"their last decimal; permitted: {MAX_COMMON_MULTIPLE}",
+        )
+    return num_properties
+
+
+def _check_num_properties(num_properties: int) -> None:
+    if num_properties > MAX_PROPERTIES:
+        raise InvalidRequest(
+            "grammar", f"the JSON schema has {num_properties} properties; permitted: {MAX_PROPERTIES}"
         )
 
 

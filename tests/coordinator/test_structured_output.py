@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from coordinator.structured_output import StructuredOutputs
-from outrider.grammar import GrammarCompiler
+from coordinator.structured_output import ResponseFormat, StructuredOutputs
+from coordinator.tool_schema import Tool, read_tool_use
+from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarCompiler, GrammarState
+from outrider.grammar.compile_queue import MAX_RUNNING
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import ClusterFactory
@@ -103,7 +110,6 @@ async def test_a_grammar_that_does_not_compile_is_refused_before_any_work(
 
 async def test_a_grammar_over_grpc_is_named_as_its_field(clusters: ClusterFactory) -> None:
     from coordinator import grpc_api
-    from outrider.errors import InvalidRequest
 
     sampling = common_pb2.SamplingParams(top_p=1, max_tokens=3, grammar=common_pb2.Grammar(regex="("))
     async with clusters.open([clusters.target()]) as cluster:
@@ -116,12 +122,92 @@ async def test_a_grammar_over_grpc_is_named_as_its_field(clusters: ClusterFactor
     assert caught.value.parameter == "grammar"
 
 
-async def test_what_was_found_good_is_not_compiled_again(
+async def test_what_was_found_good_or_bad_is_not_compiled_again(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = []
-    monkeypatch.setattr(GrammarCompiler, "check", lambda self, spec: checked.append(spec))
+    compiled: list[str] = []
+    build = GrammarCompiler._build
+
+    def counted(self: GrammarCompiler, spec: GrammarSpec) -> GrammarState:
+        compiled.append(spec.text)
+        return build(self, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "_build", counted)
     async with clusters.open([clusters.target()]) as cluster:
-        for regex in ("a", "a", "b"):
+        for regex in ("a", "a", "b", "(", "("):
             await cluster.complete(structured_outputs={"regex": regex})
-    assert [spec.text for spec in checked] == ["a", "b"]
+        together = [cluster.complete(structured_outputs={"regex": "c"}, n=8, temperature=1) for _ in range(4)]
+        assert {response.status_code for response in await asyncio.gather(*together)} == {200}
+    assert compiled == ["a", "b", "(", "c"]
+
+
+async def test_a_bad_grammar_whose_python_hash_is_that_of_a_good_one_is_refused(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrammarSpec, "__hash__", lambda self: 7)
+    async with clusters.open([clusters.target()]) as cluster:
+        good = await cluster.complete(structured_outputs={"regex": "a"})
+        bad = await cluster.complete(structured_outputs={"regex": "("})
+    assert (good.status_code, bad.status_code) == (200, 400)
+
+
+async def test_slow_grammars_delay_no_prompt_and_a_client_that_leaves_gives_up_its_place(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), []
+
+    def build(self: GrammarCompiler, spec: GrammarSpec) -> None:
+        begun.append(spec.text)
+        assert gate.wait(60)
+
+    monkeypatch.setattr(GrammarCompiler, "_build", build)
+    monkeypatch.setattr(GrammarCompiler, "check", build)
+    target = clusters.target()
+    try:
+        async with clusters.open([target]) as cluster:
+            slow = [
+                asyncio.create_task(cluster.complete(structured_outputs={"regex": f"slow{index}"}))
+                for index in range(40)  # more than the threads that a loop has
+            ]
+            async with asyncio.timeout(20):
+                response = await cluster.complete(prompt="word " * 3000, max_tokens=1)
+            assert response.status_code in (200, 400)  # it may be longer than the context
+            for task in slow[MAX_RUNNING:]:
+                task.cancel()
+            await asyncio.gather(*slow[MAX_RUNNING:], return_exceptions=True)
+            gate.set()
+            assert {task.status_code for task in await asyncio.gather(*slow[:MAX_RUNNING])} == {200}
+            assert (await cluster.complete(structured_outputs={"regex": "next"})).status_code == 200
+        assert len(begun) == MAX_RUNNING + 1
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize("place", ["tools", "response_format", "structured_outputs"])
+def test_a_schema_of_megabytes_is_refused_without_being_written_out(place: str) -> None:
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(270_000)}}
+    function = {"name": "f", "parameters": schema}
+    asked: dict[str, Callable[[], object]] = {
+        "tools": lambda: read_tool_use(
+            [Tool.model_validate({"type": "function", "function": function})], "auto", is_parallel=True
+        ),
+        "response_format": lambda: ResponseFormat.model_validate(
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        ).to_grammar(),
+        "structured_outputs": lambda: StructuredOutputs.model_validate({"json": schema}).to_grammar(),
+    }
+    began_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="longer than 262144 bytes") as caught:
+        asked[place]()
+    assert caught.value.parameter == place
+    assert time.thread_time() - began_s < 0.1  # 0.4 s where it was written out first
+
+
+async def test_a_schema_of_ten_thousand_properties_is_refused_with_its_number(
+    clusters: ClusterFactory,
+) -> None:
+    schema = {"type": "object", "properties": {f"p{index}": {} for index in range(10_000)}}
+    async with clusters.open([clusters.target()]) as cluster:
+        response = await cluster.complete(structured_outputs={"json": schema})
+    assert response.status_code == 400
+    assert "10000 properties; permitted: 2000" in response.json()["error"]["message"]

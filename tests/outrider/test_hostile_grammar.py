@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarCompiler, GrammarViolation
+from outrider.grammar import compiler as compiler_module
 from outrider.grammar.source import MAX_INTERSECTED_PATTERNS, to_llguidance
+from outrider.grammar.state import FREE_S, TOKEN_MAX_S
 from outrider.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
 from tests.hostile import EFFORTS, try_out
-from tests.outrider.test_grammar import COMPILER
+from tests.outrider.test_grammar import COMPILER, EOS, PERSON, TOKENIZER, TOKENIZER_JSON, VOCAB_SIZE
+from tests.schemas.walk import walk_to_the_end
 
 SOON_S = 8.0  # of processor time; what is not meant takes minutes
 FRAGMENTS = [
@@ -86,3 +94,128 @@ def test_many_intersections_between_two_quotes_are_refused_before_they_are_compi
     with pytest.raises(InvalidRequest, match="&"):
         COMPILER.check(GrammarSpec(GrammarKind.LARK, f'start: A\nA: /"/ & {patterns} & /"/'))
     assert time.process_time() - began < SOON_S
+
+
+def test_a_schema_of_ten_thousand_properties_is_refused_with_its_number_before_it_is_compiled() -> None:
+    schema = json.dumps({"type": "object", "properties": {f"p{index}": {} for index in range(10_000)}})
+    began = time.process_time()
+    for spec in (
+        GrammarSpec(GrammarKind.JSON_SCHEMA, schema),
+        GrammarSpec(GrammarKind.LARK, f"start: %json {schema}"),
+    ):
+        with pytest.raises(InvalidRequest, match="10000 properties; permitted: 2000"):
+            to_llguidance(spec)
+    assert time.process_time() - began < SOON_S
+
+
+def test_properties_are_counted_over_all_schemas_of_a_grammar() -> None:
+    schema = json.dumps({"type": "object", "properties": {f"p{index}": {} for index in range(700)}})
+    two, three = (
+        "start: " + " | ".join(f"s{index}" for index in range(number)) + "\n"
+        + "".join(f"s{index}: %json {schema}\n" for index in range(number))
+        for number in (2, 3)
+    )  # fmt: skip
+    to_llguidance(GrammarSpec(GrammarKind.LARK, two))
+    with pytest.raises(InvalidRequest, match="2100 properties"):
+        to_llguidance(GrammarSpec(GrammarKind.LARK, three))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{index}": {} for index in range(1000)}},
+        {"allOf": [
+            {"anyOf": [{"type": "object", "properties": {f"{name}{index}": {}}} for index in range(60)]}
+            for name in "ab"
+        ]},
+    ],
+    ids=["optional", "product"],
+)  # fmt: skip
+def test_what_no_text_could_follow_is_refused_at_once(schema: dict[str, object]) -> None:
+    """The parser's limits would end every sequence at its first token."""
+    with pytest.raises(InvalidRequest, match="does not compile"):
+        COMPILER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+def test_many_character_classes_are_refused_with_their_number() -> None:
+    with pytest.raises(InvalidRequest, match="has 60000 character classes"):
+        to_llguidance(GrammarSpec(GrammarKind.REGEX, r"[\w\d]\p{L}+" * 20_000))
+
+
+def test_an_ambiguous_grammar_reaches_its_limit_before_a_mask_takes_long() -> None:
+    state = COMPILER.compile(GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z ]/"))
+    token_ids = list(range(3, 4096))
+    worst_s = 0.0
+    for _ in range(300):
+        began = time.thread_time()
+        try:
+            mask = state.masks([[]])[0]
+            state.advance([next(token_id for token_id in token_ids if mask[token_id])])
+        except GrammarViolation:
+            break
+        finally:
+            worst_s = max(worst_s, time.thread_time() - began)
+    assert worst_s < 0.5  # 0.09 s, and 0.75 s with llguidance's own limits
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "affords_hints", "is_too_slow"),
+    [(0.0, True, False), (FREE_S * 0.6, False, False), (FREE_S + TOKEN_MAX_S, False, False),
+     (FREE_S + 2 * TOKEN_MAX_S, False, True)],
+)  # fmt: skip
+def test_a_sequence_is_told_when_its_grammar_takes_the_time_of_others(
+    spent_s: float, affords_hints: bool, is_too_slow: bool
+) -> None:
+    state = COMPILER.compile(GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
+    state.advance(list(TOKENIZER.encode("abc").ids)[:1])
+    state.spent_s = spent_s
+    assert (state.affords_hints, state.is_too_slow) == (affords_hints, is_too_slow)
+    fork = state.fork()  # another sequence has its own
+    assert (fork.affords_hints, fork.is_too_slow) == (True, False)
+
+
+def test_forks_in_many_threads_answer_as_one_alone() -> None:
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
+
+    def walk(compiler: GrammarCompiler, seed: int) -> list[int]:
+        return walk_to_the_end(compiler.compile(spec), seed, EOS, num_tokens_max=600)
+
+    def fresh() -> GrammarCompiler:
+        return GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
+
+    alone = [walk(fresh(), seed) for seed in range(4)]
+    shared = fresh()
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(lambda seed: walk(shared, seed % 4), range(16))) == alone * 4
+
+
+def test_one_grammar_is_compiled_once_for_all_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
+    compiled: list[str] = []
+
+    def matcher(tokenizer: LLTokenizer, grammar: str, **options: Any) -> LLMatcher:
+        compiled.append(grammar)
+        return LLMatcher(tokenizer, grammar, **options)
+
+    monkeypatch.setattr(compiler_module, "LLMatcher", matcher)
+    with ThreadPoolExecutor(8) as executor:
+        states = list(
+            executor.map(lambda _: compiler.compile(GrammarSpec(GrammarKind.REGEX, "a|b")), range(8))
+        )
+    assert len(compiled) == 1
+    states[0].advance(list(TOKENIZER.encode("a").ids))
+    assert states[0].is_complete
+    assert not any(state.is_complete for state in states[1:])
+    assert not compiler.compile(GrammarSpec(GrammarKind.REGEX, "a|b")).is_complete
+
+
+def test_a_lexer_that_reached_its_limit_is_not_handed_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_ITEMS", 1000)
+    compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
+    spec = GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z]/")
+    state = compiler.compile(spec)
+    letters = list(TOKENIZER.encode("a").ids) * 200
+    with pytest.raises(GrammarViolation, match="Too many items"):
+        state.masks([letters[:length] for length in range(len(letters))])
+    assert state.has_failed
+    assert not compiler.compile(spec).has_failed

@@ -42,6 +42,7 @@ from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     HintsArrived,
+    SessionAborted,
     SessionEnded,
     SessionRefused,
     StartSession,
@@ -448,13 +449,13 @@ one: "b" | "b" "b" | one "c"
 
 
 def limits(**options: Any) -> LLParserLimits:
-    return LLParserLimits(**options, step_max_items=16)
+    return LLParserLimits(**{**options, "step_max_items": 16})
 
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a grammar whose parser gives up soon."""
-    monkeypatch.setattr("outrider.grammar.state.LLParserLimits", limits)
+    monkeypatch.setattr("outrider.grammar.compiler.LLParserLimits", limits)
     monkeypatch.setitem(SPECS, "limited", GrammarSpec(GrammarKind.LARK, LIMITED))
     yield "limited"
     beginning.cache_clear()
@@ -514,3 +515,26 @@ def test_guesses_that_run_into_a_limit_of_the_parser_bias_nothing(limited: str, 
     assert set(counts) == {token("a"), token("x")}
     test = stats.binomtest(counts[token("a")], num_samples, exact_chance_of_a(TEMPERATURE))
     assert test.pvalue > ERROR_RATE
+
+
+def test_a_sequence_whose_grammar_takes_too_much_of_the_batchs_time_is_ended_with_the_reason() -> None:
+    core = target_core()
+    slow = replace(start("slow", "greedy"), grammar=compiled("person"))
+    core.handle(slow, 0.0)
+    core.handle(replace(start("other", "greedy"), grammar=compiled("person")), 0.0)
+    assert slow.grammar is not None
+    said: dict[str, list[Action]] = {"slow": [], "other": []}
+    until: float | None = 0.0
+    while until is not None:
+        actions, until = core.run_next(0.0)
+        for action in actions:
+            said[action.session_id].append(action)
+            if action.session_id == "slow" and isinstance(action, TokensCommitted):
+                slow.grammar.spent_s += 1e3  # as if its masks had taken so long
+    assert [type(action) for action in said["slow"]][-2:] == [TokensCommitted, SessionAborted]
+    (aborted,) = (action for action in said["slow"] if isinstance(action, SessionAborted))
+    assert isinstance(aborted.error, InvalidRequest)
+    assert aborted.error.parameter == "grammar"
+    assert "25 ms a token" in aborted.error.message
+    assert isinstance(said["other"][-1], SessionEnded)
+    assert core.scheduler.kv_usage == 0.0

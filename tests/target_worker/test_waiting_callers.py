@@ -8,7 +8,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from outrider.grammar import GrammarCompiler
+from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarCompiler, GrammarState
+from outrider.sampling_params import GrammarSpec
 from outrider.telemetry import TargetMetrics
 from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_worker import server as target_server
@@ -64,5 +66,60 @@ async def test_a_caller_that_waits_hears_so_until_its_first_token(monkeypatch: p
                 async with asyncio.timeout(0.2):
                     await call.read()
             call.cancel()
+    finally:
+        await server.stop(None)
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiles when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("none"), vocab_size=100, eos_token_ids=frozenset())
+        self.gate = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def compile_async(self, spec: GrammarSpec) -> GrammarState:
+        self.begun.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        raise InvalidRequest("grammar", "the grammar takes longer than 5 s to compile")
+
+
+async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
+    compiler = SlowCompiler()
+    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), compiler)
+    servicer.bind(Slow())  # type: ignore[arg-type]
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    sampling = common_pb2.SamplingParams(top_p=1, max_tokens=4, grammar=common_pb2.Grammar(regex="a"))
+    request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = target_pb2_grpc.TargetStub(channel)
+            call = stub.Generate(request, timeout=30)
+            for _ in range(3):
+                event = await call.read()
+                assert event.WhichOneof("event") == "waiting"
+                assert event.waiting.is_compiling
+            assert servicer.num_compiling == 1
+            call.cancel()
+            async with asyncio.timeout(30):
+                await compiler.cancelled.wait()
+
+            refused = stub.Generate(request, timeout=30)
+            await refused.read()
+            compiler.gate.set()
+            assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "longer than 5 s" in (await refused.details() or "")
+            assert servicer.num_compiling == 0
     finally:
         await server.stop(None)

@@ -10,7 +10,8 @@ from typing import Final
 from draft_worker.limits import DraftLimits
 from outrider.sampling_params import SpeculationSettings
 from target_worker.limits import SchedulerLimits
-from tests.simulation.actors import REDIS, WorkerShape
+from tests.simulation.actors import WorkerShape
+from tests.simulation.redis_process import REDIS
 from tests.target_worker.fakes import END
 
 _SPAN_S: Final = 12.0  # requests and faults begin within it

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.simulation.calls import Held
 from tests.simulation.clock import SimulatedLoop
-from tests.simulation.network import Network, _Held
+from tests.simulation.network import Network
 
 
 @pytest.mark.parametrize("joins", list(itertools.permutations([("c", "*"), ("c", "t"), ("t", "*")])))
@@ -23,7 +24,7 @@ def test_cuts_that_overlap_keep_the_order_of_what_they_hold(joins: tuple[tuple[s
         came: list[int] = []
         for number, cut in enumerate(sorted(joins)):
             network.cut(*cut)
-            network.come_in(_Held(call, True, partial(came.append, number)))
+            network.come_in(Held(call, True, partial(came.append, number)))
         for join in joins:
             assert not came
             network.join(*join)

@@ -14,10 +14,12 @@ from outrider.engine.kv_cache import KVSequence
 from outrider.hint_tree import ROOT_ID
 from target_worker.server import session_id_of
 from target_worker.session import Session
-from tests.simulation.actors import REDIS, Coordinator, Draft, Redis, Target, Worker
+from tests.simulation.actors import Coordinator, Draft, Target, Worker
 from tests.simulation.client import Client, texts_of
 from tests.simulation.clock import NothingLeftToDoError, SimulatedLoop, TimeStandsStillError
 from tests.simulation.network import Network, Process, make_task
+from tests.simulation.process import NOBODY, Host
+from tests.simulation.redis_process import REDIS, Redis
 from tests.simulation.scenario import Fault, FaultKind, Request, Scenario
 
 _LIVENESS_S: Final = 150.0
@@ -135,7 +137,7 @@ class _World:
     async def _serve_client(self, request: Request) -> None:
         await asyncio.sleep(request.at_s)
         name = f"client {request.number}"
-        process = Process(name)
+        process = Process(name, self.loop)
         self._everybody.append(process)
         client = Client(
             request,
@@ -172,21 +174,28 @@ class _World:
             return
         life = self._lives[name[:2]] = self._lives.get(name[:2], 0) + 1
         shape = self.scenario.shape
+        host = self._host(name)
         process: Process
         match name[0]:
             case "t":
-                process = Target(name, self.network, life, shape, self._check_target)
+                process = Target(name, self.network, host, life, shape, self._check_target)
             case "d":
-                process = Draft(name, self.network, life, shape, self._check_draft, self._remember_hints)
+                process = Draft(
+                    name, self.network, host, life, shape, self._check_draft, self._remember_hints
+                )
             case "c":
-                process = Coordinator(name, self.network, life, _SETTINGS, self.scenario.seed)
+                process = Coordinator(name, self.network, host, life, _SETTINGS, self.scenario.seed)
             case _:
-                process = Redis(self.network, self.wrong)
+                process = Redis(self.network, host, self.wrong)
         self._everybody.append(process)
         self.network.start(process)
         if isinstance(process, Worker | Coordinator):
             process.start(process.live())
         self.tell(f"{name} starts its life {life}")
+
+    def _host(self, name: str) -> Host:
+        chance = random.Random(f"{self.scenario.seed}/host {name}")
+        return Host(chance.uniform(0.0, 1e6))
 
     def _inject(self, fault: Fault) -> None:
         process = self.network.processes.get(fault.process)
@@ -199,15 +208,13 @@ class _World:
                 self.loop.call_later(fault.duration_s, self._start, fault.process)
             case FaultKind.DRAIN:
                 assert isinstance(process, Worker)
-                process.stop()
+                process.receive(process.stop)
                 self.loop.call_later(
                     fault.duration_s + process.shape.drain_grace_s + 1, self._start, fault.process
                 )
             case FaultKind.FREEZE:
-                self.network.cut(fault.process)
-                if isinstance(process, Worker):
-                    process.thread.hang()
-                self.loop.call_later(fault.duration_s, self._thaw, process)
+                self.network.freeze(process)
+                self.loop.call_later(fault.duration_s, process.thaw)
             case FaultKind.HANG:
                 assert isinstance(process, Worker)
                 process.thread.hang()
@@ -218,21 +225,15 @@ class _World:
                     self.loop.call_later(fault.duration_s, process.thread.resume)
             case FaultKind.REPLACE:
                 assert isinstance(process, Worker)
-                process.thread.hang()
-                self.network.cut(fault.process)
+                self.network.freeze(process)
                 if f"{fault.process}'" not in self.network.processes:
                     self._start(f"{fault.process}'")
-                self.loop.call_later(fault.duration_s, self._thaw, process)
+                self.loop.call_later(fault.duration_s, process.thaw)
             case FaultKind.CUT:
                 self.network.cut(fault.process, fault.other)
                 self.loop.call_later(fault.duration_s, self.network.join, fault.process, fault.other)
             case FaultKind.RESET:
                 self.network.reset(fault.process, fault.other)
-
-    def _thaw(self, process: Process) -> None:
-        self.network.join(process.name)
-        if isinstance(process, Worker):
-            process.thread.resume()
 
     # What must hold.
 
@@ -273,11 +274,13 @@ class _World:
         for session_id, session in sessions.items():
             if session_id not in worker.servicer._callers and session not in self._orphans:
                 self._orphans[session] = None
-                self.loop.call_later(_ORPHAN_S, self._check_orphan, worker, session_id, session)
+                self.loop.call_later(
+                    _ORPHAN_S, self._check_orphan, worker, session_id, session, context=NOBODY
+                )
 
     def _check_orphan(self, worker: Target | Draft, session_id: str, session: object) -> None:
         del self._orphans[session]
-        if not worker.is_alive or worker.thread.stalled_s() > 0.0:
+        if not worker.is_alive or worker.thread.stalled_s() > 0.0 or worker.is_frozen:
             return  # it frees nothing now, nor has to
         if (
             worker.scheduler._sessions.get(session_id) is session
@@ -369,7 +372,7 @@ def _holdings(process: Process) -> Sequence[tuple[str, int]]:
                 ("places", service.environment.admission.num_held),
             )
         case Redis():
-            now_s = process.now_s
+            now_s = process.now_s()
             return [
                 (f"reservations of {incarnation}", pool.num_reserved(incarnation, now_s))
                 for pool in process.pools.values()

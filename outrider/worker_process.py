@@ -324,6 +324,8 @@ def record_from_info(
         max_num_waiting=info.max_num_waiting,
         dtype=info.dtype,
         num_model_parameters=info.num_model_parameters,
+        weights_fingerprint=info.weights_fingerprint,
+        numerics=info.numerics,
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any, Final, Literal, Self, get_args
 Pool = Literal["target", "draft"]
 WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
+_ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
+"""Fields that records of the release before do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class WorkerRecord:
     )
     zone: str = ""  # where it is, as the operator names places; empty: not told
     round_trips: str = ""  # of a draft worker: "ADDRESS=MICROSECONDS ..." of the targets it is connected to
+    # Two targets whose both strings are equal compute the same logits bit for bit. Empty: unknown, a worker of a
+    # release before these fields; unknown equals nothing but itself.
+    weights_fingerprint: str = ""  # outrider.checkpoint_fingerprint
+    numerics: str = ""  # outrider.engine.numerics: dtype, quantization, kernels, ranks, versions
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.worker_id) <= 64:
@@ -53,10 +59,16 @@ class WorkerRecord:
 
     @classmethod
     def from_fields(cls, stored: Mapping[str, str]) -> Self:
-        """Reads a stored hash. Raises ValueError when a field is missing or out of its bounds."""
+        """Reads a stored hash. Raises ValueError when a field is missing or out of its bounds.
+
+        During a rolling upgrade workers of the release before stand beside new ones: what these do not know of stays
+        unknown, and everything else works.
+        """
         values: dict[str, Any] = {}
         for each in fields(cls):
             if each.name not in stored:
+                if each.name in _ABSENT_BEFORE:
+                    continue
                 raise ValueError(f"field {each.name} is missing")
             value = stored[each.name]
             values[each.name] = int(value) if each.type == "int" else value

@@ -33,6 +33,8 @@ RECORD = WorkerRecord(
     max_num_seqs=8,
     dtype="bfloat16",
     num_model_parameters=14_000_000,
+    weights_fingerprint="89abcdef89abcdef89abcdef89abcdef",
+    numerics="bfloat16 ranks=1 cpu/avx512-bf16",
 )
 
 
@@ -58,6 +60,18 @@ async def workers(registry: Registry, pool: Pool = "target") -> tuple[WorkerReco
 class TestWorkerRecord:
     def test_a_stored_record_reads_back(self) -> None:
         assert WorkerRecord.from_fields(RECORD.to_fields()) == RECORD
+
+    def test_a_record_of_the_release_before_is_of_unknown_weights_and_numerics(self) -> None:
+        stored = RECORD.to_fields()
+        del stored["weights_fingerprint"], stored["numerics"]
+        assert WorkerRecord.from_fields(stored) == replace(RECORD, weights_fingerprint="", numerics="")
+
+    def test_a_record_without_any_other_field_is_refused(self) -> None:
+        for name in RECORD.to_fields().keys() - {"weights_fingerprint", "numerics"}:
+            stored = RECORD.to_fields()
+            del stored[name]
+            with pytest.raises(ValueError, match=name):
+                WorkerRecord.from_fields(stored)
 
     @pytest.mark.parametrize(
         "changes",

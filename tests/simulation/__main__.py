@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from tests.simulation.additions import draw
 from tests.simulation.minimize import minimize
-from tests.simulation.scenario import Scenario, draw
+from tests.simulation.scenario import Scenario
 from tests.simulation.world import Outcome, run
 
 _SEEDS_PER_TASK = 50

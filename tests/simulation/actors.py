@@ -7,23 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, cast
 
-import grpc
-
-from coordinator import grpc_api
-from coordinator.environment import Outside
-from coordinator.fallback import FallbackPolicy
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.service import GenerationService
-from coordinator.settings import CoordinatorSettings
-from coordinator.workers import WorkerChannels
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Action as DraftAction
 from draft_worker.messages import Event as DraftEvent
@@ -31,13 +20,11 @@ from draft_worker.messages import SendHints
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
 from outrider.engine.kv_cache import BlockAllocator
-from outrider.errors import OutriderError
 from outrider.telemetry import DraftMetrics, TargetMetrics
-from outrider.tokenizer import Tokenizer
 from outrider.worker_lease import WorkerLease
 from outrider.worker_process import record_from_info
 from outrider.worker_record import Pool, WorkerLoad
-from protos.outrider.v1 import common_pb2, draft_pb2, generation_pb2, hints_pb2, target_pb2
+from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2, target_pb2
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action as TargetAction
 from target_worker.messages import Event as TargetEvent
@@ -45,23 +32,15 @@ from target_worker.messages import WaitForHints
 from target_worker.scheduler import Scheduler
 from target_worker.server import TargetServicer
 from tests.draft_worker.fakes import FakeDraftModel
-from tests.simulation.network import Call, Method, Network, Process
+from tests.simulation.models import GrammarCompiler, TargetModel
+from tests.simulation.network import Method, Network, Process
 from tests.simulation.process import Host
 from tests.simulation.redis_process import RegistryClient
-from tests.target_worker.fakes import VOCAB_SIZE, FakeModel
+from tests.target_worker.fakes import VOCAB_SIZE
 
 FINGERPRINT: Final = "5" * 16
 MODEL: Final = "sim"
 
-
-_HASTY: Final = FallbackPolicy(
-    judge_after_spec_steps=3,
-    probe_spec_steps=3,
-    starved_after_steps=8,
-    pause_min_tokens=2,
-    pause_max_tokens=8,
-)
-"""Texts here are short; this way some of them come to be paused and probed, and followed by several draft workers."""
 
 Turn = tuple[float, Callable[[float], list[Any]]]
 """A step: how long it takes, and what is to be done when it has been run (told the time), which gives actions."""
@@ -176,11 +155,6 @@ def _draft_metrics() -> DraftMetrics:
     return DraftMetrics(MODEL, "sim")
 
 
-@cache
-def _coordinator_metrics() -> CoordinatorMetrics:
-    return CoordinatorMetrics()
-
-
 class Worker(Process, ABC):
     """What both kinds have in common: a thread, a lease, a drained end."""
 
@@ -248,13 +222,20 @@ class Target(Worker):
         life: int,
         shape: WorkerShape,
         on_step: Callable[[Target], None],
+        weights: int = 0,
     ) -> None:
         super().__init__(name, network, host, life, shape, shape.limits.max_num_seqs)
+        self.weights = weights
+        self.is_doomed = False
+        self.info.weights_fingerprint = f"weights {weights}"
+        self.info.numerics = "letters"
         self.allocator = BlockAllocator(shape.num_blocks, 4)
         self.scheduler = Scheduler(shape.limits, self.allocator, VOCAB_SIZE)
-        self._model = FakeModel(shape.num_blocks * 4)
+        self._model = TargetModel(shape.num_blocks * 4, weights)
         self._on_step = on_step
-        self.servicer = TargetServicer(self.info, _target_metrics(), cast(Any, None), now=self.now_s)
+        self.servicer = TargetServicer(
+            self.info, _target_metrics(), cast(Any, GrammarCompiler()), now=self.now_s
+        )
         self.thread = SimulatedThread(network, self, self._handle, self._begin, self.servicer.dispatch)
         self.servicer.bind(cast(Any, self.thread))
         self.methods = {
@@ -315,8 +296,9 @@ class Draft(Worker):
         self.allocator = BlockAllocator(400, 4)
         self.scheduler = DraftScheduler(shape.draft_limits, self.allocator, VOCAB_SIZE)
         self._model = FakeDraftModel(1600, shape.alignment)
+        compiler = cast(Any, GrammarCompiler(is_coordinator=True))
         dial = partial(network.dial, self, method="Hints/Exchange", response_type=hints_pb2.CommitFrame)
-        self.servicer = DraftServicer(self.info, self.scheduler, _draft_metrics(), cast(Any, None), dial)
+        self.servicer = DraftServicer(self.info, self.scheduler, _draft_metrics(), compiler, dial)
         self.thread = SimulatedThread(network, self, self._handle, self._begin, self._dispatch)
         self.servicer.bind(cast(Any, self.thread))
         self.methods = {
@@ -351,98 +333,3 @@ class Draft(Worker):
             return actions
 
         return duration_s, finish
-
-
-class Letters:
-    """A tokenizer: one letter for each token."""
-
-    fingerprint = FINGERPRINT
-    has_chat_template = True
-    vocab_size = VOCAB_SIZE
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join("abcde"[token_id] for token_id in token_ids)
-
-
-class _Channels:
-    """`WorkerChannels` over the simulated network."""
-
-    def __init__(self, network: Network, process: Process) -> None:
-        self._network, self._process = network, process
-
-    def generate(
-        self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
-    ) -> Call:
-        return self._network.stream(
-            self._process, address, "Target/Generate", request, target_pb2.GenerateEvent, timeout_s
-        )
-
-    def attach(
-        self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
-    ) -> Call:
-        return self._network.stream(
-            self._process, address, "Draft/Attach", request, draft_pb2.AttachStatus, timeout_s
-        )
-
-    async def set_speculation(
-        self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float
-    ) -> None:
-        await self._network.unary(
-            *(self._process, address, "Target/SetSpeculation", request),
-            *(target_pb2.SetSpeculationResponse, timeout_s),
-        )
-
-    async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class Coordinator(Process):
-    """One replica, with its gRPC edge."""
-
-    def __init__(
-        self,
-        name: str,
-        network: Network,
-        host: Host,
-        life: int,
-        settings: CoordinatorSettings,
-        seed: int,
-    ) -> None:
-        super().__init__(name, network.loop, host)
-        self._num_ids = 0
-        self._name = f"{name}/{life}"
-        self._outside = Outside(
-            tokenizer=cast(Tokenizer, Letters()),
-            channels=cast(WorkerChannels, _Channels(network, self)),
-            metrics=_coordinator_metrics(),
-            registry=RegistryClient(network, self),
-            now_s=self.now_s,
-            chance=random.Random(f"{seed}/{name}/{life}"),
-            new_id=self._new_id,
-            policy=_HASTY,
-        )
-        self.service = GenerationService(settings, outside=self._outside)
-        self.methods = {
-            "Generation/Generate": Method(
-                self._generate, generation_pb2.GenerationRequest, generation_pb2.GenerationChunk
-            )
-        }
-
-    async def live(self) -> None:
-        async with self.service:
-            await asyncio.get_running_loop().create_future()
-
-    def _new_id(self) -> str:
-        self._num_ids += 1
-        return f"{self._name}/{self._num_ids}"
-
-    async def _generate(
-        self, request: generation_pb2.GenerationRequest, context: Any
-    ) -> AsyncIterator[generation_pb2.GenerationChunk]:
-        try:
-            async with aclosing(grpc_api.generate(self.service, request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except OutriderError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)

@@ -107,7 +107,7 @@ class Call:
         self, network: Network, client: Process, address: str, method: str, timeout_s: float | None
     ) -> None:
         self._network = network
-        self._method_name = method
+        self.method_name = method
         self.client, self.host = client, address.partition(":")[0]
         self.server: Process | None = None
         self._to_client = _Inbox(partial(self._give_room, to_server=False))
@@ -194,7 +194,7 @@ class Call:
     def _accept(self, server: Process, payload: bytes | None) -> None:
         if self.is_over or not server.is_alive:
             return
-        method = server.methods[self._method_name]
+        method = server.methods[self.method_name]
         self.server = server
         server.calls[self] = None
         self._handling = server.start(self._handle(server, method, payload))
@@ -217,7 +217,7 @@ class Call:
             code, details = error.code, error.details
             end = lambda: _raise(code, details)  # noqa: E731
         except Exception as error:
-            self._network.on_bug(f"{self._method_name} of {server.name} raised {error!r}", error)
+            self._network.on_bug(f"{self.method_name} of {server.name} raised {error!r}", error)
             end = lambda: _raise(grpc.StatusCode.UNKNOWN, "a bug")  # noqa: E731
         finally:
             server.calls.pop(self, None)
@@ -238,9 +238,16 @@ class Call:
 
     # Flow control.
 
+    @property
+    def waits_for_reader(self) -> object:
+        """What the server waits for until its client reads; None where it does not wait."""
+        return self._has_room.get(False)
+
     async def _until_room(self, *, to_server: bool) -> None:
         while self._num_unread[to_server] >= self._network.window and not self.is_over:
             self._has_room[to_server] = asyncio.get_running_loop().create_future()
+            if not to_server:
+                self._network.on_blocked(self)
             await self._has_room[to_server]
         self._num_unread[to_server] += 1
 

@@ -55,6 +55,7 @@ class Network:
     _cuts: set[tuple[str, str]] = field(default_factory=set)  # from whom, to whom
     _held: list[Held] = field(default_factory=list)  # by cuts, in the order in which it came
     num_messages: int = 0
+    on_blocked: Callable[[Call], None] = lambda call: None  # a server waits for its client to read
 
     def arrival_s(self, not_before_s: float) -> float:
         """When what is sent now arrives, behind what the stream has sent before."""

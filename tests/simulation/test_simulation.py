@@ -23,9 +23,9 @@ from protos.outrider.v1 import generation_pb2
 from target_worker.scheduler import Scheduler
 from target_worker.session import Session
 from tests.simulation.__main__ import explain, run_in_parallel
+from tests.simulation.additions import draw
 from tests.simulation.minimize import minimize
 from tests.simulation.registry import PoolModel
-from tests.simulation.scenario import draw
 from tests.simulation.world import run
 
 NUM_SEEDS = int(os.environ.get("OUTRIDER_SIMULATION_SEEDS", "1000"))

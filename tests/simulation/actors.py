@@ -227,7 +227,7 @@ class Target(Worker):
         super().__init__(name, network, host, life, shape, shape.limits.max_num_seqs)
         self.weights = weights
         self.is_doomed = False
-        self.info.weights_fingerprint = f"weights {weights}"
+        self.info.weights_fingerprint = self.fingerprint_of(weights)
         self.info.numerics = "letters"
         self.allocator = BlockAllocator(shape.num_blocks, 4)
         self.scheduler = Scheduler(shape.limits, self.allocator, VOCAB_SIZE)
@@ -252,6 +252,11 @@ class Target(Worker):
                 self.servicer.Exchange, hints_pb2.HintFrame, hints_pb2.CommitFrame, takes_stream=True
             ),
         }
+
+    @staticmethod
+    def fingerprint_of(weights: int) -> str:
+        """As the worker announces it."""
+        return f"weights {weights}"
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.wait_ms)

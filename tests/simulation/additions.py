@@ -89,7 +89,7 @@ def _add_rush(scenario: Scenario, chance: random.Random) -> Scenario:
 
 
 def _add_keys(scenario: Scenario, chance: random.Random) -> Scenario:
-    limit = chance.choice((None, 6.0, 30.0))
+    limit = chance.choice((None, 30.0) if len(scenario.requests) > 5 else (None, 2.0))
     return replace(scenario, requests_per_minute=limit)
 
 
@@ -141,11 +141,25 @@ def _draw_death(scenario: Scenario, chance: random.Random) -> Fault:
     return Fault(chance.uniform(0.0, SPAN_S), FaultKind.KILL, name, chance.choice((0.3, 2.0)))
 
 
+def _end_coordinators_during(scenario: Scenario, chance: random.Random, request: Request) -> Scenario:
+    """All of them, soon after a request has come that takes a while; now and then Redis has just forgotten it."""
+    at_s = request.at_s + chance.choice((0.1, 0.4, 1.0, 2.0))
+    faults = [
+        Fault(at_s + chance.uniform(0.0, 0.1), FaultKind.KILL, f"c{i}", 0.3)
+        for i in range(scenario.num_coordinators)
+    ]
+    if chance.random() < 0.5:
+        faults.append(Fault(at_s - 0.05, FaultKind.EMPTY, REDIS, 0.0))
+    return _with_faults(scenario, (*scenario.faults, *faults))
+
+
 def _add_drawn_seeds(scenario: Scenario, chance: random.Random) -> Scenario:
-    changed = _change(
-        scenario, chance, lambda each: replace(each, is_seed_drawn=True, seed=0), 0.6, _is_plain
-    )
-    return _with_faults(changed, (*scenario.faults, _draw_death(scenario, chance)))
+    def sampled(each: Request) -> Request:
+        return replace(each, is_seed_drawn=True, seed=0)
+
+    changed = _change(scenario, chance, sampled, 0.6, _is_plain)
+    drawn = [each for each in changed.requests if each.is_seed_drawn]
+    return _end_coordinators_during(changed, chance, chance.choice(drawn)) if drawn else changed
 
 
 def _add_reused_id(scenario: Scenario, chance: random.Random) -> Scenario:
@@ -171,7 +185,7 @@ def _add_reused_id(scenario: Scenario, chance: random.Random) -> Scenario:
     # Both send their body each time that they come: nobody can tell apart two who only give the id.
     requests = [replace(each, request_id=first.name) if each is first else each for each in scenario.requests]
     again = replace(scenario, requests=(*requests, second))
-    return _with_faults(again, (*scenario.faults, _draw_death(scenario, chance)))
+    return _end_coordinators_during(again, chance, chance.choice((first, second)))
 
 
 def _add_liar(scenario: Scenario, chance: random.Random) -> Scenario:
@@ -232,8 +246,11 @@ def _add_long_stop(scenario: Scenario, chance: random.Random) -> Scenario:
     return _with_faults(slow, (*calm, stop))
 
 
-def _as_it_is(scenario: Scenario, chance: random.Random) -> Scenario:
-    return scenario
+def _add_skewed_clocks(scenario: Scenario, chance: random.Random) -> Scenario:
+    """Matters where two processes have lived under one id."""
+    name = f"t{chance.randrange(scenario.num_targets)}"
+    replaced = Fault(chance.uniform(0.5, SPAN_S / 2), FaultKind.REPLACE, name, chance.choice((2.0, 7.0, 9.0)))
+    return _with_faults(scenario, (*scenario.faults, replaced))
 
 
 _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] = {
@@ -254,6 +271,6 @@ _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] 
     Feature.POISON: _add_poison,
     Feature.LONG_STOP: _add_long_stop,
     Feature.WEIGHTS: _add_weights,
-    Feature.SKEWED_CLOCKS: _as_it_is,
+    Feature.SKEWED_CLOCKS: _add_skewed_clocks,
 }
 """In the order in which they are added."""

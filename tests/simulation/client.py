@@ -175,9 +175,9 @@ class Client:
         choice.token_ids += chunk.token_ids
         choice.text += chunk.text
         if self.request.has_logprobs:
-            right = [logprob_of(token_id) for token_id in chunk.token_ids]
-            if [each.logprob for each in chunk.logprobs] != right:
-                self.wrong(f"got log probabilities {chunk.logprobs}, right are {right}")
+            got = [each.logprob for each in chunk.logprobs]
+            if got != (expected := [logprob_of(token_id) for token_id in chunk.token_ids]):
+                self.wrong(f"got log probabilities {got}, right are {expected}")
         answers = self._fitting(chunk.index)
         if answers:
             self._check_end(chunk, choice, answers)

@@ -71,7 +71,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._no_input.now_s
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """A thread's work: done at once, known when as much time has passed as it says that it took."""
         answer: asyncio.Future[Any] = self.create_future()
         self.work_s = 0.0
@@ -101,9 +103,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def put_back(self, stopped: Stopped) -> None:
         """What was due meanwhile comes before anything else, late as it is."""
         now_s = self.time()
-        self._ready.extend(each for each in stopped.due if not each._cancelled)  # type: ignore[attr-defined]
+        self._ready.extend(each for each in stopped.due if not each._cancelled)
         for timer in stopped.later:
-            if timer._cancelled:  # type: ignore[attr-defined]
+            if timer._cancelled:
                 continue
             if timer.when() <= now_s:
                 self._ready.append(timer)

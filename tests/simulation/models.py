@@ -18,8 +18,7 @@ from outrider.grammar import GrammarViolation
 from outrider.randomness import mix
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from outrider.token_logprobs import TokenLogprobs
-from target_worker.messages import Step, StepResult
-from target_worker.step_items import StepItem
+from target_worker.messages import Step, StepItem, StepResult
 from tests.simulation.clock import SimulatedLoop
 from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, seed_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from coordinator import grpc_api
 from coordinator.generation_request import GenerationSpec
+from coordinator.journal import Journal, JournalEntry
 from coordinator.rate_limits import RateLimits
-from coordinator.resumption import Resumption
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import generation_pb2
 from target_worker import server
@@ -16,7 +16,7 @@ from target_worker.messages import StartSession
 from tests.simulation.actors import Target
 from tests.simulation.features import Feature
 
-CHUNK, PARSE_GENERATE = grpc_api._chunk, server.parse_generate
+CHUNK, PARSE_GENERATE, LOAD = grpc_api._chunk, server.parse_generate, Journal.load
 
 
 def sample_all_choices_alike(self: GenerationSpec, index: int) -> SamplingParams:
@@ -37,8 +37,8 @@ def forget_the_grammar(*arguments: Any) -> StartSession:
 async def let_everybody_in(self: RateLimits, *arguments: Any, **named: Any) -> None: ...
 
 
-def take_all_for_shown(self: Resumption, index: int) -> list[int]:
-    return list(self.token_ids[index])
+async def make_up_what_is_not_there(self: Journal, request_id: str) -> JournalEntry | None:
+    return await LOAD(self, request_id) or JournalEntry("grpc", b"")
 
 
 def announce_the_same_weights(weights: int) -> str:
@@ -56,8 +56,8 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
         *(Feature.GRAMMAR, server, "parse_generate", forget_the_grammar, "tokens"),
     ),
     "a tenant's limit is not kept": (*(Feature.KEYS, RateLimits, "admit", let_everybody_in, "its limit"),),
-    "what the journal has is taken for what the client has": (
-        *(Feature.JOURNAL_LOSS, Resumption, "known", take_all_for_shown, "tokens"),
+    "a stream that the journal has lost is gone on with": (
+        *(Feature.JOURNAL_LOSS, Journal, "load", make_up_what_is_not_there, "failed"),
     ),
     "a worker announces other weights than it has": (
         *(Feature.WEIGHTS, Target, "fingerprint_of", staticmethod(announce_the_same_weights), "I2"),

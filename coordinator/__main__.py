@@ -26,6 +26,7 @@ from typing import Final
 
 from coordinator.haproxy_launcher import LOOPBACK
 from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
+from coordinator.ray_environment import ray_environment
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
 from outrider.api_keys import KeyFile
 from outrider.errors import ConfigurationError, OutriderError
@@ -179,26 +180,11 @@ def _announce(settings: CoordinatorSettings, listen: Listen, proxy: Proxy) -> No
 
 
 def _prepare_ray_environment(chosen: Chosen) -> None:
-    os.environ.update(chosen.environment)
-    # Without an explicit mode Ray writes a token into the home directory. Ours lives as long as the process.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if os.environ["RAY_AUTH_MODE"] == "token":
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    # Ray's own metrics would be on ports for everybody, without its token. The latter two take no "none": a port that
-    # cannot be is an error in their logs and no listener.
-    os.environ.setdefault("RAY_enable_metrics_collection", "false")
-    os.environ.setdefault("DASHBOARD_METRIC_PORT", "-1")
-    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-    # Ray's workers yield to everybody else (niceness 15). On a machine that is busy computing, which is what overload
-    # means, refusals would come after many seconds and answers would stutter.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Replicas import our packages from wherever this process found them.
     root = str(Path(__file__).resolve().parent.parent)
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *others])
+    environment, told = ray_environment(os.environ, chosen.environment, root, secrets.token_hex(32))
+    for sentence in told:
+        print(f"coordinator: {sentence}", file=sys.stderr)
+    os.environ.update(environment)
 
 
 def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
@@ -261,6 +247,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
                         "ports (HAProxy only); the files may be replaced at any time")  # fmt: skip
     parser.add_argument("--require-client-certificates", action="store_true",
                         help="with --tls-dir: clients, too, need a certificate that ca.crt signed")  # fmt: skip
+    parser.add_argument("--require-worker-ids", action="store_true",
+                        help="with --tls-dir: use no worker whose certificate does not name its id (`outrider "
+                        "certificates --worker`); without it one that names no id may announce every one")  # fmt: skip
     parser.add_argument("--insecure", action="store_true",
                         help="serve on another --host than this machine's own without --api-keys")  # fmt: skip
     parser.add_argument(
@@ -307,6 +296,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     parser.add_argument("--target-silence-max", type=float, default=20.0, metavar="SECONDS",
                         help="without a word from the target worker of a text; then the worker counts as lost and "
                         "another goes on (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--client-stall-max", type=float, default=30.0, metavar="SECONDS",
+                        help="that output may wait for a client that does not read it; then the request ends, and can "
+                        "be resumed, and a connection that takes nothing is closed (default: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--ray-temp-dir", type=Path, help="Ray's files; short (default: a new folder in /tmp)"
     )
@@ -324,6 +316,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         )
     if given.require_client_certificates and given.tls_dir is None:
         parser.error("--require-client-certificates needs --tls-dir")
+    if given.require_worker_ids and given.tls_dir is None:
+        parser.error("--require-worker-ids needs --tls-dir")
     if given.num_replicas < 1:
         parser.error("--num-replicas must be at least 1")
     try:
@@ -336,6 +330,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             log_path=f"/proc/{os.getpid()}/fd/2" if sys.platform == "linux" else None,
             logs_requests=given.log_requests,
             tls_dir=str(given.tls_dir.absolute()) if given.tls_dir else None,
+            require_worker_ids=given.require_worker_ids,
             api_keys_file=str(given.api_keys.absolute()) if given.api_keys else None,
             served_model_names=tuple(given.served_model_name),
             chat_template=given.chat_template.read_text(encoding="utf-8") if given.chat_template else None,
@@ -346,6 +341,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
             tenant_weights=tuple(given.tenant_weight),
             deadline_default_s=given.request_timeout,
             target_silence_max_s=given.target_silence_max,
+            client_stall_max_s=given.client_stall_max,
             metrics_port=given.metrics_port,
             is_metrics_insecure=given.insecure,
             metrics_host=given.host,

@@ -4,6 +4,10 @@ A text is sent to a target when there is a place for it, and waits here until th
 tenants' shares decide (`coordinator.fair_queue`), and whichever target has room first takes it. One that would wait for
 longer than it may is refused before any work, and told when to come back.
 
+Every free slot is offered in the order of turns. A sequence is passed only by those that fit where it does not: a long
+one waits for a roomy target, and of every slot there it has the first refusal before those behind it; short ones behind
+it are not kept from the other targets, however many long ones there are.
+
 Invariant: a `Place` is reserved until it is left, and one that nobody took is left at once.
 """
 
@@ -18,6 +22,7 @@ from typing import Final
 from coordinator.fair_queue import URGENT, FairQueue, Ticket
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
+from coordinator.slot_search import Restrictions, SlotSearch
 from outrider.background import end_tasks
 from outrider.errors import DeadlineExceeded, Overloaded, Unavailable
 from outrider.turnover import Turnover, retry_after_s
@@ -27,8 +32,6 @@ TICK_S: Final = 0.1
 """How often is looked for places that came free elsewhere."""
 URGENT_WAIT_S: Final = 1.0
 """A text that has begun waits as long at a time; then there may be targets for it that it had left before."""
-_TURNS_TRIED_MAX: Final = 8
-"""Tickets that are tried where the first one fits no target that has room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +45,9 @@ class Wish:
     token: str  # of its reservation, never the same twice
     since_s: float  # when it first wanted one
     deadline_s: float
+    # What decides which targets `rank` names, beside who is alive: they take so many tokens, and these keep some away.
+    num_tokens: int
+    restrictions: Callable[[], Restrictions]
 
     @property
     def is_urgent(self) -> bool:
@@ -55,6 +61,7 @@ class Place:
     target: WorkerRecord
     token: str
     since_s: float
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -134,6 +141,10 @@ class Admission:
             is_taken = True
             return place
         except TimeoutError:
+            # In time after all: the timer fired first on a loop that had been held up.
+            if (place := _given(answer)) is not None:
+                is_taken = True
+                return place
             if wish.is_urgent and self._now_s() < wish.deadline_s:
                 return None
             raise self._came_too_late(line, wish) from None
@@ -147,6 +158,7 @@ class Admission:
         self._router.close_session(place.target)
         line = self._line(model)
         line.num_held -= 1
+        line.queue.leave_slot(place.tenant)
         line.turnover.leave(self._now_s() - place.since_s)
         self._reservations.give_back(place.target, place.token)
 
@@ -154,17 +166,23 @@ class Admission:
         """What a tenant is served decides whose turn comes next."""
         self._line(model).queue.count_output(tenant, num_tokens)
 
-    def shed_for(self, model: str, newcomer: Ticket) -> bool:
-        """Refuses a text that waits and is less entitled than a newcomer. False when there is none."""
+    def shed_for(self, model: str, newcomer: Ticket, num: int = 1) -> bool:
+        """Refuses `num` sequences that wait and are less entitled than those of a newcomer, and with them the rest of
+        their requests. False, and nobody is refused, when there are not so many."""
         line = self._line(model)
-        ticket = line.queue.less_entitled_than(newcomer)
-        if ticket is None:
+        shed: list[Ticket] = []
+        while len(shed) < num and (ticket := line.queue.less_entitled_than(newcomer)) is not None:
+            line.queue.remove(ticket)
+            shed.append(ticket)
+        if len(shed) < num:
+            for ticket in shed:
+                line.queue.push(ticket)
             return False
-        line.queue.remove(ticket)
         refusal = Overloaded("there is no room to wait, and others come first", self.retry_after_s(model))
-        _, answer = line.waiting[ticket]
-        if not answer.done():
-            answer.set_exception(refusal)
+        for ticket in shed:
+            _, answer = line.waiting[ticket]
+            if not answer.done():
+                answer.set_exception(refusal)
         return True
 
     def retry_after_s(self, model: str) -> float:
@@ -234,8 +252,10 @@ class Admission:
             return None
         router.open_session(target)
         line.num_held += 1
+        tenant = wish.ticket.tenant
+        line.queue.take_slot(tenant)
         line.queue.begin(wish.ticket)
-        return Place(target, wish.token, self._now_s())
+        return Place(target, wish.token, self._now_s(), tenant)
 
     async def _give_out(self, line: _Line) -> None:
         """Until nobody waits."""
@@ -248,19 +268,21 @@ class Admission:
 
     async def _give_one(self, line: _Line) -> bool:
         """False when nobody can have a place now."""
-        full: set[frozenset[str]] = set()
-        for ticket in line.queue.turns(_TURNS_TRIED_MAX):
-            if ticket not in line.queue:  # it has left while another one was tried
+        search = SlotSearch()
+        for ticket in line.queue.turns():
+            if ticket not in line.waiting:  # it has left while another one was tried
                 continue
             wish, answer = line.waiting[ticket]
             if answer.done():  # nobody waits for it any more; its task has not come to say so
+                if ticket not in line.queue:  # it has been answered
+                    continue
                 line.queue.remove(ticket)
                 return True
-            ranked = wish.rank()
-            candidates = frozenset(worker.incarnation for worker in ranked)
-            if candidates in full:
+            restrictions = wish.restrictions()
+            if search.is_in_vain(wish.num_tokens, restrictions):
                 continue
-            place = await self._take(line, wish, ranked)
+            ranked = wish.rank()
+            place = await self._take(line, wish, search.not_full(ranked))
             if answer.done():
                 if place is not None:
                     self.leave(wish.model, place)
@@ -269,8 +291,21 @@ class Admission:
                 line.queue.remove(ticket)
                 answer.set_result(place)
                 return True
-            full.add(candidates)
+            search.found_full(wish.num_tokens, restrictions, ranked)
+            shortest = _shortest(line, restrictions)
+            if shortest is not None:
+                search.look_shorter(restrictions, shortest.rank())
         return False
+
+
+def _shortest(line: _Line, restrictions: Restrictions) -> Wish | None:
+    """Of the sequences that wait and are restricted so."""
+    alike = (
+        wish
+        for wish, answer in line.waiting.values()
+        if not answer.done() and wish.restrictions() == restrictions
+    )
+    return min(alike, key=lambda wish: wish.num_tokens, default=None)
 
 
 def _given(answer: asyncio.Future[Place | None]) -> Place | None:

@@ -21,6 +21,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from coordinator import grpc_api
 from coordinator.generation_request import Origin
+from coordinator.grpc_ingress import Pace
 from coordinator.http_api import create_app
 from coordinator.metrics import serve_replica
 from coordinator.service import GenerationService
@@ -61,6 +62,13 @@ class Coordinator:
 
     async def __del__(self) -> None:
         await self._service.__aexit__()
+
+    @property
+    def pace(self) -> Pace:
+        """What clients over gRPC are held to."""
+        environment = self._service.environment
+        on_cut = environment.metrics.slow_readers.labels("connection").inc
+        return Pace(environment.settings.client_stall_max_s, on_cut)
 
     async def Generate(
         self, request: generation_pb2.GenerationRequest, grpc_context: RayServegRPCContext
@@ -130,9 +138,9 @@ def application(args: Mapping[str, Any]) -> Any:
 
     args: fields of `CoordinatorSettings`. What is a secret, or the same for all of an installation, comes from the
     environment where it is not given: OUTRIDER_REDIS_URL or OUTRIDER_REDIS_URL_FILE, OUTRIDER_API_KEYS and
-    OUTRIDER_TLS_DIR; OUTRIDER_INSECURE=1, without which there have to be API keys; and OUTRIDER_METRICS_INSECURE=1,
-    without which a metrics port beside keys has to have certificates. Replicas are the configuration's
-    (`deployments`). Raises ValueError.
+    OUTRIDER_TLS_DIR; OUTRIDER_REQUIRE_WORKER_IDS=1; OUTRIDER_INSECURE=1, without which there have to be API keys; and
+    OUTRIDER_METRICS_INSECURE=1, without which a metrics port beside keys has to have certificates. Replicas are the
+    configuration's (`deployments`). Raises ValueError.
     """
     known = {field.name for field in fields(CoordinatorSettings)}
     if unknown := sorted(args.keys() - known):
@@ -147,6 +155,7 @@ def application(args: Mapping[str, Any]) -> Any:
         "redis_url": url,
         "api_keys_file": os.environ.get("OUTRIDER_API_KEYS"),
         "tls_dir": os.environ.get("OUTRIDER_TLS_DIR"),
+        "require_worker_ids": os.environ.get("OUTRIDER_REQUIRE_WORKER_IDS") == "1",
         "is_metrics_insecure": os.environ.get("OUTRIDER_METRICS_INSECURE") == "1",
         **args,
     }

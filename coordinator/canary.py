@@ -18,7 +18,7 @@ from coordinator.statistics import RequestTimes, SpeculationCounts, times_to_jso
 from outrider.canary.plan import ANY_DRAFT, ArmName, Assignment, Canary, CanaryState, DraftChoice
 from outrider.canary.statistics import ArmStatistics, Count, RequestFigures
 from outrider.canary.store import Batch, CanaryView
-from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded
+from outrider.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, Overloaded
 
 _NO_CANARY: Final = CanaryView(0)
 
@@ -127,7 +127,11 @@ def count_of(error: BaseException) -> Count:
         return Count.LEFT
     if isinstance(error, DeadlineExceeded):
         return Count.LATE
-    return Count.REFUSED if isinstance(error, InvalidRequest | NotFound | Overloaded) else Count.FAILED
+    return (
+        Count.REFUSED
+        if isinstance(error, InvalidRequest | NotFound | Conflict | Overloaded)
+        else Count.FAILED
+    )
 
 
 def figures_of(finished: RequestFinished) -> RequestFigures:

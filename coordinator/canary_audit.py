@@ -130,7 +130,13 @@ def plain_spec(spec: GenerationSpec) -> GenerationSpec:
         request, speculation=speculation, priority=PRIORITY_MAX, tenant=_TENANT, canary_key=""
     )
     return dataclasses.replace(
-        spec, request=request, span=NO_SPAN, assignment=None, drafts=ANY_DRAFT, is_background=True
+        spec,
+        request=request,
+        span=NO_SPAN,
+        assignment=None,
+        drafts=ANY_DRAFT,
+        is_background=True,
+        run=spec.run.again(),
     )
 
 

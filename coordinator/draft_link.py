@@ -17,6 +17,7 @@ import grpc.aio
 
 from coordinator.environment import Environment
 from coordinator.routing import WorkerKey, key_of
+from coordinator.silence import SilenceWatch, is_own_loss
 from coordinator.workers import describe, remaining_ms, remaining_s
 from outrider.canary.plan import DraftChoice
 from outrider.worker_record import WorkerRecord
@@ -36,6 +37,7 @@ class LinkedSession:
     speculation: common_pb2.SpeculationParams
     num_prompt_tokens: int
     num_tokens_max: int  # prompt and output
+    cache_salt: str = ""  # as the target got it
     drafts: DraftChoice  # the workers that may follow
     deadline_s: float  # on the environment's clock
     traceparent: str = ""  # of the request's span
@@ -115,28 +117,43 @@ class DraftLink:
             num_prompt_tokens=session.num_prompt_tokens,
             speculation=session.speculation,
             deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),
+            cache_salt=session.cache_salt,
         )
         timeout_s = remaining_s(session.deadline_s, environment.now_s())
         call = environment.channels.attach(worker.address, request, timeout_s, session.traceparent)
+        watch = SilenceWatch(call.cancel, environment.settings.draft_silence_max_s, environment.lag)
         try:
+            watch.start()
             while True:
-                async with asyncio.timeout(environment.settings.draft_silence_max_s):
-                    status = await call.read()
+                watch.begin()
+                status = await call.read()
+                watch.end()
                 if not isinstance(status, draft_pb2.AttachStatus):  # end of the stream
                     return False
                 if status.num_sent_nodes:
                     environment.router.has_served(worker)
                 if status.is_finished:
                     return True
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            reason = describe(error) if isinstance(error, grpc.aio.AioRpcError) else "silent for too long"
-            _log.info("draft worker %s let go of %s: %s", worker.worker_id, session.session_id, reason)
-            environment.metrics.attach_failures.inc()
-            if not (isinstance(error, grpc.aio.AioRpcError) and error.code() in _HEALTHY_REFUSALS):
-                environment.router.pass_over(worker, environment.now_s())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not watch.has_cancelled or (task is not None and task.cancelling()):
+                raise  # the attachment is let go of
+            self._lose(worker, "silent for too long", is_its_fault=True)
+            return False
+        except grpc.aio.AioRpcError as error:
+            is_well = error.code() in _HEALTHY_REFUSALS or is_own_loss(error, environment.lag)
+            self._lose(worker, describe(error), is_its_fault=not is_well)
             return False
         finally:
+            watch.stop()
             call.cancel()
+
+    def _lose(self, worker: WorkerRecord, reason: str, *, is_its_fault: bool) -> None:
+        environment = self._environment
+        _log.info("draft worker %s let go of %s: %s", worker.worker_id, self._session.session_id, reason)
+        environment.metrics.attach_failures.inc()
+        if is_its_fault:
+            environment.router.pass_over(worker, environment.now_s())
 
 
 # Answers of a worker that is well and only cannot take this session.

@@ -12,14 +12,19 @@ from typing import Self
 
 from coordinator.acceptance_watch import AcceptanceWatch
 from coordinator.admission import Admission
+from coordinator.concurrency_limits import ConcurrencyLimits
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.poison import PoisonRecord
 from coordinator.priors import PriorTable
 from coordinator.rate_limits import RateLimits
 from coordinator.reservations import Reservations
 from coordinator.routing import Router
 from coordinator.settings import CoordinatorSettings
+from coordinator.worker_identity import WorkerIdentities
+from coordinator.worker_threads import WorkerThreads
 from coordinator.workers import WorkerChannels
+from outrider.loop_lag import LoopLag
 from outrider.registry import RegistryCalls
 from outrider.tls import Dialer, Role, TlsFiles, check_role
 from outrider.tokenizer import Tokenizer
@@ -34,6 +39,7 @@ class Outside:
     tokenizer: Tokenizer
     channels: WorkerChannels
     metrics: CoordinatorMetrics
+    identities: WorkerIdentities = field(default_factory=lambda: WorkerIdentities(None, time.monotonic))
     registry: RegistryCalls | None = None  # None: the Redis of the settings, for workers and for priors
     now_s: Callable[[], float] = time.monotonic
     chance: random.Random = field(default_factory=random.Random)
@@ -47,9 +53,11 @@ class Outside:
         files = None if settings.tls_dir is None else TlsFiles(Path(settings.tls_dir))
         if files is not None:
             check_role(files.current(), Role.COORDINATOR)
+        identities = WorkerIdentities(files, time.monotonic, requires_ids=settings.require_worker_ids)
         return cls(
             tokenizer=tokenizer,
-            channels=WorkerChannels(Dialer(files)),
+            channels=WorkerChannels(Dialer(files), identities.name_at),
+            identities=identities,
             metrics=CoordinatorMetrics(files),
             tracing=Tracing.to(settings.otlp_endpoint, "outrider-coordinator", uuid.uuid4().hex[:8]),
         )
@@ -73,4 +81,8 @@ class Environment:
     priors: PriorTable = field(default_factory=PriorTable)
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
+    poison: PoisonRecord = field(default_factory=PoisonRecord)
+    concurrency: ConcurrencyLimits = field(default_factory=lambda: ConcurrencyLimits(None, time.monotonic))
     tracing: Tracing = OFF
+    threads: WorkerThreads = field(default_factory=WorkerThreads)  # for what would hold up the event loop
+    lag: LoopLag = field(default_factory=LoopLag)  # of the event loop that all of this runs on

@@ -11,7 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from coordinator.body_parts import FIRST_ERROR_ONLY, Body, Listed
-from coordinator.generation_request import CANARY_KEY_CHARS_MAX, PRIORITY_MAX, TENANT_CHARS_MAX, UINT32_MAX
+from coordinator.generation_request import (
+    CACHE_SALT_CHARS_MAX,
+    CANARY_KEY_CHARS_MAX,
+    PRIORITY_MAX,
+    TENANT_CHARS_MAX,
+    UINT32_MAX,
+)
 from coordinator.structured_output import ResponseFormat, StructuredOutputs
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import AcceptanceRule, GrammarSpec, SamplingParams, SpeculationSettings
@@ -81,8 +87,10 @@ class GenerationBody(Body):
     prompt_cache_key: Annotated[str, Field(max_length=CANARY_KEY_CHARS_MAX)] | None = (
         None  # picks a canary's arm
     )
+    # The prompt shares its KV with the tenant's requests of the same salt alone.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)] | None = None
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None  # lower goes first
-    deadline_ms: Annotated[int, Field(ge=1)] | None = None  # of the whole answer, from arrival
+    deadline_ms: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None  # of the whole answer, from arrival
     request_id: str | None = None
     return_token_ids: bool | None = None
     speculation: Speculation = Field(default_factory=Speculation)
@@ -122,6 +130,7 @@ class GenerationBody(Body):
             "speculation": speculation,
             "is_detailed": self.speculation.detail,
             "tenant": self.user or "",
+            "cache_salt": self.cache_salt or "",
             "canary_key": self.prompt_cache_key or self.user or "",
             "priority": self.priority or 0,
             "deadline_s": None if self.deadline_ms is None else self.deadline_ms / 1e3,

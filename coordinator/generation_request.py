@@ -7,18 +7,25 @@ Pure. HTTP and gRPC both end here, so a bound holds on both or on neither. What 
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from coordinator.cache_salt import cache_salt
+from coordinator.run_identity import RunIdentity, digest_of
 from coordinator.tool_calls import ToolUse
 from outrider.api_keys import ANYBODY, Caller
 from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
 from outrider.errors import InvalidRequest
-from outrider.sampling_params import MAX_BAD_WORDS, SamplingParams, SpeculationSettings
+from outrider.sampling_params import MAX_BAD_WORDS, DecodingMode, SamplingParams, SpeculationSettings
 from outrider.tracing import NO_SPAN, Span
 
 PROMPT_BYTES_MAX: Final = 1 << 20
+PROMPT_TOKENS_MAX: Final = 1 << 18
+"""That come as token ids. Nothing that handles a prompt may hold up the event loop for long."""
+PROMPT_LOGPROBS_MAX: Final = 1 << 18
+"""Log probabilities of a prompt's tokens in one answer: they are held, and written, all at once."""
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_CHARS_MAX: Final = 256
 BAD_WORD_CHARS_MAX: Final = 256
@@ -27,6 +34,7 @@ CHOICES_MAX: Final = 64
 PRIORITY_MAX: Final = 1000
 TENANT_CHARS_MAX: Final = 256
 CANARY_KEY_CHARS_MAX: Final = 256
+CACHE_SALT_CHARS_MAX: Final = 256
 UINT32_MAX: Final = (1 << 32) - 1
 UINT64_MAX: Final = (1 << 64) - 1
 
@@ -70,6 +78,9 @@ class GenerationInput:
     is_detailed: bool = False  # where each token came from, and what each step did
     deadline_s: float | None = None
     tenant: str = ""  # on whose behalf: as its key says, or as it says itself where there are no keys
+    cache_salt: str = (
+        ""  # the prompt's KV is shared with requests of the same one alone, `coordinator.cache_salt`
+    )
     canary_key: str = ""  # requests with the same one get the same arm of a canary; empty: the request's id
     origin: Origin = NOWHERE
     priority: int = 0  # lower goes first
@@ -91,11 +102,22 @@ class GenerationSpec:
     assignment: Assignment | None = None  # the arm of a canary that it got
     drafts: DraftChoice = ANY_DRAFT
     is_background: bool = False  # nobody waits for it: it stays behind everybody else, and is no client's
+    run: RunIdentity = field(default_factory=RunIdentity, compare=False)
+
+    @property
+    def has_drawn_seed(self) -> bool:
+        """Whether the seed is the coordinator's own: nobody knows it who does not have this very run."""
+        return self.sampling.seed is not None and self.request.sampling.seed is None
 
     @property
     def num_tokens_max(self) -> int:
         """The longest that prompt and output can become, tokens."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def cache_salt(self) -> str:
+        """What workers are told: sessions of different salts share no KV."""
+        return cache_salt(self.request.origin.caller, self.request.cache_salt)
 
     @property
     def num_choices(self) -> int:
@@ -133,6 +155,22 @@ class GenerationSpec:
         return [name for name, is_forbidding in forbids.items() if is_forbidding]
 
 
+def identified(spec: GenerationSpec, weights_digest: str | None = None) -> GenerationSpec:
+    """The same request with the identity of its run; `weights_digest` where it goes on with what others generated."""
+    request = spec.request
+    digest = digest_of(
+        *(request.tenant, spec.model, array("q", spec.prompt_token_ids).tobytes(), spec.max_tokens),
+        *(spec.sampling.to_proto().SerializeToString(deterministic=True), request.n, request.best_of),
+        *(request.stop, request.include_stop_str_in_output, spec.shows_special_tokens, spec.prompt_text),
+    )
+    run = RunIdentity(
+        digest,
+        compares_numerics=spec.sampling.decoding_mode is not DecodingMode.REJECTION,
+        weights_digest=weights_digest,
+    )
+    return dataclasses.replace(spec, run=run)
+
+
 def check_input(request: GenerationInput) -> None:
     """Checks everything that needs neither tokenizer nor workers. Raises InvalidRequest naming the parameter."""
     _check_range("top_k", request.sampling.top_k, 0, UINT32_MAX)
@@ -159,6 +197,8 @@ def check_input(request: GenerationInput) -> None:
     _check_range("priority", request.priority, -PRIORITY_MAX, PRIORITY_MAX)
     if len(request.tenant) > TENANT_CHARS_MAX:
         raise InvalidRequest("tenant", f"tenant must have at most {TENANT_CHARS_MAX} characters")
+    if len(request.cache_salt) > CACHE_SALT_CHARS_MAX:
+        raise InvalidRequest("cache_salt", f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters")
     if len(request.canary_key) > CANARY_KEY_CHARS_MAX:
         raise InvalidRequest(
             "x-canary-key", f"x-canary-key must have at most {CANARY_KEY_CHARS_MAX} characters"
@@ -170,17 +210,24 @@ def check_input(request: GenerationInput) -> None:
             "speculation.always", "speculation.always contradicts speculation.enabled: false; leave one out"
         )
     check_request_id(request.request_id)
+    if request.token_ids is not None:
+        _check_count("prompt", request.token_ids, PROMPT_TOKENS_MAX)
     if request.messages is not None and not request.messages:
         raise InvalidRequest("messages", "messages must hold at least one message")
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequest. It comes back in a header, where other characters would be a way to forge one."""
+    """Raises InvalidRequest. It comes back in a header, where other characters would be a way to forge one, and is part
+    of a path, where clients and proxies take the segments . and .. away."""
     if not 1 <= len(request_id) <= REQUEST_ID_CHARS_MAX or not (
         request_id.isascii() and request_id.isprintable()
     ):
         raise InvalidRequest(
             "request_id", f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} printable ASCII characters"
+        )
+    if {".", ".."} & set(request_id.split("/")):
+        raise InvalidRequest(
+            "request_id", "request_id must not have . or .. between slashes, for URLs lose such segments"
         )
 
 
@@ -197,8 +244,6 @@ def fit_to_context(
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise InvalidRequest(parameter, f"{parameter} has no tokens; at least one is needed")
-    if max(prompt_token_ids) >= vocab_size or min(prompt_token_ids) < 0:
-        raise InvalidRequest(parameter, f"{parameter}: token ids must lie between 0 and {vocab_size - 1}")
     room = max_model_len - num_prompt
     if room < 1:
         raise InvalidRequest(
@@ -206,6 +251,8 @@ def fit_to_context(
             f"the prompt has {num_prompt} tokens; the longest context of this model is {max_model_len} tokens, of "
             "which at least one must be left for the answer",
         )
+    if max(prompt_token_ids) >= vocab_size or min(prompt_token_ids) < 0:
+        raise InvalidRequest(parameter, f"{parameter}: token ids must lie between 0 and {vocab_size - 1}")
     if request.max_tokens is None:
         return room if request.max_tokens_default is None else min(request.max_tokens_default, room)
     if request.max_tokens > room:
@@ -237,6 +284,21 @@ def effective_sampling(
         num_prompt_logprobs=num_prompt_logprobs,
         seed=seed,
     )
+
+
+def check_prompt_logprobs(spec: GenerationSpec) -> None:
+    """Raises InvalidRequest for more log probabilities of the prompt than one answer may hold."""
+    num_top = spec.sampling.num_prompt_logprobs
+    if num_top is None:
+        return
+    num_logprobs = spec.num_candidates * len(spec.prompt_token_ids) * (num_top + 1)
+    if num_logprobs > PROMPT_LOGPROBS_MAX:
+        parameter = "echo" if spec.request.sampling.num_prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            parameter,
+            f"{parameter}: {len(spec.prompt_token_ids)} prompt tokens have {num_logprobs} log probabilities, with "
+            f"{num_top} others each and in {spec.num_candidates} texts; permitted: at most {PROMPT_LOGPROBS_MAX}",
+        )
 
 
 def _check_range(parameter: str, value: int, lowest: int, highest: int) -> None:

@@ -9,13 +9,20 @@ from contextlib import aclosing
 from typing import Final
 
 from coordinator.choices import ChoiceNews, RequestFinished
-from coordinator.generation_request import NOWHERE, UINT32_MAX, GenerationInput, GenerationSpec, Origin
+from coordinator.generation_request import (
+    NOWHERE,
+    PROMPT_TOKENS_MAX,
+    UINT32_MAX,
+    GenerationInput,
+    GenerationSpec,
+    Origin,
+)
 from coordinator.journal import JournalEntry
 from coordinator.request_session import Finished
-from coordinator.resumption import ResumePoint
-from coordinator.service import GenerationService, Recollection
+from coordinator.resumption import Claim, ResumePoint
+from coordinator.service import GenerationService
 from coordinator.text_output import PromptOutput, VisibleOutput
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, NotFound
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, generation_pb2
 
@@ -29,6 +36,10 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
     if kind is None:
         raise InvalidRequest("input", "one of prompt, prompt_token_ids and chat is required")
     has_sampling = request.HasField("sampling")
+    if len(request.prompt_token_ids.token_ids) > PROMPT_TOKENS_MAX:  # before they are copied
+        raise InvalidRequest(
+            "prompt_token_ids", f"prompt_token_ids may hold at most {PROMPT_TOKENS_MAX} entries"
+        )
     for message in request.chat.messages:
         if message.role not in ("system", "user", "assistant"):
             raise InvalidRequest("role", f"role must be system, user or assistant, got {message.role!r}")
@@ -55,6 +66,7 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
         else SpeculationSettings(),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
         tenant=request.tenant,
+        cache_salt=request.cache_salt,
         canary_key=origin.canary_key or request.tenant,
         origin=origin,
         priority=request.priority,
@@ -65,33 +77,31 @@ async def generate(
     service: GenerationService, request: generation_pb2.GenerationRequest, origin: Origin = NOWHERE
 ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
     """Generation.Generate. Raises OutriderError, whose `grpc_code` names the status to answer with."""
-    arrival_s = service.environment.now_s()
-    position, recollection = _read_position(request), None
-    if position:
-        look_up = service.look_up if request.WhichOneof("input") is None else service.recall
+    arrival_s, threads = service.environment.now_s(), service.environment.threads
+    points, recollection = _read_position(request), None
+    claim = Claim.of(request.run, points, "run")
+    if points:
+        has_input = request.WhichOneof("input") is not None
+        look_up = service.recall if has_input else service.look_up
         recollection = await look_up(request.request_id, origin.caller)
-        entry = recollection.entry
-        if entry is not None and entry.kind != "grpc":
-            recollection = Recollection(None, has_begun=False)
-        elif entry is not None:
-            request_id = request.request_id
-            request = generation_pb2.GenerationRequest.FromString(entry.payload)
-            request.request_id = request_id  # where it was made up, it is not in there
-    has_begun = recollection is not None and recollection.has_begun
+        if not has_input:
+            request = _begun_as(request.request_id, recollection.entry)
+    has_begun = recollection is not None and recollection.has_begun(claim)
     spec = await service.prepare(read_request(request, origin), has_begun=has_begun)
     resumption = None
     if recollection is not None:
-        if len(position) != spec.num_choices:
+        if len(points) != spec.num_choices:
             raise InvalidRequest(
                 "resume_from", f"resume_from needs one point for each of {spec.num_choices} texts"
             )
-        spec, resumption = await service.resume(spec, position, recollection)
+        spec, resumption = service.resume(spec, claim, recollection)
     entry = JournalEntry("grpc", request.SerializeToString())
     async with aclosing(service.generate(spec, arrival_s, entry, resumption)) as items:
         async for item in items:
             # Each text's end has told the rest.
             if not isinstance(item, RequestFinished) and not item.news.is_repeat:
-                yield _chunk(spec, item)
+                is_long = isinstance(item.news, PromptOutput)  # it may be; what a step brought is not
+                yield await threads.run(_chunk, spec, item) if is_long else _chunk(spec, item)
 
 
 def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:
@@ -100,6 +110,16 @@ def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoi
     return tuple(
         ResumePoint(point.num_tokens, point.has_begun, point.has_ended) for point in request.resume_from
     )
+
+
+def _begun_as(request_id: str, entry: JournalEntry | None) -> generation_pb2.GenerationRequest:
+    """The request that a stream began with."""
+    assert entry is not None, "look_up raises where there is none"
+    if entry.kind != "grpc":
+        raise NotFound(f"the stream {request_id} was begun over HTTP, where it can be resumed", "request_id")
+    request = generation_pb2.GenerationRequest.FromString(entry.payload)
+    request.request_id = request_id  # where it was made up, it is not in there
+    return request
 
 
 def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse:
@@ -127,7 +147,7 @@ def _read_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def _chunk(spec: GenerationSpec, item: ChoiceNews) -> generation_pb2.GenerationChunk:
     chunk = generation_pb2.GenerationChunk(
-        request_id=spec.request.request_id, index=item.index, text=item.news.text
+        request_id=spec.request.request_id, index=item.index, text=item.news.text, run=spec.run.fingerprint
     )
     match item.news:
         case PromptOutput(logprobs=logprobs):

@@ -9,6 +9,10 @@ cancels that task.
 A replica behind HAProxy serves gRPC itself: there gRPC cancels the very task that generates, and nothing stands in
 between that could lose it.
 
+gRPC itself waits for ever for a client that takes nothing. In both places each message to it has a time limit. Its call
+cannot be taken back from here: its status waits behind the one message that was under way, until the client reads, or
+leaves, or its connection ends.
+
 Runs inside the proxy or replica process, which finds this function by its import path.
 """
 
@@ -16,27 +20,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
+import grpc
+import grpc.aio
+
+from coordinator.client_pace import CUT_AFTER, StallWatch
+from coordinator.settings import CLIENT_STALL_MAX_S
+from outrider.errors import OutriderError, SlowReader
 from protos.outrider.v1 import generation_pb2_grpc
 
 Handler = Callable[[Any, Any], AsyncGenerator[bytes]]
 
 _END: Final = object()
+_ending: Final[set[asyncio.Task[None]]] = (
+    set()
+)  # calls that were ended and whose clients have not heard of it
 
 
 def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
-    """As the generated function of this name, with streaming handlers that pass every cancellation on."""
-    if _is_replica():
-        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
-        return
+    """As the generated function of this name, with streaming handlers that pass every cancellation on and do not wait
+    for those who do not read."""
+    is_replica = _is_replica()
     make_handler = server.service_handler_factory
 
-    def make_cancellable_handler(service_method: str, streaming_type: Any) -> Any:
+    def make_other_handler(service_method: str, streaming_type: Any) -> Any:
         handler = make_handler(service_method=service_method, streaming_type=streaming_type)
-        return cancellable(handler) if streaming_type.name == "UNARY_STREAM" else handler
+        if streaming_type.name != "UNARY_STREAM":
+            return handler
+        return timed(handler, _pace_of_replica) if is_replica else timed(cancellable(handler), Pace)
 
-    server.service_handler_factory = make_cancellable_handler
+    server.service_handler_factory = make_other_handler
     try:
         generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
     finally:
@@ -52,6 +68,57 @@ def _is_replica() -> bool:
     except RayServeException:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long output may wait for its client, and who is told of one that takes nothing for even longer."""
+
+    stall_max_s: float = CLIENT_STALL_MAX_S
+    on_cut: Callable[[], object] = lambda: None
+
+
+def _pace_of_replica() -> Pace:
+    from ray import serve
+
+    pace = serve.get_replica_context().servable_object.pace  # a `Coordinator`, once it serves
+    assert isinstance(pace, Pace)
+    return pace
+
+
+def timed(handler: Handler, pace_of_call: Callable[[], Pace]) -> Handler:
+    """The handler, ended with the status of `SlowReader` when a message of its waits for too long to be taken."""
+
+    async def unary_stream(request: Any, context: Any) -> AsyncGenerator[bytes]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        pace = pace_of_call()
+        since_s: float | None = None
+
+        def cut() -> None:
+            pace.on_cut()
+            ending = loop.create_task(_abort(context, SlowReader(pace.stall_max_s)))
+            _ending.add(ending)
+            ending.add_done_callback(_ending.discard)
+            task.cancel()  # it is sending
+
+        watch = StallWatch(lambda: since_s, CUT_AFTER * pace.stall_max_s, cut)
+        watch.start()
+        try:
+            async with aclosing(handler(request, context)) as messages:
+                async for message in messages:
+                    since_s = loop.time()
+                    yield message
+                    since_s = None
+        finally:
+            watch.stop()
+
+    return unary_stream
+
+
+async def _abort(context: Any, error: OutriderError) -> None:
+    with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):  # the client may be gone
+        await context.abort(grpc.StatusCode[error.grpc_code], error.message)
 
 
 def cancellable(handler: Handler) -> Handler:

@@ -12,7 +12,8 @@ With a TLS_FOLDER ("" for none) the public listeners speak TLS alone, with its `
 which goes on with the connections that it has.
 
 Who connects and does not send the head of a request, or has had an answer and asks for nothing more, is let go soon:
-Serve has no bound for either, and each would hold one of a few thousand places for an hour.
+Serve has no bound for either, and each would hold one of a few thousand places for an hour. So is one that takes
+nothing of its answer: the replica has given it up by then, and HAProxy would keep the rest of it.
 
 Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
 a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
@@ -40,6 +41,8 @@ _SPLICE = re.compile(r"^\s*option\s+splice-\w+[^\S\n]*\n", re.MULTILINE)
 _GLOBAL = re.compile(r"^global[^\S\n]*$", re.MULTILINE)
 _DEFAULTS = re.compile(r"^defaults[^\S\n]*$", re.MULTILINE)
 _TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s"
+# Bytes that a client does not take, not even into its system's buffers.
+_UNREAD = "tcp-ut 2m"
 _ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 _HTTP2 = " proto h2"
@@ -70,7 +73,7 @@ def rewritten(
             after = after.replace(_HTTP2, "") + (
                 f" ssl crt {tls_folder}/tls.crt ca-file {tls_folder}/ca.crt verify {verify} alpn {protocols}"
             )
-        return f"{before}{host}:{port}{after}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
+        return f"{before}{host}:{port}{after} {_UNREAD}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
 
     configuration, num_changed = _DEFAULTS.subn(
         f"defaults\n{_TIMEOUTS}", _BIND.sub(place, _SPLICE.sub("", configuration)), count=1

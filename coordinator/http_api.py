@@ -10,10 +10,12 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -25,6 +27,7 @@ from coordinator.choice_writer import AnswerFormat
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationInput, GenerationSpec, Origin
 from coordinator.http_transport import (
+    SMALL_BODY_BYTES,
     ApiKeyCheck,
     Application,
     EventStream,
@@ -34,6 +37,8 @@ from coordinator.http_transport import (
     unless_disconnected,
 )
 from coordinator.journal import JournalEntry
+from coordinator.json_text import to_json_text
+from coordinator.news_queue import check_gathered, size_of
 from coordinator.openai_response import ResponseWriter, error_body, sse
 from coordinator.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
@@ -45,9 +50,9 @@ from coordinator.openai_schema import (
 )
 from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
-from coordinator.resumption import NOTHING_SEEN, StreamPosition, parse_position
+from coordinator.resumption import StreamPosition, parse_position
 from coordinator.service import GenerationService, Recollection
-from coordinator.text_output import VisibleOutput
+from coordinator.text_output import PromptOutput, VisibleOutput
 from outrider.api_keys import Caller
 from outrider.errors import (
     InvalidRequest,
@@ -58,12 +63,16 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.tracing import TRACEPARENT
+from outrider.worker_record import WorkerRecord
 
 _log = logging.getLogger(__name__)
 
 LAST_EVENT_HEADER: Final = "Last-Event-ID"
 CANARY_KEY_HEADER: Final = "X-Canary-Key"
 BodyKind = type[CompletionBody] | type[ChatBody]
+ResultT = TypeVar("ResultT")
+SMALL_ANSWER_VALUES: Final = 4096
+"""An answer of fewer tokens and log probabilities is written on the event loop, a longer one by a thread."""
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
 
 
@@ -93,6 +102,8 @@ class HttpApi:
         return await self._answer(request, kind, entry.payload, recollection)
 
     async def _generate(self, request: Request, kind: BodyKind) -> Response:
+        if LAST_EVENT_HEADER not in request.headers:  # what has begun has been charged
+            self._service.environment.limits.check(_caller(request))
         return await self._answer(request, kind, await read_body(request))
 
     async def _answer(
@@ -100,24 +111,21 @@ class HttpApi:
     ) -> Response:
         """To a body that was just read, or that of a stream in the journal."""
         arrival_s = self._service.environment.now_s()
-        body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
+        body, asked = await self._unless_small(raw, partial(_read, kind, raw, _request_id(request)))
         last_event = request.headers.get(LAST_EVENT_HEADER, "") if body.is_streaming else ""
-        asked = body.to_input(body.request_id or _request_id(request))
         origin = _origin(request)
         asked = replace(asked, origin=origin, canary_key=origin.canary_key or asked.canary_key)
         if (tenant := origin.caller.tenant) is not None:
             asked = replace(asked, tenant=tenant)  # `user` is the tenant's own user then
-        if last_event and recollection is None:  # the body at hand says it all but for the tokens
+        claim = parse_position(last_event, asked.n, LAST_EVENT_HEADER) if last_event else None
+        if claim is not None and recollection is None:  # the body at hand says it all but for the tokens
             recollection = await self._service.recall(asked.request_id, origin.caller)
-        has_begun = recollection is not None and recollection.has_begun
+        has_begun = recollection is not None and recollection.has_begun(claim)
         spec = await self._service.prepare(asked, has_begun=has_begun)
         request.state.request_id = spec.request.request_id
         resumption = None
         if recollection is not None:
-            points = (NOTHING_SEEN,) * spec.num_choices
-            if last_event:
-                points = parse_position(last_event, spec.num_choices, LAST_EVENT_HEADER)
-            spec, resumption = await self._service.resume(spec, points, recollection)
+            spec, resumption = self._service.resume(spec, claim, recollection)
         writer = ResponseWriter(
             spec,
             AnswerFormat(
@@ -135,7 +143,7 @@ class HttpApi:
             result = await unless_disconnected(request, answer)
             if result is None:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-            return JSONResponse(result)
+            return Response(result, media_type="application/json")
         # The first item decides between a stream and a plain error status, so wait for it before answering.
         shows_ids = body.includes_event_ids or resumption is not None
         entry = JournalEntry("chat" if kind is ChatBody else "completions", raw) if shows_ids else None
@@ -145,18 +153,23 @@ class HttpApi:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         opening = writer.opening() if resumption is None else writer.opening(resumption.points)
-        position = StreamPosition(spec.num_choices) if shows_ids else None
+        position = StreamPosition(spec.num_choices, spec.run) if shows_ids else None
         return EventStream(self._events(first, items, writer, opening, position), items)
 
-    async def _collect(
-        self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float
-    ) -> dict[str, Any]:
+    async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
+        """The answer as JSON."""
         news: list[ChoiceNews] = []
+        num_values = num_bytes = 0
         async with aclosing(self._service.generate(spec, arrival_s)) as items:
             async for item in items:
                 if isinstance(item, RequestFinished):
-                    return writer.whole(news, item)
+                    write = partial(_written, writer, news, item)
+                    is_small = num_values <= SMALL_ANSWER_VALUES
+                    return write() if is_small else await self._service.environment.threads.run(write)
                 news.append(item)
+                num_values += _num_values(spec, item)
+                num_bytes += size_of(item.news)
+                check_gathered(num_bytes)
         raise AssertionError("a request ended without its end")
 
     async def _events(
@@ -174,7 +187,7 @@ class HttpApi:
             try:
                 item = first
                 while not isinstance(item, RequestFinished):
-                    event, news = writer.event(item), item.news
+                    event, news = await self._event(item, writer), item.news
                     if position is not None:
                         _advance(position, item)
                     if event is not None and not news.is_repeat:
@@ -189,6 +202,16 @@ class HttpApi:
                 self._service.count_failure(error)
                 held += sse(error_body(error))
             yield held + "data: [DONE]\n\n"
+
+    async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
+        # What a step brought is small; a prompt may be long.
+        if isinstance(item.news, PromptOutput):
+            return await self._service.environment.threads.run(writer.event, item)
+        return writer.event(item)
+
+    async def _unless_small(self, raw: bytes, work: Callable[[], ResultT]) -> ResultT:
+        """What `work` makes of a body; by a thread where that may take long."""
+        return work() if len(raw) <= SMALL_BODY_BYTES else await self._service.environment.threads.run(work)
 
     async def models(self) -> dict[str, Any]:
         return {
@@ -217,13 +240,15 @@ class HttpApi:
         """200 while at least one target worker is usable, else 503; the body says what was found, to those who may
         ask for more."""
         models = self._service.models()
+        snapshot = self._service.snapshot()
         if self._service.has_keys and not hasattr(request.state, "caller"):
             return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
         body = {
             "status": "ready" if models else "no target worker is live",
-            "registry": "degraded" if self._service.snapshot().degraded else "ok",
+            "registry": "degraded" if snapshot.degraded else "ok",
             "num_target_workers": sum(status.num_target_workers for status in models),
             "num_draft_workers": max((status.num_draft_workers for status in models), default=0),
+            "target_weights": _target_weights(snapshot.targets),
             "excluded_workers": [
                 {"worker_id": each.worker_id, "pool": each.pool, "reason": each.reason}
                 for each in self._service.exclusions()
@@ -246,31 +271,63 @@ class HttpApi:
     async def openapi(self) -> Response:
         return Response(openapi_json(), media_type="application/json")
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
         await self._service.admit(_caller(request))
-        body = parse_body(TokenizeBody, await read_body(request))
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
-        messages = None if body.messages is None else read_messages(body.messages)
-        text = GenerationInput(
-            request_id=_request_id(request),
-            text=body.prompt,
-            messages=messages,
-            chat_template_kwargs=body.chat_template_kwargs or {},
-        )
+        raw = await read_body(request)
+
+        def read() -> tuple[TokenizeBody, GenerationInput]:
+            body = parse_body(TokenizeBody, raw)
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
+            return body, GenerationInput(
+                request_id=_request_id(request),
+                text=body.prompt,
+                messages=None if body.messages is None else read_messages(body.messages),
+                chat_template_kwargs=body.chat_template_kwargs or {},
+            )
+
+        body, text = await self._unless_small(raw, read)
         tokens = await self._service.preparation.tokenize(text, add_special_tokens=body.add_special_tokens)
         longest = max((status.max_model_len for status in self._service.models()), default=None)
-        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
+        content = await self._unless_small(raw, partial(to_json_text, answer))
+        return Response(content, media_type="application/json")
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> Response:
         await self._service.admit(_caller(request))
-        body = parse_body(DetokenizeBody, await read_body(request))
-        if len(body.tokens) > DETOKENIZE_TOKENS_MAX:
-            raise InvalidRequest("tokens", f"tokens may hold at most {DETOKENIZE_TOKENS_MAX} entries")
+        raw = await read_body(request)
         vocab_size = self._service.environment.tokenizer.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
-            raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
-        return {"prompt": self._service.environment.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+        def read() -> list[int]:
+            token_ids = parse_body(DetokenizeBody, raw).tokens
+            if len(token_ids) > DETOKENIZE_TOKENS_MAX:
+                raise InvalidRequest("tokens", f"tokens may hold at most {DETOKENIZE_TOKENS_MAX} entries")
+            if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+                raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
+            return token_ids
+
+        token_ids = await self._unless_small(raw, read)
+        text = await self._service.preparation.decode(token_ids, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+
+def _read(kind: BodyKind, raw: bytes, request_id: str) -> tuple[CompletionBody | ChatBody, GenerationInput]:
+    """A body and what it asks for; `request_id` is for one that brings none. Raises InvalidRequest."""
+    body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
+    return body, body.to_input(body.request_id or request_id)
+
+
+def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> str:
+    return to_json_text(writer.whole(news, finished))
+
+
+def _num_values(spec: GenerationSpec, item: ChoiceNews) -> int:
+    """About how many values a piece of news is in an answer."""
+    if isinstance(item.news, VisibleOutput):
+        return len(item.news.token_ids) * (1 + (spec.sampling.num_logprobs or 0))
+    if isinstance(item.news, PromptOutput):
+        return SMALL_ANSWER_VALUES + 1  # of a prompt of any length
+    return 0
 
 
 def _advance(position: StreamPosition, item: ChoiceNews) -> None:
@@ -280,6 +337,15 @@ def _advance(position: StreamPosition, item: ChoiceNews) -> None:
 
 def _with_id(position: StreamPosition | None, event: str) -> str:
     return event if position is None else f"id: {position}\n{event}"
+
+
+def _target_weights(targets: Iterable[WorkerRecord]) -> list[dict[str, Any]]:
+    """Live targets by what they compute: a sequence moves only between targets of one entry."""
+    counts = Counter((each.model_name, each.weights_fingerprint, each.numerics) for each in targets)
+    return [
+        {"model": model, "weights_fingerprint": weights, "numerics": numerics, "num_target_workers": count}
+        for (model, weights, numerics), count in sorted(counts.items())
+    ]
 
 
 def create_app(service: GenerationService, *, is_echoing_request_id: bool = True) -> FastAPI:
@@ -296,12 +362,20 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
         return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
     # FastAPI knows nothing of the bodies, which are read by hand: `openapi` does.
-    app = Application(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app = Application(
+        stall_max_s=service.environment.settings.client_stall_max_s,
+        on_cut=service.environment.metrics.slow_readers.labels("connection").inc,
+        title="Outrider",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.add_middleware(ApiKeyCheck, authenticate=service.authenticate, refuse=answer)
     app.add_middleware(RequestIds, is_echoing=is_echoing_request_id)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/streams/{request_id}", api.resume, methods=["GET"], response_model=None)
+    # An id may hold slashes; it arrives decoded, once.
+    app.add_api_route("/v1/streams/{request_id:path}", api.resume, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models", api.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)

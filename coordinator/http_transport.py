@@ -10,20 +10,29 @@ from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from coordinator.client_connection import ClientConnection
 from coordinator.generation_request import REQUEST_ID_CHARS_MAX
 from outrider.api_keys import Caller, Scope
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import BodyTooSlow, ClientLeft, InvalidRequest, OutriderError
 
 ResultT = TypeVar("ResultT")
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 _OPEN_PATHS: Final = frozenset({"/health", "/livez"})
-_SERVER_SEND: Final = "outrider.send"  # in the scope
+_CONNECTION: Final = "outrider.connection"  # in the scope
 # A prompt of 1 MiB in JSON's escapes, and some room.
 _BODY_BYTES_MAX: Final = 8 << 20
+_BODY_WAIT_MAX_S: Final = 60.0
+"""For the whole of a body: one that trickles in keeps a connection and what has come of it."""
+SMALL_BODY_BYTES: Final = 16 << 10
+"""A body that is shorter is read on the event loop, a longer one by a thread."""
+
+
+_LENGTH_DIGITS_MAX: Final = 20
 
 
 class EventStream(Response):
@@ -43,7 +52,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
-            sending = asyncio.create_task(self._send(send, scope.get(_SERVER_SEND, send)))
+            sending = asyncio.create_task(self._send(send, scope.get(_CONNECTION)))
             leaving = asyncio.create_task(_disconnect(receive))
             try:
                 await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -54,19 +63,35 @@ class EventStream(Response):
                     task.cancel()
                 await asyncio.wait((sending, leaving))
 
-    async def _send(self, send: Send, send_body: Send) -> None:
+    async def _send(self, send: Send, connection: ClientConnection | None) -> None:
+        send_body = send if connection is None else connection.send
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
             await send_body({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            if connection is not None and connection.is_cut:
+                return
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Application(FastAPI):
-    """Lets a stream's body go straight to the server, past a dozen layers that look at its start only."""
+    """Sends whatever it answers through a `ClientConnection`, and a stream's body straight into it, past a dozen layers
+    that look at its start only."""
+
+    def __init__(self, *, stall_max_s: float, on_cut: Callable[[], object], **options: Any) -> None:
+        super().__init__(**options)
+        self._stall_max_s = stall_max_s
+        self._on_cut = on_cut
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        scope[_SERVER_SEND] = send
-        await super().__call__(scope, receive, send)
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        connection = ClientConnection(receive, send, self._stall_max_s, self._on_cut)
+        scope[_CONNECTION] = connection
+        try:
+            await super().__call__(scope, receive, connection.send)
+        finally:
+            connection.end()
 
 
 class RequestIds:
@@ -128,13 +153,30 @@ class ApiKeyCheck:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises InvalidRequest when it is too long."""
+    """The whole body. Raises InvalidRequest when it is too long, before any of it is read where its length is told;
+    BodyTooSlow when it does not come in time, and ClientLeft."""
+    length = request.headers.get("Content-Length", "")
+    # No number of this many digits is a length that we would take, and int() has a limit of its own.
+    if length.isdecimal() and (len(length) > _LENGTH_DIGITS_MAX or int(length) > _BODY_BYTES_MAX):
+        raise _too_long()
     raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > _BODY_BYTES_MAX:
-            raise InvalidRequest(None, f"the body is longer than {_BODY_BYTES_MAX} bytes")
+    try:
+        async with asyncio.timeout(_BODY_WAIT_MAX_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > _BODY_BYTES_MAX:
+                    raise _too_long()
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"the body has not come within {_BODY_WAIT_MAX_S:g} s: {len(raw)} bytes have"
+        ) from None
+    except ClientDisconnect:
+        raise ClientLeft("the client went away while it sent the body") from None
     return bytes(raw)
+
+
+def _too_long() -> InvalidRequest:
+    return InvalidRequest(None, f"the body is longer than {_BODY_BYTES_MAX} bytes")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:

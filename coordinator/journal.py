@@ -1,12 +1,20 @@
-"""What another replica needs to go on with a stream whose own is gone: the request, and the tokens it has shown.
+"""What another replica needs to go on with a stream whose own is gone: the run, and the tokens it has shown.
 
     or:journal:ID   hash; expires with the request's deadline, or soon after its end
-        kind, payload   the request as its edge got it; `seed` where the coordinator drew one
-        INDEX:OFFSET    tokens of a text from that offset on, decimal, separated by spaces
+        writer          drawn by the replica that has the stream; what an earlier writer still sends is not taken
+        kind, payload   the request as its edge got it
+        request         digest of what the output depends on (`coordinator.run_identity`)
+        seed, max_tokens  as they are for this run, whoever chose them
+        weights         digest of weights and numerics, with the first token
+        losses          workers lost while they had this run
+        INDEX:CHUNK     CHUNK_TOKENS tokens of a sequence at most: three bytes each, little endian, in base64, followed
+                        by their checksum
 
 Written at once, then every FLUSH_S, and beside the requests: Redis is not on their path. What a crash keeps from being
 written costs time, for those tokens are made again, and no token. While Redis is away what is to be written waits,
-bounded by the requests that run, and is forgotten with them.
+bounded by the requests that run, and is forgotten with them. An entry that Redis lost is written anew.
+
+Invariant: an entry is of one run. Whoever takes a stream over, or begins another run under its id, replaces all of it.
 """
 
 from __future__ import annotations
@@ -15,14 +23,18 @@ import asyncio
 import base64
 import logging
 import time
-from collections import defaultdict, deque
+import uuid
+import zlib
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast, get_args
 
+from coordinator.generation_request import CHOICES_MAX
 from outrider.background import end_tasks
 from outrider.errors import RegistryUnavailable
-from outrider.registry import RegistryCalls
+from outrider.registry import JournalWrite, RegistryCalls
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +43,15 @@ LIFE_AFTER_END_S: Final = 60.0
 """How long a client that lost its connection just before the end can still ask for it."""
 PAYLOAD_BYTES_MAX: Final = 256 << 10
 REPLICA_BYTES_MAX: Final = 64 << 20
-"""Of requests, one and all of a replica that can be resumed. What is more is not kept, for Redis has leases to keep as
-well; their clients can still go on by sending them again."""
+"""Of requests and tokens, one request's and all of a replica that can be resumed. What is more is not kept, for Redis
+has leases to keep as well; their clients can still go on by sending them again."""
+TENANT_SHARE: Final = 0.25
+"""Of a replica's bytes, that the streams of one tenant may take, where tenants are told apart by their keys."""
+CHUNK_TOKENS: Final = 256
+"""Tokens of one field, 1 KiB: what a flush writes again of a sequence, at most."""
+_TOKEN_BYTES: Final = 3
+_TOKEN_CHARS: Final = 4  # in base64
+_CHECKSUM_CHARS: Final = 8
 
 Kind = Literal["grpc", "completions", "chat"]
 
@@ -43,39 +62,91 @@ class JournalEntry:
 
     kind: Kind
     payload: bytes
+    request_digest: str = ""
     seed: int | None = None
-    token_ids: tuple[Sequence[int], ...] = ()  # of each text, as far as they were written
+    max_tokens: int | None = None
+    weights_digest: str | None = None  # None: no token has been written
+    num_losses: int = 0
+    token_ids: tuple[Sequence[int], ...] = ()  # of each sequence, as far as they were written
 
 
 @dataclass(slots=True, eq=False)
 class JournaledStream:
-    """One that runs here. What it is told is written soon."""
+    """A stream that runs here. What it is told is written soon."""
 
     request_id: str
+    entry: JournalEntry
+    writer: str
     life_s: float
     _wake: Callable[[], None]
-    fields: dict[str, str]  # to be written
+    _may_grow: Callable[[int], bool]  # by so many bytes; it is told that they are taken
     _on_end: Callable[[], None]
+    is_first: bool = True  # nothing has been written yet, or it is lost
+    has_news: bool = True
     has_ended: bool = False
-    _num_tokens: dict[int, int] = field(default_factory=dict)  # of each text
+    _is_full: bool = False
+    _token_ids: dict[int, array[int]] = field(default_factory=dict)  # of each sequence
+    _num_written: dict[int, int] = field(default_factory=dict)
+    _changed: dict[str, str] = field(default_factory=dict)
 
-    def add(self, index: int, token_ids: Sequence[int]) -> None:
-        """The next tokens of a text were shown."""
-        if token_ids:
-            offset = self._num_tokens.get(index, 0)
-            self._num_tokens[index] = offset + len(token_ids)
-            self.fields[f"{index}:{offset}"] = " ".join(map(str, token_ids))
-            self._wake()
+    def add(self, index: int, token_ids: Sequence[int], weights_digest: str | None = None) -> None:
+        """The next tokens of a sequence were shown, generated by these weights."""
+        if not token_ids or self._is_full:
+            return
+        if not self._may_grow(len(token_ids) * _TOKEN_CHARS):
+            self._is_full = (
+                True  # for good: tokens behind a gap are of no use, and what is missing can be made again
+            )
+            return
+        self._token_ids.setdefault(index, array("I")).extend(token_ids)
+        if weights_digest is not None and weights_digest != self._changed.get("weights"):
+            self._changed["weights"] = weights_digest
+        self._tell()
+
+    @property
+    def num_losses(self) -> int:
+        """As last told."""
+        return int(self._changed.get("losses", self.entry.num_losses))
+
+    def count_losses(self, num_losses: int) -> None:
+        """So many workers were lost while they had this run."""
+        self._changed["losses"] = str(num_losses)
+        self._tell()
 
     def end(self) -> None:
         """It has ended, in whatever way: its client may not know yet."""
         self.has_ended, self.life_s = True, LIFE_AFTER_END_S
         self._on_end()
+        self._tell()
+
+    def next_fields(self) -> dict[str, str]:
+        """What is to be written now: everything the first time, then whatever has changed since."""
+        self.has_news = False
+        fields = {**self._changed}
+        if self.is_first:
+            self._num_written.clear()
+            fields = _header(self.entry) | fields
+        for index, token_ids in self._token_ids.items():
+            for chunk in range(
+                self._num_written.get(index, 0) // CHUNK_TOKENS, -(-len(token_ids) // CHUNK_TOKENS)
+            ):
+                part = token_ids[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS]
+                fields[f"{index}:{chunk}"] = pack(index, chunk, part)
+            self._num_written[index] = len(token_ids)
+        return fields
+
+    def write_again(self) -> None:
+        """The last write did not arrive, or what there was is lost."""
+        self.is_first = self.has_news = True
+        self._wake()
+
+    def _tell(self) -> None:
+        self.has_news = True
         self._wake()
 
 
 class Journal:
-    """Of one replica; writes while the context is open."""
+    """The streams of one replica; writes while the context is open."""
 
     def __init__(
         self,
@@ -83,15 +154,18 @@ class Journal:
         flush_s: float = FLUSH_S,
         *,
         now_s: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
         bytes_max: int = REPLICA_BYTES_MAX,
     ) -> None:
         self._registry = registry
+        self._new_id = new_id
         self._flush_s = flush_s
         self._now_s = now_s
         self._bytes_max = bytes_max
-        self._num_bytes = 0  # of requests that Redis has, or is to have, from here
-        # When streams that have ended are gone from there, and their bytes.
-        self._leaving: deque[tuple[float, int]] = deque()
+        # That Redis has, or is to have, from here: of each tenant, None where there are no keys.
+        self._num_bytes: Counter[str | None] = Counter()
+        # When streams that have ended are gone from there, whose they were, and their bytes.
+        self._leaving: deque[tuple[float, str | None, int]] = deque()
         self._streams: dict[str, JournaledStream] = {}
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -99,7 +173,7 @@ class Journal:
 
     @property
     def num_streams(self) -> int:
-        """That are written, or wait to be."""
+        """Streams that are written, or wait to be."""
         return len(self._streams)
 
     async def __aenter__(self) -> Self:
@@ -110,26 +184,48 @@ class Journal:
         await end_tasks(self._task)
         await self._flush()
 
-    def begin(self, request_id: str, entry: JournalEntry, deadline_s: float) -> JournaledStream | None:
+    def begin(
+        self, request_id: str, entry: JournalEntry, deadline_s: float, tenant: str | None = None
+    ) -> JournaledStream | None:
         """A stream begins, or goes on here; its tokens follow from the first one on. None for one that is too long, or
-        one too many."""
+        one too many. `tenant` is that of the caller's key."""
         while self._leaving and self._leaving[0][0] <= self._now_s():
-            self._num_bytes -= self._leaving.popleft()[1]
-        num_bytes = len(entry.payload)
-        if num_bytes > PAYLOAD_BYTES_MAX or self._num_bytes + num_bytes > self._bytes_max:
+            _, whose, num_bytes = self._leaving.popleft()
+            self._take_bytes(whose, -num_bytes)
+        num_bytes = sum(len(name) + len(value) for name, value in _header(entry).items())
+        if len(entry.payload) > PAYLOAD_BYTES_MAX or not self._has_room(tenant, num_bytes):
             return None
-        self._num_bytes += num_bytes
+        self._take_bytes(tenant, num_bytes)
+        num_taken = num_bytes
+
+        def may_grow(num_more: int) -> bool:
+            nonlocal num_taken
+            if not self._has_room(tenant, num_more):
+                return False
+            self._take_bytes(tenant, num_more)
+            num_taken += num_more
+            return True
 
         def end() -> None:
-            self._leaving.append((self._now_s() + LIFE_AFTER_END_S, num_bytes))
+            self._leaving.append((self._now_s() + LIFE_AFTER_END_S, tenant, num_taken))
 
-        fields = {"kind": entry.kind, "payload": base64.b64encode(entry.payload).decode()}
-        if entry.seed is not None:
-            fields["seed"] = str(entry.seed)
-        stream = JournaledStream(request_id, deadline_s + LIFE_AFTER_END_S, self._has_news.set, fields, end)
+        life_s = deadline_s + LIFE_AFTER_END_S
+        stream = JournaledStream(request_id, entry, self._new_id(), life_s, self._has_news.set, may_grow, end)
         self._streams[request_id] = stream  # in place of one whose client has come back before it was missed
         self._has_news.set()
         return stream
+
+    def _has_room(self, tenant: str | None, num_bytes: int) -> bool:
+        share = 1.0 if tenant is None else TENANT_SHARE
+        return (
+            self._num_bytes.total() + num_bytes <= self._bytes_max
+            and self._num_bytes[tenant] + num_bytes <= share * self._bytes_max
+        )
+
+    def _take_bytes(self, tenant: str | None, num_bytes: int) -> None:
+        self._num_bytes[tenant] += num_bytes
+        if not self._num_bytes[tenant]:
+            del self._num_bytes[tenant]
 
     async def load(self, request_id: str) -> JournalEntry | None:
         """None when there is no such stream. Raises RegistryUnavailable."""
@@ -146,45 +242,97 @@ class Journal:
     async def _flush(self) -> None:
         """One write for each stream that has news, for as long as Redis answers."""
         for request_id, stream in list(self._streams.items()):
-            if not (stream.fields or stream.has_ended):
+            if not stream.has_news:
                 continue
-            fields, stream.fields = stream.fields, {}
-            has_ended = stream.has_ended
+            fields, is_first, has_ended = stream.next_fields(), stream.is_first, stream.has_ended
+            stream.is_first = False
             try:
-                await self._registry.write_journal(request_id, fields, stream.life_s)
+                done = await self._registry.write_journal(
+                    request_id, stream.writer, fields, stream.life_s, is_first=is_first
+                )
             except RegistryUnavailable as error:
-                stream.fields = fields | stream.fields
+                stream.write_again()
                 # What has ended meanwhile is not kept: nobody knows for how long.
                 self._streams = {id: each for id, each in self._streams.items() if not each.has_ended}
-                self._has_news.set()
                 if not self.is_degraded:
                     _log.warning("streams cannot be resumed elsewhere: %s", error.message)
                 self.is_degraded = True
                 return
-            # Unless its client is back, and its stream in its place.
-            if has_ended and self._streams.get(request_id) is stream:
+            is_ours = self._streams.get(request_id) is stream  # unless its client is back, in its place
+            if done is JournalWrite.GONE and not has_ended:
+                stream.write_again()
+            elif is_ours and (has_ended or done is JournalWrite.SUPERSEDED):
                 del self._streams[request_id]
         self.is_degraded = False
 
 
+def pack(index: int, chunk: int, token_ids: Sequence[int]) -> str:
+    """A chunk of a sequence's tokens as text; `unpack` reverses it."""
+    raw = b"".join(token_id.to_bytes(_TOKEN_BYTES, "little") for token_id in token_ids)
+    return base64.b64encode(raw).decode() + _checksum(index, chunk, raw)
+
+
+def unpack(index: int, chunk: int, text: str) -> list[int]:
+    """Raises ValueError for what `pack` did not write for this place."""
+    raw = base64.b64decode(text[:-_CHECKSUM_CHARS], validate=True)
+    if text[-_CHECKSUM_CHARS:] != _checksum(index, chunk, raw) or len(raw) % _TOKEN_BYTES:
+        raise ValueError(f"chunk {chunk} of sequence {index} is damaged")
+    return [int.from_bytes(raw[at : at + _TOKEN_BYTES], "little") for at in range(0, len(raw), _TOKEN_BYTES)]
+
+
+def _checksum(index: int, chunk: int, raw: bytes) -> str:
+    return f"{zlib.crc32(raw, zlib.crc32(f'{index}:{chunk}'.encode())):0{_CHECKSUM_CHARS}x}"
+
+
+def _header(entry: JournalEntry) -> dict[str, str]:
+    """What is known of a stream from its beginning."""
+    numbers = {"seed": entry.seed, "max_tokens": entry.max_tokens, "losses": entry.num_losses}
+    return {
+        "kind": entry.kind,
+        "payload": base64.b64encode(entry.payload).decode(),
+        "request": entry.request_digest,
+        **{name: str(value) for name, value in numbers.items() if value is not None},
+    }
+
+
 def _parse(stored: Mapping[str, str]) -> JournalEntry | None:
     try:
-        chunks: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
-        for name, value in stored.items():
-            place, is_tokens, offset = name.partition(":")
-            if is_tokens:
-                chunks[int(place)][int(offset)] = [int(each) for each in value.split()]
-        token_ids: list[list[int]] = []
-        for index in range(max(chunks, default=-1) + 1):
-            text: list[int] = []
-            while chunk := chunks[index].get(len(text)):
-                text += chunk
-            token_ids.append(text)
         kind = cast(Kind, stored["kind"])
         if kind not in get_args(Kind):
             raise ValueError(f"kind is {kind!r}")
-        seed = int(stored["seed"]) if "seed" in stored else None
-        return JournalEntry(kind, base64.b64decode(stored["payload"]), seed, tuple(token_ids))
+        return JournalEntry(
+            kind,
+            base64.b64decode(stored["payload"], validate=True),
+            stored["request"],
+            int(stored["seed"]) if "seed" in stored else None,
+            int(stored["max_tokens"]) if "max_tokens" in stored else None,
+            stored.get("weights"),
+            int(stored["losses"]),
+            _tokens_of(stored),
+        )
     except (KeyError, ValueError) as error:  # another release's, perhaps
         _log.warning("ignoring a stream in the journal: %s", error)
         return None
+
+
+def _tokens_of(stored: Mapping[str, str]) -> tuple[list[int], ...]:
+    """Of each sequence, up to the first chunk that is missing or not full. Raises ValueError."""
+    chunks: dict[int, dict[int, list[int]]] = {}
+    for name, value in stored.items():
+        before, is_tokens, after = name.partition(":")
+        if is_tokens:
+            index, chunk = int(before), int(after)
+            if not 0 <= index < CHOICES_MAX:
+                raise ValueError(f"there is no sequence {index}")
+            chunks.setdefault(index, {})[chunk] = unpack(index, chunk, value)
+    sequences: list[list[int]] = []
+    for index in range(max(chunks, default=-1) + 1):
+        known: list[int] = []
+        own = chunks.get(index, {})
+        for chunk in range(len(own)):
+            part = own.get(chunk, [])
+            known += part
+            if len(part) != CHUNK_TOKENS:
+                break
+        sequences.append(known)
+    return tuple(sequences)

@@ -22,7 +22,7 @@ from coordinator.settings import METRICS_PORTS, CoordinatorSettings
 from coordinator.statistics import RequestTimes
 from outrider.errors import ConfigurationError
 from outrider.metrics_server import serve_metrics
-from outrider.telemetry import show_expiry
+from outrider.telemetry import show_expiry, show_loop_lag
 from outrider.tls import TlsFiles
 
 _LABELS: Final = ("model_name", "engine")
@@ -48,8 +48,8 @@ _SECONDS: Final = (
     600,
 )
 FAILURE_CODES: Final = (
-    "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE",
-    "DEADLINE_EXCEEDED", "INTERNAL",
+    "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED", "INTERNAL",
 )  # fmt: skip
 """That a request may end with."""
 _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
@@ -100,6 +100,7 @@ class CoordinatorMetrics:
         self.num_requests_queued = gauge(
             "num_requests_queued", "Texts that wait in the coordinator for a place at a target", *_LABELS
         )
+        self.observe_loop_lag = show_loop_lag(self.registry, _ENGINE)
         self.live_workers = gauge("live_workers", "Usable workers", "pool")
         self.registry_degraded = gauge("registry_degraded", "1 while Redis does not answer")
         self.fallback_transitions = counter("fallback_transitions", "Fallback state changes", "state")
@@ -132,7 +133,15 @@ class CoordinatorMetrics:
         self.journal_degraded = gauge(
             "journal_degraded", "1 while streams cannot be resumed for want of Redis"
         )
+        self.api_keys_degraded = gauge(
+            "api_keys_degraded", "1 while the file of API keys, or an entry of it, cannot be read"
+        )
         self.attach_failures = counter("draft_attach_failures", "Attachments that a draft worker ended")
+        self.poisonous_prompt = gauge(
+            "poisonous_prompt",
+            "1 for a prompt that is refused, because target workers were lost to it one after the other",
+            "prompt_digest",
+        )
         self.draft_acceptance_alarm = gauge(
             "draft_acceptance_alarm",
             "1 where hardly any hint of a draft worker holds",
@@ -140,6 +149,13 @@ class CoordinatorMetrics:
             "draft_worker",
         )
         self.target_replays = counter("target_replays", "Sessions moved to another target")
+        self.slow_readers = counter(
+            "slow_readers",
+            "Clients that let output wait for too long: requests that were ended, and connections that were closed",
+            "ended",
+        )
+        for ended in ("request", "connection"):
+            self.slow_readers.labels(ended)
         self.canary_requests = counter("canary_requests", "Requests that got an arm of a canary", "arm")
         self.canary_share = gauge(
             "canary_share", "Share of the keys that get the canary's arm, 1 when promoted"
@@ -217,6 +233,12 @@ class CoordinatorMetrics:
         self.draft_acceptance_alarm.clear()
         for worker_id, model in alarms:
             self.draft_acceptance_alarm.labels(model, _ENGINE, worker_id).set(1)
+
+    def show_poison(self, prompt_digests: Iterable[str]) -> None:
+        """The prompts that are refused because workers were lost to them."""
+        self.poisonous_prompt.clear()
+        for digest in prompt_digests:
+            self.poisonous_prompt.labels(digest).set(1)
 
     def observe_end(
         self, model: str, reason: str, num_prompt_tokens: int, num_output_tokens: int, times: RequestTimes

@@ -10,10 +10,11 @@ from typing import Any, Final
 from coordinator.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationSpec
+from coordinator.json_text import to_json_text
 from coordinator.resumption import ResumePoint
 from coordinator.statistics import SpeculationCounts, times_to_json
-from coordinator.text_output import VisibleOutput
-from outrider.errors import InvalidRequest, NotFound, OutriderError
+from coordinator.text_output import PromptOutput, VisibleOutput
+from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError
 from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
 
@@ -87,6 +88,8 @@ class ResponseWriter:
             before, after = self._frames[item.index] or self._frame_of_text(item.index)
             return f"{before}{json_string(news.text)}{after}"
         chunk = self.chunk(item)
+        if isinstance(news, PromptOutput) and chunk is not None:
+            return f"data: {to_json_text(chunk)}\n\n"
         return None if chunk is None else sse(chunk)
 
     def _frame_of_text(self, index: int) -> tuple[str, str]:
@@ -202,7 +205,7 @@ def sse(content: dict[str, Any]) -> str:
 
 def error_body(error: OutriderError) -> dict[str, Any]:
     """OpenAI's error body. `param` names the parameter where the error is about one."""
-    parameter = error.parameter if isinstance(error, InvalidRequest | NotFound) else None
+    parameter = error.parameter if isinstance(error, InvalidRequest | NotFound | Conflict) else None
     return {
         "error": {"message": error.message, "type": error.error_type, "param": parameter, "code": error.code}
     }

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from coordinator.body_parts import Body, Listed
 from coordinator.chat_messages import ChatMessage, read_messages
 from coordinator.generation_fields import GenerationBody
-from coordinator.generation_request import GenerationInput
+from coordinator.generation_request import PROMPT_TOKENS_MAX, GenerationInput
+from coordinator.json_size import check_json_size
 from coordinator.tool_schema import Tool, ToolChoice, read_tool_use
 from coordinator.unserved_parameters import (
     NEUTRAL_CHAT,
@@ -31,7 +32,7 @@ from outrider.errors import InvalidRequest
 
 DEPTH_MAX: Final = 256  # of a body; grammars end at half of that
 MESSAGES_MAX: Final = 16384
-DETOKENIZE_TOKENS_MAX: Final = 1 << 20
+DETOKENIZE_TOKENS_MAX: Final = PROMPT_TOKENS_MAX
 
 
 class CompletionBody(GenerationBody):
@@ -134,7 +135,10 @@ BodyT = TypeVar("BodyT", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Reads a request body. Raises InvalidRequest that names the first parameter that is wrong."""
+    """Reads a request body. Raises InvalidRequest that names the first parameter that is wrong.
+
+    One of more than `coordinator.http_transport.SMALL_BODY_BYTES` takes milliseconds: not on the event loop.
+    """
     content = without_neutral(_read_object(raw), kind.neutral, "")
     if isinstance(content.get("structured_outputs"), dict):
         content["structured_outputs"] = without_neutral(
@@ -157,6 +161,7 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
 
 def _read_object(raw: bytes) -> dict[str, Any]:
     """The body as a JSON object. Raises InvalidRequest."""
+    check_json_size(raw)
     try:
         # Not by json.loads, which guesses at other encodings and lets half of a surrogate pair pass.
         content = json.loads(raw.decode("utf-8-sig"))

@@ -156,7 +156,13 @@ _CANARY_KEY: Final[Schema] = {
     "description": "requests with the same one get the same arm while a canary lasts; at most "
     f"{CANARY_KEY_CHARS_MAX} characters; `prompt_cache_key`, `user` or the request's id where it is left out",
 }
-_ID_IN_PATH: Final[Schema] = {"name": "request_id", "in": "path", "required": True, "schema": TEXT}
+_ID_IN_PATH: Final[Schema] = {
+    "name": "request_id",
+    "in": "path",
+    "required": True,
+    "schema": TEXT,
+    "description": "The request's id, percent-encoded, slashes as well.",
+}
 _RESUMED: Final[Schema] = _GENERATED["ChatCompletion"] | {
     "200": _content("text/event-stream", _EVENT, "The rest of its events."),
     "400": _error("It cannot be resumed, or not behind this event."),

@@ -266,6 +266,16 @@ _ANSWERS: Final[Mapping[str, Schema]] = {
             "registry": {"enum": ["ok", "degraded"]},
             "num_target_workers": _COUNT,
             "num_draft_workers": _COUNT,
+            "target_weights": _array(
+                _object(
+                    {
+                        "model": TEXT,
+                        "weights_fingerprint": TEXT,
+                        "numerics": TEXT,
+                        "num_target_workers": _COUNT,
+                    }
+                )
+            ),
             "excluded_workers": _array(_object({"worker_id": TEXT, "pool": TEXT, "reason": TEXT})),
             "useless_drafts": _array(_object({"worker_id": TEXT, "model": TEXT})),
         }

@@ -8,38 +8,52 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from coordinator.generation_request import (
     PROMPT_BYTES_MAX,
     GenerationInput,
     GenerationSpec,
+    check_prompt_logprobs,
     effective_sampling,
     fit_to_context,
+    identified,
 )
 from coordinator.settings import CoordinatorSettings
 from coordinator.tool_calls import OPENING, tool_grammar
+from coordinator.worker_threads import WorkerThreads
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams
-from outrider.tokenizer import Tokenizer
+from outrider.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 from outrider.worker_record import WorkerRecord
 
 if TYPE_CHECKING:
     from outrider.grammar import GrammarCompiler
 
-# Below this many characters tokenizing takes less time than handing the work to a thread.
-_TOKENIZE_INLINE_CHARS_MAX: Final = 8192
+Arguments = ParamSpec("Arguments")
+ResultT = TypeVar("ResultT")
+
+# What the event loop does itself, in less time than it takes to hand the work to a thread.
+_INLINE_BAD_WORDS_MAX: Final = 8
+_INLINE_MESSAGES_MAX: Final = 32
 _CHECKED_GRAMMARS_MAX: Final = 1024
 
 
 class RequestPreparation:
     """One per replica; it keeps the compilers of grammars, which take a while to load."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: CoordinatorSettings, chance: random.Random) -> None:
-        """`chance` draws seeds where the operator wants requests to have one."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: CoordinatorSettings,
+        chance: random.Random,
+        threads: WorkerThreads,
+    ) -> None:
+        """`chance` draws seeds where the operator wants requests to have one; `threads` take what is large."""
         self._tokenizer = tokenizer
+        self._threads = threads
         self._settings = settings
         self._chance = chance
         self._compilers: dict[int, GrammarCompiler] = {}  # by vocabulary size
@@ -73,66 +87,78 @@ class RequestPreparation:
         sampling = effective_sampling(
             request,
             max_tokens,
-            bad_words=_bad_word_token_ids(request, tokenizer),
+            bad_words=await self._unless_short(
+                len(request.bad_words) <= _INLINE_BAD_WORDS_MAX, _bad_word_token_ids, request, tokenizer
+            ),
             seed=self._seed(request.sampling),
         )
         deadline_s = settings.deadline_default_s if request.deadline_s is None else request.deadline_s
         if not 0 < deadline_s <= settings.deadline_max_s:
             raise InvalidRequest("deadline_ms", f"the deadline may be at most {settings.deadline_max_s:g} s")
-        return GenerationSpec(
+        spec = GenerationSpec(
             request=request,
             model=model,
             prompt_token_ids=tuple(prompt_token_ids),
             max_tokens=max_tokens,
             sampling=sampling,
             deadline_s=deadline_s,
-            prompt_text=self._echoed(request),
+            prompt_text=await self._echoed(request),
             # A model whose marks of a call are special tokens would hide its calls.
             shows_special_tokens=not request.skip_special_tokens
             or (
                 request.tools is not None and tokenizer.is_special(tokenizer.added_token_ids.get(OPENING, -1))
             ),
         )
+        check_prompt_logprobs(spec)
+        return identified(spec)
 
     async def tokenize(self, request: GenerationInput, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt as token ids. Raises InvalidRequest when it is too long or the chat template refuses the
         messages."""
         if request.token_ids is not None:
             return list(request.token_ids)
-        tokenizer = self._tokenizer
         if request.messages is not None:
-            parameter, text = (
-                "messages",
-                tokenizer.render_chat(request.messages, **request.chat_template_kwargs),
-            )
+            text = await self._unless_short(_is_short_chat(request), self._rendered, request)
             add_special_tokens = False  # the template writes them
         else:
-            parameter, text = "prompt", request.text or ""
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:  # a call's arguments are JSON within JSON, which can spell it too
-            raise InvalidRequest(parameter, f"{parameter} holds half of a surrogate pair: {error}") from error
-        if num_bytes > PROMPT_BYTES_MAX:
-            raise InvalidRequest(
-                parameter, f"{parameter}: the prompt is longer than {PROMPT_BYTES_MAX} bytes"
-            )
-        if len(text) <= _TOKENIZE_INLINE_CHARS_MAX:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            text = request.text or ""
+            _check_prompt(text, "prompt")
+        encode = self._tokenizer.encode
+        return await self._unless_short(
+            len(text) <= LONG_TEXT_CHARS, encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def _unless_short(
+        self,
+        is_short: bool,
+        work: Callable[Arguments, ResultT],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> ResultT:
+        """What `work` returns; by a thread where that may take long."""
+        return work(*args, **kwargs) if is_short else await self._threads.run(work, *args, **kwargs)
+
+    def _rendered(self, request: GenerationInput) -> str:
+        text = self._tokenizer.render_chat(request.messages or (), **request.chat_template_kwargs)
+        _check_prompt(text, "messages")
+        return text
 
     def _seed(self, sampling: SamplingParams) -> int | None:
         is_drawn = self._settings.seed_requests and sampling.temperature > 0
         # Clients that keep numbers as floating-point ones can give 53 bits back unchanged.
         return self._chance.getrandbits(53) if is_drawn and sampling.seed is None else sampling.seed
 
-    def _echoed(self, request: GenerationInput) -> str | None:
-        if not request.echo:
-            return None
-        if request.text is not None:
-            return request.text
-        return self._tokenizer.decode(
-            request.token_ids or (), skip_special_tokens=request.skip_special_tokens
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Their text."""
+        decode = self._tokenizer.decode
+        return await self._unless_short(
+            len(token_ids) <= LONG_TEXT_TOKENS, decode, token_ids, skip_special_tokens=skip_special_tokens
         )
+
+    async def _echoed(self, request: GenerationInput) -> str | None:
+        if not request.echo or request.text is not None:
+            return request.text if request.echo else None
+        return await self.decode(request.token_ids or (), skip_special_tokens=request.skip_special_tokens)
 
     async def _check_grammar(self, grammar: GrammarSpec, vocab_size: int) -> None:
         """Raises InvalidRequest for a grammar that no target could follow."""
@@ -167,6 +193,26 @@ def _grammar_errors_name(parameter: str) -> Iterator[None]:
     except InvalidRequest as error:
         message = error.message if parameter == "grammar" else f"{parameter}: {error.message}"
         raise InvalidRequest(parameter, message) from error
+
+
+def _is_short_chat(request: GenerationInput) -> bool:
+    """Whether its template is rendered in no time, as far as can be seen from outside."""
+    messages = request.messages or ()
+    if request.chat_template_kwargs or len(messages) > _INLINE_MESSAGES_MAX:
+        return False
+    if any("tool_calls" in message for message in messages):
+        return False
+    return sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS
+
+
+def _check_prompt(text: str, parameter: str) -> None:
+    """Raises InvalidRequest."""
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:  # a call's arguments are JSON within JSON, which can spell it too
+        raise InvalidRequest(parameter, f"{parameter} holds half of a surrogate pair: {error}") from error
+    if num_bytes > PROMPT_BYTES_MAX:
+        raise InvalidRequest(parameter, f"{parameter}: the prompt is longer than {PROMPT_BYTES_MAX} bytes")
 
 
 def _bad_word_token_ids(request: GenerationInput, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

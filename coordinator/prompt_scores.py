@@ -43,5 +43,5 @@ class PromptScores:
                 f"the target sent log probabilities of {len(self._by_position)} of {self._num_expected} prompt tokens"
             )
         self._is_due = False
-        logprobs = tuple(self._by_position[position] for position in sorted(self._by_position))
+        logprobs = tuple(map(self._by_position.__getitem__, range(1, self._num_expected + 1)))
         return [PromptOutput(self._text or "", logprobs, self._is_repeat)]

@@ -22,11 +22,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.admission import Wish
+from coordinator.admission import Place, Wish
 from coordinator.attempt import Attempt
 from coordinator.draft_link import LinkedSession
 from coordinator.environment import Environment
-from coordinator.fair_queue import URGENT, Ticket
+from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
@@ -34,6 +34,8 @@ from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
 from coordinator.routing import WorkerKey, key_of, prefix_key
+from coordinator.run_identity import prompt_digest
+from coordinator.slot_search import Restrictions
 from coordinator.statistics import RequestTimes, SpeculationCounts
 from coordinator.text_output import PromptOutput, TextOutput, VisibleOutput
 from coordinator.workers import remaining_ms
@@ -41,11 +43,14 @@ from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LostByOwnPause,
     OutriderError,
     Overloaded,
+    Poisonous,
     Unavailable,
     WorkerFailed,
     WorkerLost,
+    WorkerSilent,
     WorkerUnreached,
 )
 from outrider.worker_record import WorkerRecord
@@ -55,6 +60,7 @@ _log = logging.getLogger(__name__)
 
 _LATE_S: Final = 0.05  # what is left of a deadline that is not worth another try
 _WAIT_S: Final = 0.1  # between two looks for a target
+_PROBE_S: Final = 0.5  # for a target to show that it is alive, though its connection broke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +96,19 @@ class RequestSession:
         point: ResumePoint = NOTHING_SEEN,
         known_token_ids: Sequence[int] = (),
         has_begun: bool = False,
+        siblings: Siblings | None = None,
     ) -> None:
         """`arrival_s` is when the request came in, on the environment's clock; `index` is the text's place among the
         candidates. A `preferred` target is tried first while it has room.
 
         What the client has already, up to `point`, is yielded as a repeat; of that the `known_token_ids` need not be
-        generated again. One that `has_begun` is not asked to wait as if it were new.
+        generated again. One that `has_begun` is not asked to wait as if it were new. `siblings` are the request's
+        sequences together.
         """
         request = spec.request
         self._environment = environment
         self._spec = spec
+        self._index = index
         self._first_asked_s = arrival_s
         self._deadline_s = arrival_s + spec.deadline_s
         self._is_plain = request.speculation.is_plain or not request.speculation.enabled
@@ -134,9 +143,10 @@ class RequestSession:
             request.priority,
             request.tenant,
             len(spec.prompt_token_ids),
-            may_be_shed=spec.num_candidates == 1 and not has_begun,
+            may_be_shed=not has_begun,
+            siblings=siblings or Siblings(),
         )
-        self._prefix = prefix_key(spec.prompt_token_ids)
+        self._prefix = prefix_key(spec.prompt_token_ids, spec.cache_salt)
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._tried: set[WorkerKey] = set()
@@ -180,7 +190,7 @@ class RequestSession:
         return [visible, *([] if stop is None else [self._finish("stop", stop)])]
 
     async def _run_attempts(self) -> AsyncGenerator[News]:
-        environment, settings = self._environment, self._environment.settings
+        environment, settings, spec = self._environment, self._environment.settings, self._spec
         patience = Patience(settings.target_attempts_max, settings.target_wait_max_s)
         refusal: OutriderError | None = None
         while True:
@@ -199,20 +209,22 @@ class RequestSession:
                     if isinstance(error, DeadlineExceeded) and self._is_late():
                         raise
                     refusal = error  # of a target that would be too late; another may be in time
-                    request_id = self._spec.request.request_id
+                    request_id = spec.request.request_id
                     _log.warning(
                         "request %s leaves target %s: %s",
                         *(request_id, target.worker_id, error.message),
                         extra={"request_id": request_id, "worker_id": target.worker_id},
                     )
-                    self._spec.span.event(
-                        "left its target", {"target": target.worker_id, "because": error.message}
-                    )
+                    spec.span.event("left its target", {"target": target.worker_id, "because": error.message})
                     # A target that died right after the last token owes us nothing but the word that it is done.
-                    if 0 < self._spec.max_tokens <= len(self._output.token_ids):
+                    if 0 < spec.max_tokens <= len(self._output.token_ids):
                         yield self._finish("length", None)
                         return
+                    if await self._is_loss(error, target):
+                        self._count_loss(error)
                     environment.metrics.target_replays.inc()
+                if not self._output.token_ids:
+                    spec.run.release(self._index)
                 if isinstance(refusal, Overloaded) and not self._output.token_ids:
                     # Others have taken what seemed free. Back to the queue, for as long as one may wait there.
                     environment.router.note_full(target, environment.now_s())
@@ -223,13 +235,63 @@ class RequestSession:
                 found_target=attempt is not None,
                 was_sent=attempt is not None and not isinstance(refusal, WorkerUnreached),
             ):
-                raise refusal or Unavailable(f"no target worker is free to serve {self._spec.model!r}")
+                raise self._no_way_on(refusal)
             if not patience.has_begun:
                 if isinstance(refusal, WorkerLost) and self._is_hopeless():
                     self._tried.clear()  # those that were lost may be back, after a while in the queue
             elif not self._can_try_another():
                 self._tried.clear()
                 await self._wait_for_target()
+
+    async def _is_loss(self, error: OutriderError, target: WorkerRecord) -> bool:
+        """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor
+        when it was leaving anyway."""
+        environment = self._environment
+        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(
+            error, WorkerUnreached | LostByOwnPause
+        ):
+            return False
+        is_leaving = any(
+            worker.incarnation == target.incarnation and worker.state == "draining"
+            for worker in environment.snapshot().targets
+        )
+        if is_leaving or isinstance(error, WorkerFailed | WorkerSilent):
+            return not is_leaving
+        return not await environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
+
+    def _count_loss(self, error: OutriderError) -> None:
+        """Raises Poisonous when this run has cost as many workers as one may, whatever it generated in between."""
+        environment, spec = self._environment, self._spec
+        spec.run.num_losses += 1
+        if spec.run.num_losses < environment.settings.target_attempts_max:
+            return
+        digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+        if isinstance(error, WorkerLost):  # one that answers with an error is still there
+            now_s = environment.now_s()
+            environment.poison.convict(digest, now_s)
+            environment.metrics.show_poison(environment.poison.convicted(now_s))
+        _log.error(
+            "request %s lost %d target workers one after the other and is ended; its prompt's digest is %s",
+            *(spec.request.request_id, spec.run.num_losses, digest),
+            extra={"request_id": spec.request.request_id, "prompt_digest": digest},
+        )
+        raise Poisonous(
+            f"{spec.run.num_losses} target workers were lost while they had this request, the last one with: "
+            f"{error.message}"
+        )
+
+    def _no_way_on(self, refusal: OutriderError | None) -> OutriderError:
+        """Why a sequence is given up that no target takes."""
+        environment, spec = self._environment, self._spec
+        num_tokens = len(self._output.token_ids)
+        others = environment.router.models(environment.snapshot(), environment.now_s()).get(spec.model, [])
+        if not any(map(spec.run.accepts, others)) and others:
+            why = "none of the target workers that are there has the weights and numerics that it began with"
+            return Unavailable(
+                f"the sequence stops after {num_tokens} tokens: {why}"
+                + ("" if refusal is None else f" ({refusal.message})")
+            )
+        return refusal or Unavailable(f"no target worker is free to serve {spec.model!r}")
 
     def _is_late(self) -> bool:
         return self._environment.now_s() >= self._deadline_s - _LATE_S
@@ -258,18 +320,11 @@ class RequestSession:
         has_begun = bool(self._has_begun or self._output.token_ids)
         if has_begun and not spec.is_background and self._ticket.priority != URGENT:
             self._ticket = Ticket(URGENT, self._ticket.tenant, may_be_shed=False)
-        # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
-        session_id = environment.new_id()
-        began_s = environment.now_s()
-        wish = Wish(
-            *(spec.model, self._ticket, self._rank_targets, self._is_hopeless),
-            *(session_id, self._first_asked_s, self._deadline_s),
-        )
-        with environment.metrics.queued(spec.model):
-            place = await environment.admission.place(wish)
-        self._waited_ms += (environment.now_s() - began_s) * 1e3
+        place = await self._find_place()
         if place is None:
             return None
+        # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
+        session_id = place.token
         self._preferred = None
         self._tried.add(key_of(place.target))
         spec.span.event("placed", {"target": place.target.worker_id, "session_id": session_id})
@@ -283,6 +338,7 @@ class RequestSession:
             speculation=self._speculation(),
             priority=self._ticket.priority,
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
+            cache_salt=spec.cache_salt,
         )
         session = LinkedSession(
             session_id=session_id,
@@ -292,6 +348,7 @@ class RequestSession:
             speculation=spec.request.speculation.to_proto(),
             num_prompt_tokens=len(spec.prompt_token_ids),
             num_tokens_max=spec.num_tokens_max,
+            cache_salt=spec.cache_salt,
             drafts=spec.drafts,
             deadline_s=self._deadline_s,
             traceparent=spec.span.traceparent,
@@ -303,6 +360,29 @@ class RequestSession:
             on_no_draft=self._lose_draft,
         )
 
+    async def _find_place(self) -> Place | None:
+        """A slot at a target whose tokens can follow those of this run."""
+        environment, spec = self._environment, self._spec
+        while True:
+            began_s = environment.now_s()
+            wish = Wish(
+                *(spec.model, self._ticket, self._rank_targets, self._is_hopeless),
+                *(environment.new_id(), self._first_asked_s, self._deadline_s),
+                *(spec.num_tokens_max, self._restrictions),
+            )
+            with environment.metrics.queued(spec.model):
+                place = await environment.admission.place(wish)
+            self._waited_ms += (environment.now_s() - began_s) * 1e3
+            if place is None or spec.run.bind(self._index, place.target):
+                return place
+            # While this place was being taken, another sequence of the run began on other weights.
+            environment.admission.leave(spec.model, place)
+
+    def _restrictions(self) -> Restrictions:
+        """What keeps targets from this sequence beside its length: those it has tried, and what its run is bound to."""
+        weights_digest = self._spec.run.weights_digest
+        return frozenset(self._tried) | ({weights_digest} if weights_digest is not None else set())
+
     def _rank_targets(self) -> list[WorkerRecord]:
         environment = self._environment
         ranked = environment.router.rank_targets(
@@ -312,6 +392,7 @@ class RequestSession:
             num_tokens=self._spec.num_tokens_max,
             excluded=self._tried,
             prefix=self._prefix,
+            accepts=self._spec.run.accepts,
         )
         preferred = self._preferred
         if preferred in ranked and environment.router.has_room(preferred):
@@ -326,6 +407,7 @@ class RequestSession:
             model=self._spec.model,
             num_tokens=self._spec.num_tokens_max,
             excluded=self._tried,
+            accepts=self._spec.run.accepts,
         )
 
     async def _run_attempt(self, attempt: Attempt) -> AsyncGenerator[News]:

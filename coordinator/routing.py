@@ -61,15 +61,18 @@ def key_of(worker: WorkerRecord) -> WorkerKey:
     return worker.pool, worker.worker_id, worker.incarnation
 
 
-def prefix_key(token_ids: Sequence[int]) -> int | None:
-    """The same for prompts whose leading blocks are the same; None for a prompt too short to gain anything."""
+def prefix_key(token_ids: Sequence[int], salt: str = "") -> int | None:
+    """The same for prompts whose leading blocks, and their salts, are the same; None for a prompt too short to gain
+    anything."""
     fewest, most = PREFIX_BLOCKS
     num_blocks = min(len(token_ids) // PREFIX_BLOCK, most)
     if num_blocks < fewest:
         return None
     # In powers of two: prompts that grow, as conversations do, keep their key but for a few times.
     length = PREFIX_BLOCK << (num_blocks.bit_length() - 1)
-    return _digest(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[:length]))
+    return _digest(
+        salt.encode() + b"".join(token_id.to_bytes(4, "little") for token_id in token_ids[:length])
+    )
 
 
 class Router:
@@ -86,8 +89,11 @@ class Router:
         served_model_names: Collection[str],
         chance: random.Random,
         quarantine_s: float,
+        objection: Callable[[WorkerRecord], str | None] = lambda worker: None,
     ) -> None:
-        """`served_model_names`: the only names served; empty serves whatever the targets are called."""
+        """`served_model_names`: the only names served; empty serves whatever the targets are called. `objection`: why a
+        worker is not to be used whatever its record says (`coordinator.worker_identity`)."""
+        self._objection = objection
         self._fingerprint = fingerprint
         self._served = frozenset(served_model_names)
         self._chance = chance
@@ -130,10 +136,11 @@ class Router:
         num_tokens: int,
         excluded: Collection[WorkerKey],
         prefix: int | None = None,
+        accepts: Callable[[WorkerRecord], bool] = lambda _: True,
     ) -> list[WorkerRecord]:
         """Targets of `model` for a context of `num_tokens`, prompt and output, the one to take first.
 
-        `prefix` is the prompt's `prefix_key`.
+        `prefix` is the prompt's `prefix_key`; `accepts` says which targets' tokens can follow those that there are.
         """
         usable, _ = self.usable(snapshot.targets, now_s)
         candidates = [
@@ -142,6 +149,7 @@ class Router:
             if worker.model_name == model
             and worker.max_model_len >= num_tokens
             and key_of(worker) not in excluded
+            and accepts(worker)
         ]
         loads = {
             worker.worker_id: self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
@@ -152,13 +160,20 @@ class Router:
         return ranked if home is None else [home, *(worker for worker in ranked if worker is not home)]
 
     def expects_target(
-        self, snapshot: Snapshot, *, model: str, num_tokens: int, excluded: Collection[WorkerKey]
+        self,
+        snapshot: Snapshot,
+        *,
+        model: str,
+        num_tokens: int,
+        excluded: Collection[WorkerKey],
+        accepts: Callable[[WorkerRecord], bool] = lambda _: True,
     ) -> bool:
         """Whether there is any target that `rank_targets` would name, were none passed over."""
         return any(
             worker.model_name == model
             and worker.max_model_len >= num_tokens
             and key_of(worker) not in excluded
+            and accepts(worker)
             for worker in self._fit(snapshot.targets)
         )
 
@@ -274,7 +289,7 @@ class Router:
             return f"tokenizer fingerprint {worker.tokenizer_fingerprint}, ours is {self._fingerprint}"
         if worker.pool == "target" and self._served and worker.model_name not in self._served:
             return f"serves {worker.model_name!r}, this coordinator serves {', '.join(sorted(self._served))}"
-        return None if worker.state == "ready" else worker.state
+        return self._objection(worker) or (None if worker.state == "ready" else worker.state)
 
     def _is_passed_over(self, worker: WorkerRecord, now_s: float) -> bool:
         return self._passed_over_until_s.get(key_of(worker), now_s) > now_s

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -25,6 +25,7 @@ from coordinator.canary_audit import CanaryAuditor
 from coordinator.canary_keeper import CanaryKeeper
 from coordinator.canary_observation import observed
 from coordinator.choices import ChoiceNews, RequestFinished, run_choices
+from coordinator.concurrency_limits import ConcurrencyLimits, Held
 from coordinator.environment import Environment, Outside
 from coordinator.fair_queue import Ticket
 from coordinator.generation_request import (
@@ -33,29 +34,35 @@ from coordinator.generation_request import (
     Origin,
     check_input,
     check_request_id,
+    identified,
 )
-from coordinator.journal import Journal, JournalEntry
+from coordinator.journal import Journal, JournaledStream, JournalEntry
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
 from coordinator.rate_limits import RateLimits
 from coordinator.request_record import RequestRecord
 from coordinator.reservations import Reservations
-from coordinator.resumption import ResumePoint, Resumption
+from coordinator.resumption import Claim, Resumption
 from coordinator.routing import Exclusion, Router
+from coordinator.run_identity import RunIdentity, prompt_digest
 from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
+from coordinator.worker_threads import WorkerThreads
 from outrider.api_keys import ANYBODY, Caller, KeyFile, Scope
 from outrider.background import end_tasks
 from outrider.canary.store import CanaryStore
 from outrider.errors import (
+    Conflict,
     Forbidden,
     InvalidRequest,
     NotFound,
     OutriderError,
     Overloaded,
+    Poisonous,
     RegistryUnavailable,
     Unavailable,
 )
+from outrider.loop_lag import keep_ticking
 from outrider.registry import Registry
 from outrider.sampling_params import DecodingMode
 from outrider.worker_directory import WorkerDirectory
@@ -79,10 +86,28 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class Recollection:
-    """What is known of a stream whose client says that it has begun."""
+    """What the journal knows of a stream."""
 
     entry: JournalEntry | None
-    has_begun: bool  # the journal has it, or cannot be asked: then its client is believed
+    is_away: bool = False  # it cannot be asked
+
+    def has_begun(self, claim: Claim | None) -> bool:
+        """Whether the run that a client claims to have tokens of has some, by the journal's own word."""
+        return claim is not None and self._is_of(claim) and any(self._entry_tokens())
+
+    def _is_of(self, claim: Claim) -> bool:
+        entry = self.entry
+        return entry is not None and (entry.request_digest, entry.weights_digest) == (
+            claim.request_digest,
+            claim.weights_digest,
+        )
+
+    def tokens_of(self, claim: Claim) -> tuple[Sequence[int], ...]:
+        """Of each sequence; nothing where the journal has another run."""
+        return self._entry_tokens() if self._is_of(claim) else ()
+
+    def _entry_tokens(self) -> tuple[Sequence[int], ...]:
+        return () if self.entry is None else self.entry.token_ids
 
 
 class GenerationService:
@@ -109,13 +134,16 @@ class GenerationService:
         self._prior_store: PriorStore | None = None
         self._journal: Journal | None = None
         self._stack = AsyncExitStack()
-        self._num_active = 0
+        self._num_active = 0  # sequences, those that wait included
         self._keys = None if settings.api_keys_file is None else KeyFile(Path(settings.api_keys_file))
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self._canary_keeper: CanaryKeeper | None = None
-        self.preparation = RequestPreparation(tokenizer, settings, outside.chance)
+        threads = WorkerThreads()
+        self.preparation = RequestPreparation(tokenizer, settings, outside.chance, threads)
+        self._identities = outside.identities.watch(self.snapshot)
         router = Router(
-            tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s
+            *(tokenizer.fingerprint, settings.served_model_names, outside.chance, settings.quarantine_s),
+            self._identities.reason_against,
         )
         reservations = Reservations(
             outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
@@ -140,11 +168,16 @@ class GenerationService:
             policy=outside.policy,
             tracing=outside.tracing,
             limits=RateLimits(self._quick_registry, outside.now_s),
+            threads=threads,
+            concurrency=ConcurrencyLimits(self._quick_registry, outside.now_s),
         )
         self._canary_auditor = CanaryAuditor(self.environment, self.canary, self._hurry_canary)
 
     async def __aenter__(self) -> Self:
         settings, registry = self.environment.settings, self._registry
+        self._stack.callback(self.environment.threads.close)
+        ticking = keep_ticking(self.environment.lag, self.environment.metrics.observe_loop_lag)
+        self._stack.push_async_callback(end_tasks, asyncio.create_task(ticking, name="loop lag"))
         if registry is None and self._injected_snapshot is None:
             registry = redis = Registry(settings.redis_url)
             self._stack.push_async_callback(redis.close)
@@ -158,7 +191,7 @@ class GenerationService:
             self._canary_keeper = await self._stack.enter_async_context(keeper)
         if registry is not None:
             self._journal = await self._stack.enter_async_context(
-                Journal(registry, now_s=self.environment.now_s)
+                Journal(registry, now_s=self.environment.now_s, new_id=self.environment.new_id)
             )
             if self._injected_snapshot is None:
                 self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
@@ -166,8 +199,10 @@ class GenerationService:
                     self._stack.push_async_callback(self._quick_registry.close)
                 await self._stack.enter_async_context(self.environment.reservations)
                 await self._stack.enter_async_context(self.environment.limits)
+                await self._stack.enter_async_context(self.environment.concurrency)
         self._stack.push_async_callback(self.environment.tracing.close)
         self._stack.push_async_callback(self.environment.channels.close)
+        await self._stack.enter_async_context(self._identities)
         await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
@@ -189,7 +224,8 @@ class GenerationService:
         return self._keys is not None
 
     def authenticate(self, authorization: str | None, scope: Scope) -> Caller:
-        """Who asks, by the `Authorization` of the call. Raises Unauthenticated or Forbidden."""
+        """Who asks, by the `Authorization` of the call. Raises Unauthenticated, Forbidden or, where the keys cannot be
+        read, Unavailable."""
         if self._keys is None:
             return ANYBODY
         caller = self._keys.authenticate(authorization)
@@ -221,11 +257,15 @@ class GenerationService:
         model, targets = self.find_model(request.model)
         if not has_begun:
             environment.limits.check(caller)
+            retry_after_s = environment.admission.retry_after_s(model)
+            environment.concurrency.check(caller, request.best_of or request.n, retry_after_s)
             time_left_s = request.deadline_s or environment.settings.deadline_default_s
             ticket = Ticket(request.priority, request.tenant)
             environment.admission.check_room(model, ticket, time_left_s)
         spec = await self.preparation.prepare(request, model, targets)
-        await environment.limits.admit(caller, len(spec.prompt_token_ids), has_begun=has_begun)
+        # Once for each sequence, though they share its computation: as many contexts take up room.
+        num_prompt_tokens = len(spec.prompt_token_ids) * spec.num_candidates
+        await environment.limits.admit(caller, num_prompt_tokens, has_begun=has_begun)
         return self.canary.place(spec, environment.now_s())
 
     async def admit(self, caller: Caller) -> None:
@@ -245,18 +285,19 @@ class GenerationService:
         With an `entry` its stream can be resumed elsewhere; with a `resumption` it is one that was.
         """
         environment = self.environment
-        if self._num_active >= environment.settings.requests_max:
-            newcomer = Ticket(spec.request.priority, spec.request.tenant)
-            if not environment.admission.shed_for(spec.model, newcomer):
-                raise Overloaded(
-                    f"this replica serves its most of {self._num_active} requests",
-                    environment.admission.retry_after_s(spec.model),
-                )
-        self._num_active += 1
+        _check_harmless(environment, spec)
+        held = await self._enter(spec, has_begun=resumption is not None and any(resumption.token_ids))
         stream = None
         if entry is not None and self._journal is not None and spec.num_candidates == spec.num_choices:
-            entry = replace(entry, seed=spec.sampling.seed)
-            stream = self._journal.begin(_journal_id(spec.request), entry, spec.deadline_s)
+            entry = replace(
+                entry,
+                request_digest=spec.run.request_digest,
+                seed=spec.sampling.seed,
+                max_tokens=spec.max_tokens,
+                num_losses=spec.run.num_losses,
+            )
+            tenant = spec.request.origin.caller.tenant
+            stream = self._journal.begin(_journal_id(spec.request), entry, spec.deadline_s, tenant)
         try:
             with RequestRecord(environment, spec) as record:
                 spec = replace(spec, span=record.span)
@@ -264,17 +305,42 @@ class GenerationService:
                 async with aclosing(self._observed(spec, items, is_resumed=resumption is not None)) as items:
                     async for item in items:
                         record.take(item)
-                        if (
-                            isinstance(item, ChoiceNews)
-                            and isinstance(item.news, VisibleOutput)
-                            and stream is not None
-                        ):
-                            stream.add(item.index, item.news.token_ids)
+                        if stream is not None:
+                            _write_down(stream, item, spec.run)
+                        if isinstance(item, RequestFinished):
+                            _acquit(environment, spec)
                         yield item
         finally:
             if stream is not None:
                 stream.end()
-            self._num_active -= 1
+            self._num_active -= spec.num_candidates
+            environment.concurrency.release(held)
+
+    async def _enter(self, spec: GenerationSpec, *, has_begun: bool) -> Held | None:
+        """Counts the request's sequences among this replica's and its tenant's. Raises Overloaded where they are too
+        many of either."""
+        environment, num = self.environment, spec.num_candidates
+        # One that has more sequences than there may be is served alone.
+        excess = self._num_active + num - environment.settings.requests_max if self._num_active else 0
+        if excess > 0:
+            newcomer = Ticket(spec.request.priority, spec.request.tenant)
+            if not environment.admission.shed_for(spec.model, newcomer, min(excess, num)):
+                raise Overloaded(
+                    f"this replica serves its most of {environment.settings.requests_max} sequences: there are "
+                    f"{self._num_active}, and this request would be {num} more",
+                    environment.admission.retry_after_s(spec.model),
+                )
+        self._num_active += num
+        try:
+            return await environment.concurrency.hold(
+                spec.request.origin.caller,
+                num,
+                lambda: environment.admission.retry_after_s(spec.model),
+                has_begun=has_begun,
+            )
+        except BaseException:
+            self._num_active -= num
+            raise
 
     def _observed(
         self, spec: GenerationSpec, items: AsyncGenerator[ChoiceNews | RequestFinished], *, is_resumed: bool
@@ -291,21 +357,21 @@ class GenerationService:
         """Of a stream that another replica has begun, perhaps; another tenant's is none. Raises InvalidRequest."""
         check_request_id(request_id)
         if self._journal is None:
-            return Recollection(None, has_begun=True)
+            return Recollection(None)
         try:
             entry = await self._journal.load(
                 _journal_id(GenerationInput(request_id=request_id, origin=Origin(caller)))
             )
         except RegistryUnavailable as error:
             _log.warning("request %s cannot be looked up: %s", request_id, error.message)
-            return Recollection(None, has_begun=True)
-        return Recollection(entry, has_begun=entry is not None)
+            return Recollection(None, is_away=True)
+        return Recollection(entry)
 
     async def look_up(self, request_id: str, caller: Caller) -> Recollection:
         """With its entry. Raises InvalidRequest, NotFound where there is none, Unavailable where nobody can say."""
         recollection = await self.recall(request_id, caller)
         if recollection.entry is None:
-            if self._journal is not None and recollection.has_begun:
+            if recollection.is_away:
                 raise Unavailable(
                     f"the registry does not answer, which would know of the stream {request_id}; come back, or send "
                     "the request again with the id of the last event that came",
@@ -318,25 +384,31 @@ class GenerationService:
             )
         return recollection
 
-    async def resume(
-        self, spec: GenerationSpec, position: tuple[ResumePoint, ...], recollection: Recollection
+    def resume(
+        self, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
     ) -> tuple[GenerationSpec, Resumption]:
-        """The request as it was begun, and what is known of its texts. Raises InvalidRequest when tokens that have been
-        shown cannot be made again."""
+        """The request as its run was begun, and what is known of its output. `claim` is None for a client that has seen
+        nothing. Raises InvalidRequest when tokens that have been shown cannot be made again, and Conflict when they are
+        of another run."""
         entry = recollection.entry
-        if entry is not None and entry.seed is not None:
-            spec = replace(spec, sampling=replace(spec.sampling, seed=entry.seed))
-        has_seen = any(point.num_tokens for point in position)
-        if has_seen and spec.num_candidates > spec.num_choices:
+        restored = spec if entry is None else _restored(spec, entry)
+        if claim is None:  # it begins anew, with the seed that it had
+            is_same = entry is not None and restored.run.request_digest == entry.request_digest
+            return restored if is_same else spec, Resumption.of_nothing(spec.num_choices)
+        if spec.num_candidates > spec.num_choices:
             raise InvalidRequest("best_of", "with best_of above n a stream cannot be resumed")
-        if has_seen and spec.sampling.decoding_mode is DecodingMode.REJECTION:
+        if spec.sampling.decoding_mode is DecodingMode.REJECTION:
             raise InvalidRequest(
                 "seed",
                 "a sampled text can be resumed only where the request has a seed; send it again to begin anew",
             )
-        known = () if entry is None else entry.token_ids
-        padding = ((),) * (len(position) - len(known))
-        return spec, Resumption(position, (*known, *padding)[: len(position)], recollection.has_begun)
+        found = [each for each in (restored, spec) if each.run.request_digest == claim.request_digest]
+        if not found:
+            raise _other_run(spec, recollection)
+        spec = identified(found[0], claim.weights_digest)
+        spec.run.num_losses = 0 if entry is None else entry.num_losses
+        known = recollection.tokens_of(claim)[: spec.num_choices]
+        return spec, Resumption(claim.points, known + ((),) * (spec.num_choices - len(known)))
 
     def find_model(self, name: str) -> tuple[str, list[WorkerRecord]]:
         """The model's name and its usable targets. Raises NotFound naming those served, or Unavailable."""
@@ -390,7 +462,9 @@ class GenerationService:
                 metrics.know(model.model)
             self.environment.watch.keep(snapshot.drafts)
             metrics.show_draft_alarms(self.environment.watch.alarms)
+            metrics.show_poison(self.environment.poison.convicted(self.environment.now_s()))
             metrics.registry_degraded.set(snapshot.degraded)
+            metrics.api_keys_degraded.set(self._keys is not None and self._keys.is_degraded)
             priors = self.environment.priors
             metrics.show_priors(priors.summary(self.environment.now_s()), priors.num_keys)
             metrics.canary_degraded.set(self._canary_keeper is not None and self._canary_keeper.is_degraded)
@@ -419,6 +493,60 @@ def _on_behalf_of_its_key(request: GenerationInput) -> GenerationInput:
     if request.tenant:
         raise Forbidden(f"this API key is tenant {tenant}'s, and the request names another")
     return replace(request, tenant=tenant)
+
+
+def _restored(spec: GenerationSpec, entry: JournalEntry) -> GenerationSpec:
+    """The request with what was drawn or chosen for it when its run began, where it does not say so itself."""
+    sampling, max_tokens = spec.sampling, spec.max_tokens
+    if spec.request.sampling.seed is None:
+        sampling = replace(sampling, seed=entry.seed)
+    if spec.request.max_tokens is None and entry.max_tokens is not None:
+        max_tokens = entry.max_tokens
+        sampling = replace(sampling, max_tokens=max(max_tokens, 1))
+    return identified(replace(spec, sampling=sampling, max_tokens=max_tokens))
+
+
+def _other_run(spec: GenerationSpec, recollection: Recollection) -> Conflict:
+    """Why a stream does not go on with this request."""
+    name = spec.request.request_id
+    if recollection.entry is not None:
+        why = "what was begun under this id is another request, or another run of it"
+    elif spec.has_drawn_seed:
+        why = "its seed was drawn by the server, and the journal that knew it is gone"
+    else:
+        why = "the request is not the one that the stream began with"
+    return Conflict(
+        f"the stream {name} cannot be resumed: {why}; send the request without the id of an event to begin anew",
+        "request_id",
+    )
+
+
+def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
+    """Raises Poisonous for what has just cost as many workers as one request may."""
+    if environment.poison:
+        digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+        left_s = environment.poison.time_left_s(digest, environment.now_s())
+        if left_s > 0:
+            raise Poisonous(
+                f"target workers were lost one after the other to a request with this prompt ({digest}); it is refused "
+                f"for another {left_s:.0f} s",
+                left_s,
+            )
+
+
+def _acquit(environment: Environment, spec: GenerationSpec) -> None:
+    if environment.poison:
+        digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+        if environment.poison.acquit(digest):
+            environment.metrics.show_poison(environment.poison.convicted(environment.now_s()))
+
+
+def _write_down(stream: JournaledStream, item: ChoiceNews | RequestFinished, run: RunIdentity) -> None:
+    """Has the journal know what a stream shows."""
+    if isinstance(item, ChoiceNews) and isinstance(item.news, VisibleOutput):
+        stream.add(item.index, item.news.token_ids, run.weights_digest)
+    if run.num_losses != stream.num_losses:
+        stream.count_losses(run.num_losses)
 
 
 def _journal_id(request: GenerationInput) -> str:

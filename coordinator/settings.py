@@ -13,6 +13,8 @@ REFUSALS_AT_ONCE: Final = 128
 """Requests beyond those served that a replica takes in to refuse them."""
 METRICS_PORTS: Final = 16
 """From `metrics_port` on: replicas of one machine, those that leave included."""
+CLIENT_STALL_MAX_S: Final = 30.0
+"""How long output may wait for its reader, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,11 @@ class CoordinatorSettings:
     draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
     target_attempts_max: int = 3  # targets tried for one request before its first token
     target_wait_max_s: float = 60.0  # how long a text that has begun looks for a target to go on at
+    client_stall_max_s: float = CLIENT_STALL_MAX_S  # how long output may wait for its reader
     draft_attempts_max: int = 3  # draft workers tried for one attachment
     quarantine_s: float = 3.0  # how long a worker that failed to answer is passed over
     tls_dir: str | None = None  # certificates to call workers with; None: in the clear
+    require_worker_ids: bool = False  # a worker whose certificate names no id is not used
     otlp_endpoint: str | None = None  # where traces go; None: nowhere
     log_format: LogFormat = LogFormat.TEXT
     log_path: str | None = None  # of replicas' logs; None: their standard error, which Ray keeps in files
@@ -53,10 +57,13 @@ class CoordinatorSettings:
     def __post_init__(self) -> None:
         for name in (
             "requests_max", "queue_wait_max_s", "deadline_default_s", "deadline_max_s", "target_silence_max_s",
-            "draft_silence_max_s", "target_attempts_max", "target_wait_max_s", "draft_attempts_max", "quarantine_s",
+            "draft_silence_max_s", "target_attempts_max", "target_wait_max_s", "client_stall_max_s",
+            "draft_attempts_max", "quarantine_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.require_worker_ids and self.tls_dir is None:
+            raise ValueError("require_worker_ids needs tls_dir: certificates name the ids")
         if self.metrics_port is not None:
             if not 0 < self.metrics_port <= 65536 - METRICS_PORTS:
                 raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from coordinator.body_parts import Body, Listed
+from coordinator.json_size import check_json_size
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec
 
@@ -79,6 +80,7 @@ class StructuredOutputs(Body):
 def _schema_text(schema: dict[str, Any] | str | None) -> str:
     if not isinstance(schema, str):
         return _dumped(schema)
+    check_json_size(schema.encode(), "structured_outputs.json", "structured_outputs.json")
     try:
         json.loads(schema)
     except (ValueError, RecursionError) as error:

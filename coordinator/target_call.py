@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Final
 
 import grpc
 import grpc.aio
 
 from coordinator.environment import Environment
+from coordinator.silence import SilenceWatch, is_own_loss
 from coordinator.workers import describe, remaining_s, was_never_sent
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LostByOwnPause,
     OutriderError,
     Overloaded,
     Unavailable,
     WorkerFailed,
     WorkerLost,
+    WorkerSilent,
     WorkerUnreached,
 )
 from outrider.worker_record import WorkerRecord
@@ -59,7 +62,9 @@ class TargetCall:
         DeadlineExceeded, and InvalidRequest when it refuses a value.
         """
         # From the beginning: a target whose caller waits for its turn says so once a second.
-        watch = _SilenceWatch(self._call.cancel, self._environment.settings.target_silence_max_s)
+        watch = SilenceWatch(
+            self._call.cancel, self._environment.settings.target_silence_max_s, self._environment.lag
+        )
         try:
             watch.start()
             while True:
@@ -77,7 +82,7 @@ class TargetCall:
             if not watch.has_cancelled or (task is not None and task.cancelling()):
                 raise  # somebody else's cancellation
             self._pass_over()
-            raise WorkerLost(f"target worker {self._target.worker_id} fell silent") from None
+            raise WorkerSilent(f"target worker {self._target.worker_id} fell silent") from None
         except grpc.aio.AioRpcError as error:
             raise self._translated(error) from error
         finally:
@@ -92,6 +97,11 @@ class TargetCall:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineExceeded("not finished within the request's deadline")
             case _:
+                if is_own_loss(error, self._environment.lag):
+                    return LostByOwnPause(
+                        f"the connection to target worker {self._target.worker_id} broke while this coordinator was "
+                        f"stopped: {describe(error)}"
+                    )
                 self._pass_over()
                 return _loss(error)(f"target worker {self._target.worker_id} failed: {describe(error)}")
 
@@ -122,42 +132,3 @@ def _makes_sense(event: target_pb2.GenerateEvent) -> bool:
 
 def _are_paired(logprobs: Iterable[common_pb2.TokenLogprobs]) -> bool:
     return all(len(each.top_token_ids) == len(each.top_logprobs) for each in logprobs)
-
-
-class _SilenceWatch:
-    """Cancels a call when one read takes too long. One timer for all reads: `asyncio.timeout` around each of them was
-    a tenth of what a streamed step cost."""
-
-    def __init__(self, cancel: Callable[[], object], silence_max_s: float) -> None:
-        self._cancel = cancel
-        self._silence_max_s = silence_max_s
-        self._loop = asyncio.get_running_loop()
-        self._reading_since_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.has_cancelled = False
-
-    def start(self) -> None:
-        """From here on silence counts."""
-        self._timer = self._loop.call_later(self._silence_max_s, self._look)
-
-    def begin(self) -> None:
-        """A read begins."""
-        self._reading_since_s = self._loop.time()
-
-    def end(self) -> None:
-        """It has brought something; what is done with it takes as long as it likes."""
-        self._reading_since_s = None
-
-    def stop(self) -> None:
-        """No more timers."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        now_s = self._loop.time()
-        due_s = (now_s if self._reading_since_s is None else self._reading_since_s) + self._silence_max_s
-        if due_s > now_s:
-            self._timer = self._loop.call_at(due_s, self._look)
-        else:
-            self.has_cancelled = True
-            self._cancel()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import StringConstraints
 
 from coordinator.body_parts import Body
+from coordinator.json_size import check_json_size
 from coordinator.tool_calls import ToolMode, ToolUse
 from outrider.errors import InvalidRequest
 
@@ -61,6 +62,9 @@ class ToolCall(Body):
 
     def to_template(self) -> dict[str, Any]:
         """As chat templates expect it: they write the arguments themselves. Raises InvalidRequest."""
+        check_json_size(
+            self.function.arguments.encode(), "messages", f"the arguments of tool call {self.id!r}"
+        )
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final, cast
 
 import grpc
@@ -17,7 +17,7 @@ import grpc.aio
 from coordinator.generation_request import UINT32_MAX
 from outrider.tls import PLAINTEXT, Dialer, Role
 from outrider.tracing import metadata_of
-from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 _MESSAGE_BYTES_MAX: Final = 16 << 20
 _CHANNEL_OPTIONS: Final = (
@@ -29,6 +29,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # What a target sends and nobody reads is bounded: 64 KiB a call, where probing would let megabytes come.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 _NEVER_SENT: Final = "failed to connect to all addresses", "errors resolving "
@@ -40,10 +42,14 @@ AttachCall = grpc.aio.UnaryStreamCall[draft_pb2.AttachRequest, draft_pb2.AttachS
 class WorkerChannels:
     """Calls to workers by their address, host:port."""
 
-    def __init__(self, dialer: Dialer = PLAINTEXT) -> None:
+    def __init__(
+        self, dialer: Dialer = PLAINTEXT, name_at: Callable[[str, Role], str] = lambda _, role: role.value
+    ) -> None:
+        """`name_at`: the name that the certificate of a server has to have, by its address."""
         self._dialer = dialer
+        self._name_at = name_at
         self._version = dialer.version
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and name
         self._unlisted_since_s: dict[str, float] = {}
         self._outdated: list[tuple[float, grpc.aio.Channel]] = []  # since when, seconds
 
@@ -62,6 +68,15 @@ class WorkerChannels:
         """Calls Target.SetSpeculation. Raises grpc.aio.AioRpcError."""
         stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
         await stub.SetSpeculation(request, timeout=timeout_s)
+
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        """Whether the same life of a target worker still answers there."""
+        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
+        try:
+            info = await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return info.incarnation == incarnation
 
     def attach(
         self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
@@ -83,15 +98,15 @@ class WorkerChannels:
             self._channels.clear()
         while self._outdated and now_s - self._outdated[0][0] >= after_s:
             await self._outdated.pop(0)[1].close(grace=None)
-        for address in self._channels.keys() - set(addresses):
+        for address in {address for address, _ in self._channels} - set(addresses):
             self._unlisted_since_s.setdefault(address, now_s)
         for address, since_s in list(self._unlisted_since_s.items()):
             if address in addresses:
                 del self._unlisted_since_s[address]
             elif now_s - since_s >= after_s:
                 del self._unlisted_since_s[address]
-                if channel := self._channels.pop(address, None):
-                    await channel.close(grace=None)
+                for key in [key for key in self._channels if key[0] == address]:
+                    await self._channels.pop(key).close(grace=None)
 
     async def close(self) -> None:
         """Closes every channel; calls in flight end as cancelled."""
@@ -100,9 +115,11 @@ class WorkerChannels:
         await asyncio.gather(*(channel.close(grace=None) for channel in channels))
 
     def _channel(self, address: str, role: Role) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
+        name = self._name_at(address, role)
+        channel = self._channels.get((address, name))
         if channel is None:
-            channel = self._channels[address] = self._dialer.open(address, role, _CHANNEL_OPTIONS)
+            channel = self._dialer.open(address, role, _CHANNEL_OPTIONS, name)
+            self._channels[address, name] = channel
         return channel
 
 

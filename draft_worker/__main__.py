@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from draft_worker.limits import DraftLimits
 from outrider.errors import TokenizerMismatch
-from outrider.tls import Role
+from outrider.tls import ANY_ROLE, Role
 from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
+    identity,
     leave,
     model_name,
     record_from_info,
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("draft_worker")
 
 DEFAULTS = DraftLimits()
-PERMITTED: Final = {"/outrider.v1.Draft/Attach": frozenset({Role.COORDINATOR})}
-"""Who may call what, where there are certificates; what is not named is for everybody who has one."""
+PERMITTED: Final = {
+    "/outrider.v1.Draft/Attach": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Draft/GetInfo": ANY_ROLE,
+}
+"""Who may call what, where there are certificates; what is not named is for nobody."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -192,7 +196,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 record_from_info("draft", info),
                 load=lambda: WorkerLoad(scheduler.num_sessions, round_trips=servicer.round_trips),
                 on_drain=servicer.start_draining,
-                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": info.dtype},
+                ready_facts={"metrics_port": metrics_port, **identity(info)},
             )
         finally:
             if thread.stop():

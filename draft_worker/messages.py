@@ -30,6 +30,7 @@ class AttachSession:
     num_prompt_tokens: int = 0  # of token_ids; 0: all
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     grammar: GrammarState | None = None  # at its beginning; the session's own from here on
+    cache_salt: str = ""  # of the sessions that it shares KV blocks with
 
 
 @dataclass(frozen=True, slots=True)

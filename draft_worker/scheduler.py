@@ -112,7 +112,7 @@ class DraftScheduler:
             event.speculation,
             event.grammar,
             event.seed,
-            TextBlocks(KVSequence(self.allocator)),
+            TextBlocks(KVSequence(self.allocator), event.cache_salt),
             self.limits,
             self._calibrations.get(event.sampling.decoding_mode),
             attached_at=now,

@@ -24,6 +24,7 @@ from draft_worker.messages import (
     Subscribe,
 )
 from draft_worker.scheduler import DraftScheduler
+from outrider.engine.prefix_cache import check_cache_salt
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -188,6 +189,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
         if len(request.hint_token) > MAX_HINT_TOKEN:
             raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
+        check_cache_salt(request.cache_salt)
         self._check_free(request.session_id)
         if not request.token_ids:
             raise InvalidRequest(
@@ -210,6 +212,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             sampling.seed if sampling.seed is not None else secrets.randbits(64),
             min(request.num_prompt_tokens, len(request.token_ids)),
             SpeculationSettings.from_proto(request.speculation),
+            cache_salt=request.cache_salt,
         )
 
     def _check_free(self, session_id: str) -> None:

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigurationError
-from outrider.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
+from outrider.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role, worker_name
 
 _AUTHORITY_KEY: Final = "ca.key"
 _AUTHORITY_DAYS: Final = 3650
@@ -74,11 +74,13 @@ class CertificateAuthority:
         role: Role,
         *,
         names: tuple[str, ...] = (),
+        worker_ids: tuple[str, ...] = (),
         valid_for: datetime.timedelta,
         now: datetime.datetime | None = None,
     ) -> None:
         """Writes a new certificate and key for `role` into `folder`, one file after the other: who reads them there
         waits until they belong together. `names`: further DNS names and IP addresses, of a machine that outsiders dial.
+        `worker_ids`: those that a worker may announce; without any it may announce every one.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, role.value)])
@@ -87,7 +89,8 @@ class CertificateAuthority:
         builder = builder.add_extension(_usage(is_authority=False), critical=True)
         both_ways = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(both_ways, critical=False)
-        alternatives = [x509.DNSName(role.value), *(_general_name(name) for name in names)]
+        workers = (worker_name(role, each) for each in worker_ids)
+        alternatives = [x509.DNSName(role.value), *(_general_name(name) for name in (*workers, *names))]
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         builder = builder.add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(self.private_key.public_key()), critical=False

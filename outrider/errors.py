@@ -7,12 +7,19 @@ The tree:
     ├── Unauthenticated               401  UNAUTHENTICATED      who asks is not known
     ├── Forbidden                     403  PERMISSION_DENIED    who asks may not do this
     ├── NotFound                      404  NOT_FOUND            no such model, session or route
+    ├── Conflict                      409  ALREADY_EXISTS       its id belongs to another run
     ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; come back after `retry_after_s`
     ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
     │   ├── RegistryUnavailable                                 Redis cannot be reached
     │   ├── WorkerFailed                                        a worker is there, and could not do its work
-    │   └── WorkerLost                                          a worker went away in the middle of its work
-    │       └── WorkerUnreached                                 or before any: it has not had the request
+    │   ├── WorkerLost                                          a worker went away in the middle of its work
+    │   │   ├── WorkerSilent                                    or says nothing any more
+    │   │   ├── LostByOwnPause                                  or its connection broke while we were stopped
+    │   │   └── WorkerUnreached                                 or before any: it has not had the request
+    │   └── Poisonous                                           workers were lost one after the other to this request
+    ├── SlowReader                    408  ABORTED              the caller does not read; it may go on where it was
+    ├── BodyTooSlow                   408  DEADLINE_EXCEEDED    the caller does not send the rest of its request
+    ├── ClientLeft                    499  CANCELLED            the caller has gone before it had sent its request
     ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
     └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
         └── TokenizerMismatch                                   two workers do not mean the same tokens
@@ -108,6 +115,19 @@ class NotFound(OutriderError):
         self.parameter = parameter
 
 
+class Conflict(OutriderError):
+    """What the request wants to go on with is of another run. `parameter` is the field that named it."""
+
+    http_status = 409
+    grpc_code = "ALREADY_EXISTS"
+    error_type = "conflict_error"
+    code = "conflict"
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
 class Overloaded(OutriderError):
     """Refused before any work because everything is full. `retry_after_s` is above 0, in seconds."""
 
@@ -146,8 +166,22 @@ class WorkerLost(Unavailable):
     """A worker went away, or fell silent, in the middle of its work."""
 
 
+class WorkerSilent(WorkerLost):
+    """A worker has the request, and has said nothing for too long."""
+
+
+class LostByOwnPause(WorkerLost):
+    """The connection to a worker broke while this process itself was stopped: the worker is as good as before."""
+
+
 class WorkerUnreached(WorkerLost):
     """There was no connection to the worker, so that it has not had what was to be sent."""
+
+
+class Poisonous(Unavailable):
+    """As many workers were lost while they had this request as one request may cost."""
+
+    code = "poisonous_request"
 
 
 class DeadlineExceeded(OutriderError):
@@ -157,6 +191,40 @@ class DeadlineExceeded(OutriderError):
     grpc_code = "DEADLINE_EXCEEDED"
     error_type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class BodyTooSlow(OutriderError):
+    """The client has not sent all of its request in time."""
+
+    http_status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    error_type = "timeout_error"
+    code = "request_timeout"
+
+
+class ClientLeft(OutriderError):
+    """The client went away before all of its request had come; nobody reads the answer."""
+
+    http_status = 499
+    grpc_code = "CANCELLED"
+    error_type = "invalid_request_error"
+    code = "client_left"
+
+
+class SlowReader(OutriderError):
+    """The caller left what was generated unread for too long. It can resume the stream from what it has read."""
+
+    http_status = 408
+    grpc_code = "ABORTED"
+    error_type = "timeout_error"
+    code = "slow_reader"
+
+    def __init__(self, stall_max_s: float) -> None:
+        super().__init__(
+            f"output waited for its reader for more than {stall_max_s:g} s, so the request was ended; what came is "
+            "complete up to here. Within a minute the stream can be resumed: over HTTP where its events have ids, by "
+            "the last of them (Last-Event-ID), over gRPC by request_id, run and resume_from"
+        )
 
 
 class ConfigurationError(OutriderError):

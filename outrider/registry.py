@@ -3,13 +3,16 @@
     {or:POOL}:w:ID     hash: one worker's record; expires LEASE_S after its last heartbeat
     {or:POOL}:leases   sorted set: worker ids by the moment their lease ends
     {or:POOL}:events   stream: who joined, changed state, left or expired; the last thousand
+    {or:POOL}:joined   the moment, in µs, at which a run of a worker last joined the pool; no two runs have the same
     {or:POOL}:r:INC    sorted set of one run of a worker: reservations by the moment they end
     or:journal:ID      hash: a stream that another coordinator can go on with (`coordinator.journal`)
     {or:canary}:...    a share of traffic that is decoded otherwise (`outrider.canary.store`)
     POOL is target or draft; every moment is Redis' own clock's, in ms; the hash tag keeps a pool on one cluster slot
 
 Invariants: a record is written and removed only by the process whose incarnation it carries; of two that live under
-one id, the one that started last has it. A reservation ends with its caller or by itself, so that a caller that dies
+one id, the one that joined last has it. That order is the registry's: no worker's clock counts. Each worker keeps the
+moment that it was given and shows it with every heartbeat, so that the order outlasts a Redis that lost everything. A
+reservation ends with its caller or by itself, so that a caller that dies
 leaks nothing.
 
 Redis is not on the critical path: no call waits longer than twice the given timeout or is tried again, and whoever
@@ -22,6 +25,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final, Protocol, cast
 
 from redis.commands.core import AsyncScript
@@ -48,15 +52,27 @@ local function tell(stream, kind, id, incarnation)
 end
 """
 
-# KEYS: hash, leases, events. ARGV: worker id, incarnation, start in ms, lease in ms, state, then field, value, ...
-# Returns 1 when written, 0 when a process that started later, or at the same time, holds the id.
+# KEYS: joined. Returns this moment in µs, after that of everybody who has joined, whatever became of Redis' clock.
+_JOIN: Final = """
+local time = redis.call('TIME')
+local last = tonumber(redis.call('GET', KEYS[1]) or 0) or 0
+local joined = math.max(time[1] * 1000000 + time[2], last + 1)
+redis.call('SET', KEYS[1], string.format('%.0f', joined))
+return joined
+"""
+
+# KEYS: hash, leases, events, joined. ARGV: worker id, incarnation, the moment in µs at which it joined, lease in ms,
+# state, then field, value, ...
+# Returns 1 when written, 0 when a process that joined later, or at the same time, holds the id.
 _WRITE: Final = f"""{_NOW}
-local holder, started, state = unpack(redis.call('HMGET', KEYS[1], 'incarnation', 'started_at_ms', 'state'))
-if holder and holder ~= ARGV[2] and tonumber(started) >= tonumber(ARGV[3]) then return 0 end
+local holder, holders, state = unpack(redis.call('HMGET', KEYS[1], 'incarnation', 'joined_at_us', 'state'))
+local joined = tonumber(ARGV[3])
+if holder and holder ~= ARGV[2] and (tonumber(holders or 0) or 0) >= joined then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], unpack(ARGV, 6))
+redis.call('HSET', KEYS[1], 'joined_at_us', ARGV[3], unpack(ARGV, 6))
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
+if joined > (tonumber(redis.call('GET', KEYS[4]) or 0) or 0) then redis.call('SET', KEYS[4], ARGV[3]) end
 if holder ~= ARGV[2] then tell(KEYS[3], 'joined', ARGV[1], ARGV[2])
 elseif state ~= ARGV[5] then tell(KEYS[3], ARGV[5], ARGV[1], ARGV[2]) end
 return 1
@@ -116,6 +132,28 @@ redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 return 1
 """
 
+# KEYS: a stream's journal. ARGV: its writer, life in ms, 1 for the writer's first call, then field, value, ...
+# The first call replaces what is there. Later ones return 0 where another writer has replaced it, 2 where it is gone.
+_WRITE_JOURNAL: Final = """
+if ARGV[3] == '1' then redis.call('DEL', KEYS[1])
+else
+  local writer = redis.call('HGET', KEYS[1], 'writer')
+  if not writer then return 2 end
+  if writer ~= ARGV[1] then return 0 end
+end
+redis.call('HSET', KEYS[1], 'writer', ARGV[1], unpack(ARGV, 4))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+
+
+class JournalWrite(IntEnum):
+    """What became of a write to a stream's journal."""
+
+    SUPERSEDED = 0  # another writer has the stream now
+    WRITTEN = 1
+    GONE = 2  # Redis lost it, or it expired: the writer's first call has to be made again
+
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
@@ -132,7 +170,8 @@ class RegistryCalls(Protocol):
     """What the registry is asked. `Registry` asks Redis; the simulation has a model of it. All raise
     RegistryUnavailable, and nothing else."""
 
-    async def write(self, record: WorkerRecord) -> bool: ...
+    async def join(self, pool: Pool) -> int: ...
+    async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool: ...
     async def remove(self, record: WorkerRecord) -> bool: ...
     async def read(self, pool: Pool) -> PoolView: ...
     async def next_event(self, pool: Pool, after: str, timeout_s: float) -> bool: ...
@@ -141,7 +180,9 @@ class RegistryCalls(Protocol):
     ) -> int | None: ...
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None: ...
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
 
 
@@ -163,11 +204,13 @@ class Registry:
         self._reservation_ms = int(reservation_s * 1000)
         self._client = open_redis(url, timeout_s)
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._join = self.register_script(_JOIN)
         self._write = self.register_script(_WRITE)
         self._remove = self.register_script(_REMOVE)
         self._read = self.register_script(_READ)
         self._reserve = self.register_script(_RESERVE)
         self._renew = self.register_script(_RENEW)
+        self._write_journal = self.register_script(_WRITE_JOURNAL)
 
     async def ping(self) -> None:
         """Returns when Redis answers. Raises RegistryUnavailable, naming the address without its password."""
@@ -177,19 +220,25 @@ class Registry:
         """Gives the connections back."""
         await close_redis(self._client)
 
-    async def write(self, record: WorkerRecord) -> bool:
-        """Stores a record for the time of a lease. False when a process that started later holds the id."""
+    async def join(self, pool: Pool) -> int:
+        """The moment, in µs, at which a run of a worker joins a pool, to be shown with all that it writes. Asked apart
+        from writing: a first write that arrives late, or twice, changes nothing about who came last."""
+        return int(await self.ask(self._join(keys=[f"{_prefix(pool)}joined"])))
+
+    async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool:
+        """Stores a record for the time of a lease. False when a process that joined later holds the id; a run that has
+        not joined stands back for everybody."""
         prefix = _prefix(record.pool)
         stored = [part for pair in record.to_fields().items() for part in pair]
         arguments: list[str | int] = [
             record.worker_id,
             record.incarnation,
-            record.started_at_ms,
+            joined_at_us,
             self._lease_ms,
             record.state,
             *stored,
         ]
-        keys = [f"{prefix}w:{record.worker_id}", f"{prefix}leases", f"{prefix}events"]
+        keys = [f"{prefix}{name}" for name in (f"w:{record.worker_id}", "leases", "events", "joined")]
         return bool(await self.ask(self._write(keys=keys, args=arguments)))
 
     async def remove(self, record: WorkerRecord) -> bool:
@@ -250,14 +299,15 @@ class Registry:
         """Gives a place back."""
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
 
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
-        """Adds fields to a stream's journal, which lasts for another `life_s` (`coordinator.journal`)."""
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
+        """Sets fields of a stream's journal, which lasts for another `life_s` (`coordinator.journal`). A writer's first
+        call replaces what is there; later ones change nothing that another writer has begun since."""
+        arguments: list[str | int] = [writer, int(life_s * 1000), int(is_first)]
+        arguments += [part for pair in fields.items() for part in pair]
         key = f"or:journal:{request_id}"
-        pipeline = self._client.pipeline(transaction=False)
-        if fields:
-            pipeline.hset(key, items=[part for pair in fields.items() for part in pair])
-        pipeline.pexpire(key, int(life_s * 1000))
-        await self.ask(pipeline.execute())
+        return JournalWrite(int(await self.ask(self._write_journal(keys=[key], args=arguments))))
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         """All of it; empty when there is none."""

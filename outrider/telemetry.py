@@ -1,16 +1,19 @@
-"""Metrics of the worker processes, under the names that people already graph (vLLM's, with our prefix); and one
+"""Metrics of the worker processes, under the names that people already graph (vLLM's, with our prefix); and those
 that every process exports."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.tls import TlsFiles
 
-__all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "show_expiry"]
+__all__ = ["Counter", "DraftMetrics", "Gauge", "Histogram", "TargetMetrics", "show_expiry", "show_loop_lag"]
 
 MILLISECOND_BUCKETS = (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 LABELS = ("model_name", "engine")
 
 
@@ -22,6 +25,18 @@ def show_expiry(files: TlsFiles, registry: CollectorRegistry) -> None:
         registry=registry,
     )
     expiry.set_function(lambda: files.current().expires_at_s)
+
+
+def show_loop_lag(registry: CollectorRegistry, engine: str) -> Callable[[float], None]:
+    """Adds how late a process' event loop runs; what it returns takes each measured lag, in seconds."""
+    histogram = Histogram(
+        "outrider_loop_lag_seconds",
+        "How late the event loop ran a timer: what holds up everybody that this process serves",
+        ("engine",),
+        registry=registry,
+        buckets=LAG_BUCKETS_S,
+    )
+    return histogram.labels(engine).observe
 
 
 class _Metrics:

@@ -5,12 +5,17 @@ Outrider's alone, so that whoever it signed belongs to the system; a certificate
 (`Role`). Addresses come from the registry and change all the time, so names are checked in place of them: a client
 expects `target.outrider.internal` wherever it dials a target.
 
+A worker's certificate may name the ids that it may announce, each as one more DNS name (`worker_name`); the
+coordinator then uses it under no other.
+
 Invariant: files are only ever replaced in use by files that belong together. A rotation that is half done, or gone
 wrong, leaves what was there before, and says so.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -32,6 +37,8 @@ from outrider.watched_files import WatchedFiles
 CERTIFICATE: Final = "tls.crt"
 PRIVATE_KEY: Final = "tls.key"
 AUTHORITY: Final = "ca.crt"
+_LABEL: Final = re.compile("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_HASHED: Final = "id--"  # begins the label of an id that is none itself
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 """Where nobody else can listen in, or ask."""
 _FILE_BYTES_MAX: Final = 1 << 20
@@ -46,6 +53,10 @@ class Role(StrEnum):
     REDIS = "redis.outrider.internal"
     CLIENT = "client.outrider.internal"  # of the coordinator: a load balancer, or a service
     OPERATOR = "operator.outrider.internal"  # people, and what watches
+
+
+ANY_ROLE: Final = frozenset(Role)
+"""Every part of the system: for calls that tell nothing about requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,9 @@ class TlsFiles:
         paths = [folder / name for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY)]
         self._files = WatchedFiles(paths, lambda: _read(folder))
         self._lock = threading.Lock()
-        self._context: tuple[int, ssl.SSLContext] | None = None
+        self._contexts: dict[
+            int, tuple[int, ssl.SSLContext]
+        ] = {}  # by protocol: the version it was made from
 
     def current(self) -> KeyMaterial:
         """The newest that is whole."""
@@ -99,22 +112,33 @@ class TlsFiles:
 
     def server_context(self) -> ssl.SSLContext:
         """The same for servers that are not gRPC's; to be asked for every connection."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> ssl.SSLContext:
+        """For connections to other parts that are not gRPC's, but to gRPC's servers; to be asked for every one."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
         material = self.current()
         with self._lock:
-            if self._context is None or self._context[0] != material.version:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.minimum_version = ssl.TLSVersion.TLSv1_2
-                context.verify_mode = ssl.CERT_REQUIRED
-                try:
-                    context.load_cert_chain(self.folder / CERTIFICATE, self.folder / PRIVATE_KEY)
-                    # Comments between certificates may be in any language.
-                    context.load_verify_locations(cadata=material.authorities.decode("ascii", "ignore"))
-                except (OSError, ValueError):  # in the middle of a change
-                    if self._context is None:
-                        raise
-                    return self._context[1]
-                self._context = material.version, context
-            return self._context[1]
+            known = self._contexts.get(protocol)
+            if known is not None and known[0] == material.version:
+                return known[1]
+            context = ssl.SSLContext(protocol)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.verify_mode = ssl.CERT_REQUIRED
+            if protocol == ssl.PROTOCOL_TLS_CLIENT:
+                context.set_alpn_protocols(["h2"])
+            try:
+                context.load_cert_chain(self.folder / CERTIFICATE, self.folder / PRIVATE_KEY)
+                # Comments between certificates may be in any language.
+                context.load_verify_locations(cadata=material.authorities.decode("ascii", "ignore"))
+            except (OSError, ValueError):  # in the middle of a change
+                if known is None:
+                    raise
+                return known[1]
+            self._contexts[protocol] = material.version, context
+            return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +152,18 @@ class Dialer:
         """Changes when channels should be opened anew, before the certificates of those that there are expire."""
         return 0 if self.files is None else self.files.current().version
 
-    def open(self, address: str, role: Role, options: Iterable[tuple[str, int]]) -> grpc.aio.Channel:
-        """A channel to the part that listens at `address`, host:port."""
+    def open(
+        self, address: str, role: Role, options: Iterable[tuple[str, int]], name: str | None = None
+    ) -> grpc.aio.Channel:
+        """A channel to the part that listens at `address`, host:port; its certificate has to have `name`, the role's
+        where none is given."""
         if self.files is None:
             return grpc.aio.insecure_channel(address, options=list(options))
         material = self.files.current()
         credentials = grpc.ssl_channel_credentials(
             material.authorities, material.private_key, material.certificate_chain
         )
-        named: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", role.value)]
+        named: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", name or role.value)]
         return grpc.aio.secure_channel(address, credentials, options=named)
 
 
@@ -146,11 +173,11 @@ PLAINTEXT: Final = Dialer(None)
 class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Lets a call through when its caller's certificate names a role that may make it; refuses all others.
 
-    What no rule names may be called by whoever the authority signed: health, reflection and GetInfo.
+    A method that no rule names is refused to everybody, so that a new one is closed until somebody decides about it.
     """
 
     def __init__(self, permitted: Mapping[str, frozenset[Role]]) -> None:
-        """`permitted` by method, /package.Service/Method."""
+        """`permitted` by method, /package.Service/Method; `ANY_ROLE` for what every part may call."""
         self._permitted = permitted
 
     async def intercept_service(
@@ -160,10 +187,28 @@ class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """As grpc.aio asks for every call."""
         handler: Any = await continuation(handler_call_details)
-        roles = self._permitted.get(handler_call_details.method)
-        if handler is None or roles is None:
-            return handler
+        if handler is None:  # there is no such method
+            return cast(Any, handler)
+        roles = self._permitted.get(handler_call_details.method, frozenset())
         return _guarded(handler, handler_call_details.method, roles)
+
+
+def worker_name(role: Role, worker_id: str) -> str:
+    """The DNS name by which a certificate names a worker. An id that is no DNS label goes in as its hash."""
+    label = worker_id
+    if not _LABEL.fullmatch(worker_id) or worker_id.startswith(_HASHED):
+        label = _HASHED + hashlib.sha256(worker_id.encode()).hexdigest()[:40]
+    return f"{label}.{role.value}"
+
+
+def workers_named(names: Iterable[str], role: Role) -> frozenset[str]:
+    """Those of a certificate's DNS names that stand for workers; one that stands for any is none of them."""
+    return frozenset(name for name in names if name.endswith(f".{role.value}") and not name.startswith("*"))
+
+
+def names_of_certificate(der: bytes) -> frozenset[str]:
+    """Its DNS names."""
+    return _dns_names(x509.load_der_x509_certificate(der))
 
 
 def names_of_peer(context: grpc.aio.ServicerContext[Any, Any]) -> frozenset[str]:
@@ -181,7 +226,7 @@ def _guarded(handler: Any, method: str, roles: frozenset[Role]) -> Any:
     async def check(context: Any) -> None:
         names = names_of_peer(context)
         if not names & roles:
-            expected, found = " or ".join(sorted(roles)), ", ".join(sorted(names)) or "none"
+            expected, found = " or ".join(sorted(roles)) or "nobody", ", ".join(sorted(names)) or "none"
             await context.abort(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{method} is for {expected}; the certificate of the caller names {found}",
@@ -223,12 +268,15 @@ def _read(folder: Path) -> KeyMaterial:
         raise ConfigurationError(
             f"{folder / PRIVATE_KEY} is not the key of {folder / CERTIFICATE}; both must be of one issue"
         )
+    return KeyMaterial(chain, key, authorities, _dns_names(own), own.not_valid_after_utc.timestamp())
+
+
+def _dns_names(certificate: x509.Certificate) -> frozenset[str]:
     try:
-        extension = own.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        names = frozenset(extension.value.get_values_for_type(x509.DNSName))
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
-        names = frozenset()
-    return KeyMaterial(chain, key, authorities, names, own.not_valid_after_utc.timestamp())
+        return frozenset()
+    return frozenset(extension.value.get_values_for_type(x509.DNSName))
 
 
 def check_role(material: KeyMaterial, role: Role) -> None:
@@ -237,6 +285,16 @@ def check_role(material: KeyMaterial, role: Role) -> None:
         found = ", ".join(sorted(material.names)) or "none"
         raise ConfigurationError(
             f"the certificate's DNS names are {found}, and {role} is not among them: nobody would accept it here"
+        )
+
+
+def check_worker_id(material: KeyMaterial, role: Role, worker_id: str) -> None:
+    """Raises ConfigurationError where the certificate names worker ids, and this is none of them."""
+    named = workers_named(material.names, role)
+    if named and worker_name(role, worker_id) not in named:
+        raise ConfigurationError(
+            f"the certificate is of {', '.join(sorted(named))}, and the worker's id is {worker_id}: no coordinator "
+            "would use it; name the right --worker-id, or give it a certificate of its own"
         )
 
 

@@ -27,6 +27,11 @@ import tokenizers
 
 from outrider.errors import ConfigurationError, InvalidRequest
 
+LONG_TEXT_CHARS: Final = 8192
+"""A text that is longer is not to be tokenized on an event loop."""
+LONG_TEXT_TOKENS: Final = 4096
+"""As many tokens, or more, are not to be decoded there."""
+
 # For a model that was never taught a chat format: what the people in the conversation said, one after
 # another.
 PLAIN_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -141,11 +146,23 @@ class Tokenizer:
         return frozenset() if token_id is None else frozenset([token_id])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with special tokens as the model's post-processor places them."""
+        """Token ids of a text; with special tokens as the model's post-processor places them.
+
+        Of a long text it lets other threads run meanwhile, so that a thread of its own keeps it off an event loop.
+        """
+        if len(text) > LONG_TEXT_CHARS:  # tokenizers releases the interpreter's lock for batches only
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoded.ids)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a meaning decode to nothing, incomplete characters to U+FFFD."""
+        """Text of token ids; ids without a meaning decode to nothing, incomplete characters to U+FFFD.
+
+        Of many ids it lets other threads run meanwhile, as `encode` does.
+        """
+        if len(token_ids) > LONG_TEXT_TOKENS:
+            (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -35,6 +35,7 @@ class WatchedFiles(Generic[ContentT]):
         self._looked_at_s = time.monotonic()
         self._stamp = self._stamp_now()
         self._refused: _Stamp | None = None  # whose refusal has been told
+        self._refused_at_s: float | None = None
         self._content = read()
 
     def current(self) -> ContentT:
@@ -45,21 +46,30 @@ class WatchedFiles(Generic[ContentT]):
                 self._look()
             return self._content
 
+    def refused_for_s(self) -> float | None:
+        """For how long the files have been no good, so that what was read before is in force; None while they are."""
+        self.current()
+        with self._lock:
+            return None if self._refused_at_s is None else time.monotonic() - self._refused_at_s
+
     def _look(self) -> None:
         stamp = self._stamp_now()
         now_ns = time.time_ns()
-        if stamp == self._stamp or any(
-            0 <= now_ns - changed_ns < SETTLED_S * 1e9 for changed_ns, _, _ in stamp
-        ):
+        if stamp == self._stamp:
+            self._refused = self._refused_at_s = None
+            return
+        if any(0 <= now_ns - changed_ns < SETTLED_S * 1e9 for changed_ns, _, _ in stamp):
             return
         try:
             self._content = self._read()
         except ConfigurationError as error:
             if stamp != self._refused:
-                logger.warning("what was read before stays in force: %s", error.message)
+                logger.error("what was read before stays in force: %s", error.message)
             self._refused = stamp
+            self._refused_at_s = self._refused_at_s or time.monotonic()
             return
         self._stamp = stamp
+        self._refused = self._refused_at_s = None
         logger.info("%s was read again", self._paths[0])
 
     def _stamp_now(self) -> _Stamp:

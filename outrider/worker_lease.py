@@ -44,9 +44,10 @@ class WorkerLease:
         self._load = load
         self._heartbeat_s = heartbeat_s
         self._is_published = False
+        self._joined_at_us = 0  # as the registry said; 0: not yet
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # A process that started later has the id; this one waits for it to leave.
+        # A process that joined later has the id; this one waits for it to leave.
         self.is_superseded = False
 
     @property
@@ -89,7 +90,9 @@ class WorkerLease:
         """One heartbeat. False when it did not arrive; the caller tries again soon."""
         record = replace(self._record, **asdict(self._load()))
         try:
-            is_ours = await self._registry.write(record)
+            if not self._joined_at_us:
+                self._joined_at_us = await self._registry.join(record.pool)
+            is_ours = await self._registry.write(record, self._joined_at_us)
         except RegistryUnavailable as error:
             _log.warning("worker %s is not announced: %s", record.worker_id, error.message)
             return False
@@ -100,7 +103,7 @@ class WorkerLease:
                 _log.info("worker id %s is ours again", record.worker_id)
             else:
                 _log.error(
-                    "worker id %s belongs to a process that started later; this one is not announced",
+                    "worker id %s belongs to a process that joined later; this one is not announced",
                     record.worker_id,
                 )
         return True

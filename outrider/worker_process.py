@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import grpc
 import grpc.aio
@@ -37,13 +37,16 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from outrider import logs, turns
+from outrider.background import end_tasks
+from outrider.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.logs import LogFormat
+from outrider.loop_lag import LoopLag, keep_ticking
 from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
 from outrider.registry import Registry
-from outrider.telemetry import show_expiry
-from outrider.tls import Dialer, Role, RoleCheck, TlsFiles, check_role
+from outrider.telemetry import show_expiry, show_loop_lag
+from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
 from outrider.worker_lease import WorkerLease
 from outrider.worker_options import WorkerOptions
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
@@ -72,6 +75,16 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
+OPEN_METHODS: Final = dict.fromkeys(
+    (
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/List",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ),
+    ANY_ROLE,
+)
+"""What every worker serves beside its own services, and who may call it, where there are certificates."""
 LIVENESS = "liveness"
 """The service to ask grpc.health.v1 about whether the process should be restarted. All others tell readiness."""
 EXIT_STALLED = 70  # EX_SOFTWARE
@@ -109,7 +122,19 @@ def worker_info(
         dtype=config.dtype if config.quantization == "none" else config.quantization,
         incarnation=incarnation,
         num_model_parameters=engine.num_parameters,
+        weights_fingerprint=checkpoint_fingerprint(config.model_dir),
+        numerics=engine.numerics,
     )
+
+
+def identity(info: common_pb2.WorkerInfo) -> dict[str, str]:
+    """What decides a worker's output, for the line it prints when it is ready."""
+    return {
+        "model": info.model_name,
+        "dtype": info.dtype,
+        "weights_fingerprint": info.weights_fingerprint,
+        "numerics": info.numerics,
+    }
 
 
 def pin_to_cores(cores: str | None) -> None:
@@ -134,15 +159,17 @@ class WorkerProcess:
         service_names: list[str],
         permitted: Mapping[str, frozenset[Role]] | None = None,
     ) -> None:
-        """`permitted`: who may call which method, /package.Service/Method, where there are certificates."""
+        """`permitted`: who may call which method, /package.Service/Method, where there are certificates; nobody may
+        call what is named neither there nor in `OPEN_METHODS`."""
         self.options = options
         self.role = role
         self.incarnation = uuid.uuid4().hex
         self.files = None if options.tls_dir is None else TlsFiles(options.tls_dir)
         if self.files is not None:
             check_role(self.files.current(), Role[role.upper()])
+            check_worker_id(self.files.current(), Role[role.upper()], options.worker_id)
         self.dialer = Dialer(self.files)
-        interceptors = () if self.files is None else (RoleCheck(permitted or {}),)
+        interceptors = () if self.files is None else (RoleCheck({**OPEN_METHODS, **(permitted or {})}),)
         self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.port = 0
         self.health_port = 0
@@ -153,6 +180,8 @@ class WorkerProcess:
         self._failure: BaseException | None = None
         self._registry: Registry | None = None
         self._stalled_s: Callable[[], float] = lambda: 0.0
+        self._lag = LoopLag()
+        self._observe_lag: Callable[[float], None] = lambda lag_s: None
 
     async def __aenter__(self) -> Self:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -204,6 +233,7 @@ class WorkerProcess:
         """Serves `/metrics` with what is in the registry; returns the port. Raises ConfigurationError."""
         if self.files is not None:
             show_expiry(self.files, registry)
+        self._observe_lag = show_loop_lag(registry, self.options.worker_id)
         return serve_metrics(registry, self.options.host, self.options.metrics_port, self.files)
 
     def request_stop(self, failure: BaseException | None = None) -> None:
@@ -245,6 +275,8 @@ class WorkerProcess:
             ready_facts = {**ready_facts, "health_port": self.health_port}
         record = replace(record, address=self.address, zone=self.options.zone)
         async with contextlib.AsyncExitStack() as stack:
+            ticking = asyncio.create_task(keep_ticking(self._lag, self._observe_lag), name="loop lag")
+            stack.push_async_callback(end_tasks, ticking)
             lease: WorkerLease | None = None
             if self._registry is not None:
                 lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
@@ -268,13 +300,15 @@ class WorkerProcess:
     async def _watch_until_stop(self, lease: WorkerLease | None) -> None:
         """A model that shows no sign of life makes the worker not ready, and ends it in the end: nothing else can,
         for its thread is inside of a call that does not return."""
-        options = self.options
+        options, loop = self.options, asyncio.get_running_loop()
         is_ready = True
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(_PULSE_S, options.stall_s / 4)):
                     await self._stop.wait()
-            stalled_s = self._stalled_s()
+            # A process that was stopped as a whole did not stall: its model has had no time to show signs of life.
+            now_s = loop.time()
+            stalled_s = self._lag.silence_s(now_s - self._stalled_s(), now_s)
             if stalled_s > options.stall_exit_s:
                 logger.critical(
                     "the model has shown no sign of life for %.0f s; this process ends", stalled_s

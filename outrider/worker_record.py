@@ -22,7 +22,9 @@ class WorkerRecord:
     pool: Pool
     address: str  # host:port of its gRPC server, as others dial it
     incarnation: str  # changes with every start of the process
-    started_at_ms: int  # by the worker's clock, since the epoch; of two under one id the later one counts
+    started_at_ms: (
+        int  # by the worker's own clock, since the epoch: for people, as clocks of two hosts do not compare
+    )
     model_name: str  # of a target: the name that clients ask for
     tokenizer_fingerprint: str  # outrider.tokenizer.fingerprint
     vocab_size: int  # rows of the output layer

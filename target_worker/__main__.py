@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from outrider.tls import Role
+from outrider.tls import ANY_ROLE, Role
 from outrider.tracing import Tracing
 from outrider.worker_options import add_worker_arguments, engine_config, worker_options
 from outrider.worker_process import (
     WorkerProcess,
+    identity,
     leave,
     model_name,
     record_from_info,
@@ -29,9 +30,10 @@ DEFAULTS = SchedulerLimits()
 PERMITTED: Final = {
     "/outrider.v1.Target/Generate": frozenset({Role.COORDINATOR}),
     "/outrider.v1.Target/SetSpeculation": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Target/GetInfo": ANY_ROLE,
     "/outrider.v1.Hints/Exchange": frozenset({Role.DRAFT}),
 }
-"""Who may call what, where there are certificates; what is not named is for everybody who has one."""
+"""Who may call what, where there are certificates; what is not named is for nobody."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -165,7 +167,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 record_from_info("target", info),
                 load=lambda: WorkerLoad(scheduler.num_running, scheduler.num_waiting, scheduler.wait_ms),
                 on_drain=servicer.start_draining,
-                ready_facts={"metrics_port": metrics_port, "model": name, "dtype": info.dtype},
+                ready_facts={"metrics_port": metrics_port, **identity(info)},
             )
         finally:
             if thread.stop():

@@ -39,6 +39,7 @@ class StartSession:
     grammar: GrammarState | None = None  # at its beginning; the session's own from here on
     priority: int = 0  # lower goes first, and is preempted last
     deadline_at: float = math.inf  # shell's clock, seconds; what is not complete by then is not wanted
+    cache_salt: str = ""  # of the sessions that it shares KV blocks and recent outputs with
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ class Scheduler:
     def _local_hints(self, event: StartSession) -> LocalHints | None:
         if not self.limits.has_lookup or event.speculation.is_plain:
             return None
-        return LocalHints(self._recent)
+        return LocalHints(self._recent, event.cache_salt)
 
     def _remove(self, session: Session, now: float) -> None:
         del self._sessions[session.session_id]
@@ -441,7 +441,7 @@ class Scheduler:
     ) -> SessionEnded:
         self._remove(session, now)
         if self._recent is not None and not session.speculation.is_plain:
-            self._recent.add(session.token_ids[session.num_prompt_tokens :])
+            self._recent.add(session.token_ids[session.num_prompt_tokens :], session.blocks.salt)
         first_step_at = session.first_step_at or session.arrived_at
         return SessionEnded(
             session.session_id,

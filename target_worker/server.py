@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from outrider.engine.prefix_cache import check_cache_salt
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_wire import HintDecoder
@@ -30,6 +31,7 @@ from outrider.telemetry import TargetMetrics
 from outrider.tracing import OFF, Span, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
+from target_worker.caller_queue import CallerQueue
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -123,7 +125,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._grammars = grammars
         self._check_room = check_room
         self._now = now
-        self._callers: dict[str, asyncio.Queue[Action]] = {}  # by the session's name
+        self._callers: dict[str, CallerQueue] = {}  # by the session's name
         self._names: dict[str, str] = {}  # by its id
         self._num_commit_bytes: Counter[str] = Counter()  # by session
         self._streams: dict[StreamId, DraftStream] = {}
@@ -150,8 +152,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 continue  # a change that met its session's end; who has its id by now is not concerned
             self._count(action)
             caller = self._callers.get(action.session_id)
-            if caller is not None:
-                caller.put_nowait(action)  # bounded by the session's max_tokens
+            if caller is not None and not caller.put(action):
+                logger.warning("session %s ends: its caller does not read", session_id_of(action.session_id))
+                self._submit(CancelSession(action.session_id), is_release=True)
 
     def _publish(self, action: CommitPublished) -> None:
         stream = self._streams.get(action.stream_id)
@@ -194,7 +197,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         except OutriderError as error:
             await abort(context, error)
             return
-        actions: asyncio.Queue[Action] = asyncio.Queue()
+        actions = CallerQueue()
         self._callers[event.session_id] = actions
         self._names[request.session_id] = event.session_id
         has_begun = has_ended = False
@@ -379,6 +382,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         )
     if len(request.hint_token) > MAX_HINT_TOKEN:
         raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
+    check_cache_salt(request.cache_salt)
     if not request.token_ids:
         raise InvalidRequest("token_ids", "token_ids is empty; at least one token is needed to go on from")
     sampling = SamplingParams.from_proto(request.sampling)
@@ -395,6 +399,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         sampling.seed if sampling.seed is not None else secrets.randbits(64),
         priority=request.priority,
         deadline_at=deadline_at,
+        cache_salt=request.cache_salt,
     )
 
 

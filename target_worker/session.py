@@ -126,7 +126,7 @@ class Session:
             end_token_ids=sampling.stop_token_ids | end_of_sequence_ids,
             grammar=event.grammar,
             arrived_at=now,
-            blocks=TextBlocks(kv),
+            blocks=TextBlocks(kv, event.cache_salt),
             rank=(event.priority, number),
             deadline_at=event.deadline_at,
             calibration=calibration,

@@ -31,6 +31,14 @@ def keys(
     expires_days: Annotated[
         int | None, typer.Option(min=1, help="Days until it expires.", show_default="never")
     ] = None,
+    shares_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--shares-prefixes",
+            help="Share the KV of prompts with all keys that have this, whose tenants can then find out about each "
+            "other's prompts.",
+        ),
+    ] = False,
     note: Annotated[str, typer.Option(help="For people who read the file.")] = "",
 ) -> None:
     """Make an API key, print it, and append its hash to a file.
@@ -41,6 +49,7 @@ def keys(
         [tenants.search]
         requests_per_minute = 600
         tokens_per_minute = 200000
+        max_concurrent_sequences = 64
     """
     expires = None
     if expires_days is not None:
@@ -49,7 +58,8 @@ def keys(
         KeyFile(file)  # what cannot be read must not be added to
     key = new_key()
     try:
-        text = entry(key, tenant, frozenset(scope or [Scope.GENERATE]), expires, note)
+        scopes = frozenset(scope or [Scope.GENERATE])
+        text = entry(key, tenant, scopes, expires, note, shares_prefixes=shares_prefixes)
         # Not to be read by others: it tells who the tenants are.
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as opened:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from outrider.engine import numerics
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.decoder import why_not
 from outrider.engine.experts import has_experts, run_in_blocks, split_experts
@@ -123,9 +124,24 @@ def load_model(config: EngineConfig, group: RankGroup | None = None) -> Engine:
     logger.info("linear layers: %s", forms.report)
     if config.is_cuda:
         _use_device(engine, is_plain=all(layer.is_plain for layer in layers))
-    _check_against(engine, expected)
+    probe_logits = _check_against(engine, expected)
+    engine.numerics = _describe(engine, forms, probe_logits)
     _return_freed_memory()
     return engine
+
+
+def _describe(engine: Engine, forms: LinearForms, probe_logits: torch.Tensor) -> str:
+    layers = numerics.compiled_layers() if engine.is_fused else "modules"
+    arithmetic = numerics.Arithmetic(
+        engine.config.dtype,
+        engine.config.quantization,
+        1 if engine.group is None else engine.group.size,
+        numerics.device_class(engine.config.device),
+        f"{layers}+paged-attention" if engine.is_paged else layers,
+        forms.report,
+        engine.config.num_threads,
+    )
+    return numerics.describe(arithmetic, probe_logits, numerics.cpu_model())
 
 
 def _use_device(engine: Engine, *, is_plain: bool) -> None:
@@ -248,8 +264,11 @@ def _reference_logits(model: Any) -> torch.Tensor:
     return model(input_ids=token_ids, use_cache=False).logits[0].float()
 
 
-def _check_against(engine: Engine, expected: torch.Tensor) -> None:
-    """Refuses a model whose logits through the paged cache, in two chunks, are not transformers' own."""
+def _check_against(engine: Engine, expected: torch.Tensor) -> torch.Tensor:
+    """Refuses a model whose logits through the paged cache, in two chunks, are not transformers' own.
+
+    Returns those logits; on ranks other than 0, whose logits mean nothing, this rank's part of them.
+    """
     name = type(engine.model).__name__
     token_ids = _probe_token_ids(engine.vocab_size)
     kv = engine.new_sequence()
@@ -262,9 +281,10 @@ def _check_against(engine: Engine, expected: torch.Tensor) -> None:
         raise ModelLoadError(f"the engine cannot run {name}: {error}") from error
     finally:
         kv.free()
+    logits = torch.cat(parts)
     if engine.group is not None and engine.group.rank > 0:
-        return  # logits are rank 0's
-    differences = (torch.cat(parts) - expected).abs().amax(dim=1)
+        return logits
+    differences = (logits - expected).abs().amax(dim=1)
     # In bfloat16 a row may well go to another expert than transformers sends it to, where two are about equally good.
     is_chancy = engine.config.dtype == "bfloat16" and has_experts(engine.model)
     difference = float(differences.median() if is_chancy else differences.max())
@@ -274,3 +294,4 @@ def _check_against(engine: Engine, expected: torch.Tensor) -> None:
             f"the engine cannot run {name}: its logits differ from transformers' by {difference:.3g} "
             f"(permitted {tolerance:.3g}); its attention is not the one the paged cache computes"
         )
+    return logits

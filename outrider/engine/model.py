@@ -106,6 +106,8 @@ class Engine:
         self.max_model_len = longest_sequence(hf_config, config.max_model_len)
         self.num_layers = len(layers)
         self.num_parameters = num_parameters
+        self.numerics = ""
+        """What else than the weights decides the bits of logits (`numerics`); the loader fills it in."""
         self.eos_token_ids = _eos_token_ids(model)
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = bytes_per_token(layers, dtype)
@@ -142,6 +144,11 @@ class Engine:
     def is_fused(self) -> bool:
         """Whether a `FusedDecoder` runs the steps."""
         return self._fused is not None
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether steps attend through the block table, on a GPU."""
+        return self._device_steps is not None
 
     def fuse(self, forms: LinearForms) -> None:
         """Moves the weights into a `FusedDecoder`, which runs all steps from then on."""

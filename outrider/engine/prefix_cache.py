@@ -6,6 +6,9 @@ not depend on how they were computed (invariant I2).
 
 Both kinds of worker do this by the same code, each with its own cache: what one of them finds says nothing about the
 other, and neither ever reads what it has not computed itself.
+
+Digests are salted: sequences of different salts share no block, so that nobody can tell by the time an answer takes,
+or by the number of cached tokens, what those of another salt began with. Coordinators choose the salts.
 """
 
 from __future__ import annotations
@@ -13,20 +16,40 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from outrider.engine.kv_cache import Digest, KVSequence
+from outrider.errors import InvalidRequest
+
+CACHE_SALT_CHARS_MAX: Final = 128
 
 
-def block_digests(token_ids: Sequence[int], block_size: int, known: Sequence[Digest] = ()) -> list[Digest]:
+def check_cache_salt(salt: str) -> None:
+    """Raises InvalidRequest for a salt that is longer than workers take."""
+    if len(salt) > CACHE_SALT_CHARS_MAX:
+        raise InvalidRequest(
+            "cache_salt", f"cache_salt may have at most {CACHE_SALT_CHARS_MAX} characters, got {len(salt)}"
+        )
+
+
+def block_digests(
+    token_ids: Sequence[int], block_size: int, known: Sequence[Digest] = (), salt: str = ""
+) -> list[Digest]:
     """Digests of all full blocks of a text, of which the first `len(known)` are known already."""
     digests = list(known)
+    root = _root(salt)
     for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
         content = np.asarray(token_ids[start : start + block_size], dtype=np.int64).tobytes()
-        previous = digests[-1] if digests else b""
+        previous = digests[-1] if digests else root
         digests.append(hashlib.blake2b(previous + content, digest_size=16).digest())
     return digests
+
+
+def _root(salt: str) -> Digest:
+    """What the first block's digest goes on from; no salt's is another's, or a block's digest."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest() if salt else b""
 
 
 @dataclass(slots=True)
@@ -34,6 +57,7 @@ class TextBlocks:
     """One sequence's KV as far as it holds final text, which others may begin with."""
 
     kv: KVSequence
+    salt: str = ""  # of those that it shares blocks with
     # Of the text's full blocks, as far as they were asked for.
     _digests: list[Digest] = field(default_factory=list)
     _num_published: int = 0
@@ -89,5 +113,5 @@ class TextBlocks:
         size = self.kv.allocator.block_size
         num_full = length // size
         if len(self._digests) < num_full:
-            self._digests = block_digests(token_ids[:length], size, self._digests)
+            self._digests = block_digests(token_ids[:length], size, self._digests, self.salt)
         return self._digests[:num_full]

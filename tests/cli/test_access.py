@@ -15,7 +15,7 @@ from outrider.cli import app
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, Deployment
 from outrider.cli.preflight import check_access
 from outrider.errors import ConfigurationError
-from outrider.tls import Role, TlsFiles
+from outrider.tls import Role, TlsFiles, check_worker_id, worker_name
 from outrider.worker_options import WorkerOptions
 
 
@@ -106,6 +106,15 @@ def test_certificates_are_made_for_every_part_and_made_anew(tmp_path: Path) -> N
         authority = (tmp_path / "ca.crt").read_bytes()
         assert before is None or (before[0] == authority and before[1] != materials[Role.TARGET])
         before = authority, materials[Role.TARGET]
+    workers = ["--worker", "target=large-0", "--worker", "draft=Small 0"]
+    assert runner.invoke(app, ["certificates", str(tmp_path), *workers]).exit_code == 0
+    assert worker_name(Role.TARGET, "large-0") in TlsFiles(tmp_path / "target-large-0").current().names
+    check_worker_id(TlsFiles(tmp_path / "target").current(), Role.TARGET, "of any name")
+    label = worker_name(Role.DRAFT, "Small 0").partition(".")[0]
+    check_worker_id(TlsFiles(tmp_path / f"draft-{label}").current(), Role.DRAFT, "Small 0")
+    for wrong in ("large-0", "redis=r", "target="):
+        done = runner.invoke(app, ["certificates", str(tmp_path), "--worker", wrong])
+        assert done.exit_code == 1
     deployment = Deployment(DEMO_TARGET, DEMO_DRAFT, tls_dir=tmp_path)
     check_access(deployment)
     (tmp_path / "draft" / "tls.key").unlink()

@@ -149,6 +149,12 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             logprobs=logprobs,
         )
 
+    async def GetInfo(
+        self, request: common_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.WorkerInfo:
+        """Each death began another life; records are of the first."""
+        return common_pb2.WorkerInfo(incarnation=str(1 + self.num_died))
+
     async def SetSpeculation(
         self, request: target_pb2.SetSpeculationRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.SetSpeculationResponse:

@@ -69,6 +69,8 @@ class Door:
             f"token {next(self.numbers)}",
             now_s,
             now_s + deadline_s,
+            num_tokens,
+            frozenset,
         )
         return asyncio.create_task(self.admission.place(wish))
 
@@ -282,3 +284,113 @@ async def test_room_is_made_for_those_that_go_first(opened: Opened) -> None:
         with pytest.raises(Overloaded, match="others come first"):
             await last
         assert door.admission.num_waiting == 0
+
+
+class TestShareOfSlots:
+    async def test_while_others_wait_a_tenant_beyond_its_share_gets_no_new_slot(self, opened: Opened) -> None:
+        async with opened(target(0, 8)) as door:
+            held = await door.taken(*(Ticket(tenant="greedy") for _ in range(8)))  # nobody else wants them
+            greedy = [door.ask(Ticket(tenant="greedy")) for _ in range(8)]
+            await door.until_waiting(8)
+            # What they were served is no reason to wait: it is what they hold.
+            door.admission.count_output("demo", "modest", 10**6)
+            modest = [door.ask(Ticket(tenant="modest")) for _ in range(8)]
+            await door.until_waiting(16)
+            for place in held[:4]:
+                door.admission.leave("demo", place)
+            await eventually(lambda: door.admission.num_waiting == 12, "four slots are given out")
+            assert sum(task.done() for task in modest) == 4
+            assert not any(task.done() for task in greedy)
+            for task in (*greedy, *modest):
+                task.cancel()
+
+    async def test_a_slot_that_fits_nobody_else_is_had_by_whoever_it_fits(self, opened: Opened) -> None:
+        async with opened(target(0, 2, max_model_len=1000), target(1, 3, max_model_len=10)) as door:
+            held = await door.taken(*(Ticket(tenant="greedy") for _ in range(5)))
+            modest = door.ask(Ticket(tenant="modest"), num_tokens=500)
+            await door.until_waiting(1)
+            greedy = door.ask(Ticket(tenant="greedy"))
+            await door.until_waiting(2)
+            door.admission.leave("demo", next(each for each in held if each.target.max_model_len == 10))
+            assert (await greedy).tenant == "greedy"
+            assert not modest.done()
+            door.admission.leave("demo", next(each for each in held if each.target.max_model_len == 1000))
+            assert (await modest).tenant == "modest"
+
+    async def test_one_that_has_begun_is_not_held_back(self, opened: Opened) -> None:
+        async with opened(target(0, 4)) as door:
+            held = await door.taken(*(Ticket(tenant="greedy") for _ in range(4)))
+            modest = door.ask(Ticket(tenant="modest"))
+            begun = door.ask(Ticket(URGENT, "greedy"))
+            await door.until_waiting(2)
+            door.admission.leave("demo", held[0])
+            assert (await begun).tenant == "greedy"
+            assert not modest.done()
+            modest.cancel()
+
+    async def test_slots_are_counted_until_they_are_left(self, opened: Opened) -> None:
+        async with opened(target(0, 3)) as door:
+            for place in await door.taken(*(Ticket(tenant=name) for name in "aab")):
+                door.admission.leave("demo", place)
+            assert not door.admission._line("demo").queue._num_held_of
+
+
+@pytest.mark.parametrize("lengths", [[500] * 40, list(range(900, 500, -10)), list(range(500, 900, 10))])
+async def test_sequences_that_fit_nowhere_hide_none_that_fits_however_many_they_are(
+    opened: Opened, lengths: list[int]
+) -> None:
+    async with opened(target(0, max_model_len=1000), target(1, max_model_len=10)) as door:
+        held = {place.target.max_model_len: place for place in await door.taken(Ticket(), Ticket())}
+        long = [door.ask(num_tokens=length) for length in lengths]
+        await door.until_waiting(len(long))
+        short = door.ask(num_tokens=5)
+        await door.until_waiting(len(long) + 1)
+        door.admission.leave("demo", held[10])
+        async with asyncio.timeout(20):
+            assert given_by(await short) == 10
+        for task in long:
+            assert not task.done()
+            task.cancel()
+
+
+async def test_a_long_sequence_has_the_first_slot_that_it_fits_before_short_ones_behind_it(
+    opened: Opened,
+) -> None:
+    async with opened(target(0, max_model_len=1000), target(1, max_model_len=10)) as door:
+        held = {place.target.max_model_len: place for place in await door.taken(Ticket(), Ticket())}
+        long = door.ask(num_tokens=500)
+        await door.until_waiting(1)
+        short = [door.ask(num_tokens=5) for _ in range(20)]
+        await door.until_waiting(21)
+        for _ in range(3):
+            door.admission.leave("demo", held[10])
+            done, pending = await asyncio.wait(short, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            (held[10],), short = map(given, done), list(pending)
+        door.admission.leave("demo", held[1000])
+        async with asyncio.timeout(20):
+            assert given_by(await long) == 1000
+        assert not any(task.done() for task in short)
+        for task in short:
+            task.cancel()
+
+
+def given_by(place: Place | None) -> int:
+    """The longest context of the target that it is at."""
+    assert place is not None
+    return place.target.max_model_len
+
+
+async def test_room_for_several_is_made_only_where_there_is_enough(opened: Opened) -> None:
+    async with opened(target(0)) as door:
+        await door.taken()
+        waiting = [door.ask(Ticket(1)) for _ in range(3)]
+        await door.until_waiting(3)
+        assert not door.admission.shed_for("demo", Ticket(0), 4)
+        assert door.admission.num_waiting == 3
+        assert door.admission.shed_for("demo", Ticket(0), 2)
+        assert door.admission.num_waiting == 1
+        for task in waiting[1:]:
+            with pytest.raises(Overloaded, match="others come first"):
+                await task
+        assert not waiting[0].done()
+        waiting[0].cancel()

@@ -397,6 +397,22 @@ class TestRefusals:
         assert "no target worker" in response.json()["error"]["message"]
         assert (health.status_code, alive.status_code) == (503, 200)
 
+    async def test_health_tells_which_targets_compute_alike(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target() for _ in range(3)]) as cluster:
+            for number, target in enumerate(cluster.service.snapshot().targets):
+                object.__setattr__(target, "weights_fingerprint", "ab" if number < 2 else "cd")
+                object.__setattr__(target, "numerics", "v1 bfloat16")
+            health = (await cluster.client.get("/health")).json()
+        assert health["target_weights"] == [
+            {
+                "model": "demo",
+                "weights_fingerprint": weights,
+                "numerics": "v1 bfloat16",
+                "num_target_workers": count,
+            }
+            for weights, count in (("ab", 2), ("cd", 1))
+        ]
+
     async def test_an_unknown_path_answers_as_openai_does(self, clusters: ClusterFactory) -> None:
         async with clusters.open([]) as cluster:
             response = await cluster.client.get("/v2/models")

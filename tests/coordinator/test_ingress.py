@@ -150,7 +150,8 @@ class TestLauncher:
     def test_only_the_public_listeners_take_the_public_address(self) -> None:
         lines = rewritten(CONFIGURATION, "10.0.0.5", frozenset({8000, 9000})).splitlines()
         assert [line.strip() for line in lines if "bind" in line] == [
-            "bind 127.0.0.1:9101", "bind 10.0.0.5:8000", "bind 10.0.0.5:9000 proto h2", "bind 127.0.0.1:8404",
+            "bind 127.0.0.1:9101", "bind 10.0.0.5:8000 tcp-ut 2m", "bind 10.0.0.5:9000 proto h2 tcp-ut 2m",
+            "bind 127.0.0.1:8404",
         ]  # fmt: skip
         added = [line for line in lines if line not in CONFIGURATION and "bind" not in line]
         assert [line for line in lines if "bind" not in line and line not in added] == [
@@ -166,8 +167,8 @@ class TestLauncher:
 
     def test_strangers_are_not_told_which_applications_there_are(self) -> None:
         lines = [line.strip() for line in rewritten(CONFIGURATION, "*", frozenset({8000, 9000})).splitlines()]
-        assert "/-/routes" in lines[lines.index("bind *:8000") + 1]
-        assert "ListApplications" in lines[lines.index("bind *:9000 proto h2") + 1]
+        assert "/-/routes" in lines[lines.index("bind *:8000 tcp-ut 2m") + 1]
+        assert "ListApplications" in lines[lines.index("bind *:9000 proto h2 tcp-ut 2m") + 1]
 
     @pytest.mark.parametrize("verify", ["none", "required"])
     def test_with_certificates_the_public_listeners_speak_tls_alone(self, verify: str) -> None:
@@ -175,7 +176,8 @@ class TestLauncher:
         lines = [line.strip() for line in text.splitlines()]
         tls = f"ssl crt /certs/tls.crt ca-file /certs/ca.crt verify {verify} alpn"
         assert [line for line in lines if line.startswith("bind")] == [
-            "bind 127.0.0.1:9101", f"bind *:8000 {tls} h2,http/1.1", f"bind *:9000 {tls} h2", "bind 127.0.0.1:8404",
+            "bind 127.0.0.1:9101", f"bind *:8000 {tls} h2,http/1.1 tcp-ut 2m", f"bind *:9000 {tls} h2 tcp-ut 2m",
+            "bind 127.0.0.1:8404",
         ]  # fmt: skip
         assert lines[:4] == [
             "global", "ssl-load-extra-del-ext", "ssl-load-extra-files key",

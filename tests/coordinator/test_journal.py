@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis.asyncio
 
-from coordinator.journal import LIFE_AFTER_END_S, PAYLOAD_BYTES_MAX, Journal, JournalEntry
+from coordinator.journal import LIFE_AFTER_END_S, PAYLOAD_BYTES_MAX, Journal, JournalEntry, _header, pack
 from outrider.errors import RegistryUnavailable
 from outrider.registry import Registry
 from tests.coordinator.fakes import eventually
@@ -76,10 +77,106 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
         for fields in (
             {"kind": "telnet", "payload": ""},
             {"payload": ""},
-            {"kind": "chat", "payload": "", "0:x": "1"},
+            {"kind": "chat", "payload": "", "0:0": "1 2 3"},
         ):
-            await registry.write_journal("r1", fields, 10)
+            await registry.write_journal("r1", "w", fields, 10, is_first=True)
             assert await journal.load("r1") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("0:0", pack(0, 0, [1, 9, 3])[:8] + pack(0, 0, [1, 2, 3])[8:]),
+        ("0:0", pack(0, 1, [1, 2, 3])),
+        ("0:0", ""),
+        ("x:0", pack(0, 0, [1])),
+        ("999999999:0", pack(999999999, 0, [1])),
+        ("-1:0", pack(-1, 0, [1])),
+        ("seed", "seven"),
+        ("losses", ""),
+        ("payload", "é"),
+    ],
+    ids=["a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "payload"],
+)
+async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: str, value: str) -> None:
+    async with Journal(registry, 0.01) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        stream.add(0, [1, 2, 3])
+        await loaded(journal, "r1", 3)
+        await registry.write_journal("r1", stream.writer, {name: value}, 10, is_first=False)
+        assert await journal.load("r1") is None
+
+
+async def test_an_entry_is_of_one_writer(registry: Registry) -> None:
+    """What one that was superseded still has to say does not mix with what the other says."""
+    async with Journal(registry, 0.01) as before, Journal(registry, 0.01) as after:
+        old = before.begin("r1", ENTRY, deadline_s=10)
+        assert old is not None
+        old.add(0, [7] * 40)
+        await loaded(before, "r1", 40)
+        new = after.begin("r1", replace(ENTRY, seed=8), deadline_s=10)
+        assert new is not None
+        new.add(0, [1, 2])
+        await after._flush()
+        assert (await loaded(after, "r1", 2)).seed == 8
+        old.add(0, [7] * 40)
+        await eventually(lambda: not before.num_streams, "the old writer hears that it was superseded")
+        entry = await loaded(after, "r1", 2)
+        assert [list(each) for each in entry.token_ids] == [[1, 2]]
+
+
+async def test_an_entry_that_redis_lost_is_written_anew(registry: Registry, redis_url: str) -> None:
+    async with Journal(registry, 0.01) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        stream.add(0, [1, 2], "weights")
+        await loaded(journal, "r1", 2)
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.delete("or:journal:r1")
+        stream.add(0, [3])
+        entry = await loaded(journal, "r1", 3)
+        assert list(entry.token_ids[0]) == [1, 2, 3]
+        assert (entry.seed, entry.payload, entry.weights_digest) == (7, ENTRY.payload, "weights")
+
+
+async def test_a_token_takes_a_few_bytes(registry: Registry, redis_url: str) -> None:
+    """It took eighty: a field for each step."""
+    async with Journal(registry, 0.01) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        for token_id in range(2000):
+            stream.add(0, [token_id])
+            if token_id % 20 == 0:
+                await journal._flush()
+        assert list((await loaded(journal, "r1", 2000)).token_ids[0]) == list(range(2000))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            num_bytes = await client.memory_usage("or:journal:r1")
+            assert num_bytes is not None
+            assert num_bytes < 2000 * 10
+
+
+async def test_one_tenant_leaves_room_for_others(registry: Registry) -> None:
+    entry = JournalEntry("chat", b"x" * 1000)
+    async with Journal(registry, 0.01, bytes_max=16_000) as journal:
+        ours = [journal.begin(f"a{number}", entry, 10, "ours") for number in range(16)]
+        assert 1 < sum(stream is not None for stream in ours) < 4
+        assert journal.begin("b", entry, 10, "theirs") is not None
+        assert ours[0] is not None
+        ours[0].end()
+        assert journal.begin("c", entry, 10, "ours") is None, "it stays in Redis for a while"
+
+
+async def test_tokens_behind_what_does_not_fit_are_left_out_for_good(registry: Registry) -> None:
+    async with Journal(registry, 0.01, bytes_max=600) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        stream.add(0, [1, 2, 3])
+        stream.add(0, [4] * 1000)
+        stream.add(0, [5])
+        await loaded(journal, "r1", 3)
+        await journal._flush()
+        assert list((await loaded(journal, "r1", 3)).token_ids[0]) == [1, 2, 3]
 
 
 class Absent:
@@ -140,7 +237,7 @@ async def test_requests_beyond_a_replicas_share_of_redis_are_not_kept_until_othe
     registry: Registry,
 ) -> None:
     now_s = 0.0
-    size = len(ENTRY.payload)
+    size = sum(len(name) + len(value) for name, value in _header(ENTRY).items())
     async with Journal(registry, 0.01, now_s=lambda: now_s, bytes_max=2 * size) as journal:
         first, second = (journal.begin(f"r{number}", ENTRY, deadline_s=10) for number in range(2))
         assert first is not None

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -58,6 +60,16 @@ class TestRefusalsAtStart:
         assert not _parse(given)[0].seed_requests
         assert _parse([*given, "--seed-requests"])[0].seed_requests
         assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
+        assert _parse([*given, "--client-stall-max", "4.5"])[0].client_stall_max_s == 4.5
+
+    def test_worker_ids_are_required_where_it_is_asked_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["--tokenizer", ".", "--redis-url", "redis://x", "--require-worker-ids"]
+        assert _parse([*given, "--tls-dir", str(tmp_path)])[0].require_worker_ids
+        with pytest.raises(SystemExit):
+            _parse(given)
+        assert "--require-worker-ids needs --tls-dir" in capsys.readouterr().err
 
     def test_files_that_are_links_stay_links_for_they_will_lead_elsewhere(self, tmp_path: Path) -> None:
         """A secret of Kubernetes is a link to a folder that the next version replaces."""
@@ -114,6 +126,22 @@ class TestRefusalsAtStart:
         assert done.returncode == 0
 
 
+@contextlib.contextmanager
+def raw_request(address: tuple[str, int], body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection that has asked for completions, and whose system takes little that is not read."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(head.encode() + content)
+        yield connection
+
+
+async def all_of(call: AsyncIterable[Any]) -> list[Any]:
+    return [item async for item in call]
+
+
 @dataclass
 class Running:
     """A coordinator under Ray Serve and the fakes behind it."""
@@ -147,7 +175,7 @@ async def running(
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir), "--proxy", request.param,
             "--port", port, "--grpc-port", grpc_port, "--served-model-name", "demo",
-            "--max-requests", str(REQUESTS_MAX), "--ray-temp-dir", str(temp_dir),
+            "--max-requests", str(REQUESTS_MAX), "--client-stall-max", "1", "--ray-temp-dir", str(temp_dir),
             cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
@@ -185,6 +213,25 @@ class TestUnderRayServe:
         assert response.headers.get_list("x-request-id") == ["mine"]
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "temperature"
+
+    async def test_a_stream_goes_on_by_an_id_with_slashes(self, running: Running) -> None:
+        body = {
+            "model": "demo",
+            "prompt": "import",
+            "max_tokens": 6,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_event_ids": True},
+            "request_id": "team a/50%2F//of?it#1",
+        }
+        async with httpx.AsyncClient(base_url=running.ready["http"], timeout=30) as client:
+            begun = await client.post("/v1/completions", json=body)
+            path = f"/v1/streams/{quote(str(body['request_id']), safe='')}"
+            # What was generated is in the journal within a moment; until then it is generated again.
+            answer = await client.get(path, headers={"Last-Event-ID": "3"})
+        assert answer.status_code == 200, answer.text
+        assert "data: [DONE]" in begun.text
+        assert "data: [DONE]" in answer.text
 
     async def test_grpc_streams_and_keeps_status_codes(
         self, running: Running, clusters: ClusterFactory
@@ -283,6 +330,41 @@ class TestUnderRayServe:
                         call.cancel()
         finally:
             running.target.step_s = 0.0
+
+    async def test_clients_that_do_not_read_are_let_go(self, running: Running) -> None:
+        """Serve's own proxy reads for them, and keeps what it has read."""
+        is_held_up = running.ready["proxy"] == "haproxy"
+        body = {"prompt": "x", "temperature": 0, "max_tokens": 900, "n": 8, "logprobs": 20, "stream": True}
+        address = ("127.0.0.1", int(running.ready["http"].rpartition(":")[2]))
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+        sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1, num_logprobs=20)
+        asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling, n=8)
+
+        async def num_slow() -> list[float]:
+            text = (await client.get("/metrics")).text
+            name = "outrider_slow_readers_total"
+            found = re.findall(rf'^{name}{{ended="(?:request|connection)"}} (\S+)$', text, re.MULTILINE)
+            assert len(found) == 2, text
+            return [float(value) for value in found]
+
+        async def until_let_go(num: int) -> None:
+            async with asyncio.timeout(60):
+                while await num_slow() != [num * is_held_up] * 2 or running.target.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+
+        async with httpx.AsyncClient(base_url=running.ready["http"], timeout=30) as client:
+            with raw_request(address, body) as connection:
+                await asyncio.to_thread(connection.recv, 1)
+                await until_let_go(1)
+            async with grpc.aio.insecure_channel(running.ready["grpc"], options=options) as channel:
+                call = generation_pb2_grpc.GenerationStub(channel).Generate(asked)
+                await call.read()
+                await until_let_go(2)
+                if is_held_up:
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await asyncio.wait_for(all_of(call), 30)
+                    assert caught.value.code() is grpc.StatusCode.ABORTED
+                    assert "resume_from" in (caught.value.details() or "")
 
     async def test_it_stops_with_status_zero_and_leaves_no_process(self, running: Running) -> None:
         family = psutil.Process(running.process.pid).children(recursive=True)

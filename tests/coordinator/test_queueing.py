@@ -119,6 +119,37 @@ async def test_a_full_replica_turns_away_those_that_go_last(clusters: ClusterFac
         assert {answer.status_code for answer in answers} == {200}
 
 
+async def test_every_sequence_of_a_request_counts_towards_what_a_replica_serves(
+    clusters: ClusterFactory,
+) -> None:
+    target = clusters.target(step_s=0.005)
+    async with clusters.open([target], settings={"requests_max": 4}, max_num_seqs=8) as cluster:
+        first = asyncio.create_task(cluster.complete(n=3, max_tokens=100))
+        await eventually(lambda: target.num_open == 3, "three sequences run")
+        refused = await cluster.complete(n=2)
+        assert refused.status_code == 429
+        assert "its most of 4 sequences" in refused.json()["error"]["message"]
+        assert (await cluster.complete()).status_code == 200
+        assert (await first).status_code == 200
+        assert (await cluster.complete(n=6)).status_code == 200  # more than there may be: alone
+        assert cluster.service._num_active == 0
+
+
+async def test_a_tenant_that_fills_a_replica_with_requests_of_many_sequences_gives_way(
+    clusters: ClusterFactory,
+) -> None:
+    target = clusters.target(step_s=0.005)
+    async with clusters.open([target], settings={"requests_max": 5}, **ONE_PLACE) as cluster:
+        first = await occupied(cluster, max_tokens=100)
+        greedy = [asyncio.create_task(cluster.complete(user="greedy", n=2)) for _ in range(2)]
+        await until_queued(cluster, 4)
+        modest = asyncio.create_task(cluster.complete(user="modest"))
+        (shed,), _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        assert shed.result().status_code == 429
+        answers = await asyncio.gather(first, modest, *(task for task in greedy if task is not shed))
+        assert {answer.status_code for answer in answers} == {200}
+
+
 async def test_who_hangs_up_while_waiting_leaves_nothing(clusters: ClusterFactory) -> None:
     target = clusters.target(step_s=0.002)
     async with clusters.open([target], **ONE_PLACE) as cluster:

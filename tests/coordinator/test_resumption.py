@@ -6,15 +6,19 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from coordinator import grpc_api
-from coordinator.resumption import ResumePoint, StreamPosition, parse_position
+from coordinator.resumption import Claim, ResumePoint, StreamPosition, parse_position
+from coordinator.run_identity import RunIdentity
 from outrider.errors import InvalidRequest, NotFound
+from outrider.registry import JournalWrite
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget
+from tests.simulation.registry import write_journal
 
 Event = tuple[str, str]  # id, data
 
@@ -25,8 +29,10 @@ class Memory:
     def __init__(self) -> None:
         self.stored: dict[str, dict[str, str]] = {}
 
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
-        self.stored.setdefault(request_id, {}).update(fields)
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
+        return write_journal(self.stored, request_id, writer, fields, is_first=is_first)
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         return self.stored.get(request_id, {})
@@ -39,6 +45,11 @@ def events_of(text: str) -> list[Event]:
         if fields:
             events.append((fields.get("id", ""), fields["data"]))
     return events
+
+
+def run_of(text: str) -> str:
+    """The fingerprint that the events of an answer carry."""
+    return events_of(text)[0][0].rpartition(":")[0]
 
 
 def said(events: list[Event]) -> dict[int, dict[str, Any]]:
@@ -79,6 +90,7 @@ async def replicas(clusters: ClusterFactory, **target: Any) -> AsyncIterator[tup
 
 
 WITH_IDS: dict[str, Any] = {"stream_options": {"include_event_ids": True}}
+SOME_RUN = "0123456789ab-ba9876543210:"
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "several texts": {"n": 2, "temperature": 1, "seed": 3},
@@ -130,13 +142,59 @@ async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
         assert said(events_of((await other.client.get("/v1/streams/r1")).text)) == said(whole)
 
 
+ODD_IDS = (
+    "a/b",
+    "/a",
+    "a/",
+    "a//b",
+    "50%",
+    "a%2Fb",
+    "what?x=1",
+    "a#b",
+    "two words",
+    "a+b;c=d&e",
+    "{id}",
+    "~!@$^*()",
+    ".../..a",
+    "back\\slash",
+)
+
+
+@pytest.mark.parametrize("request_id", ODD_IDS)
+async def test_whatever_is_in_an_id_its_stream_goes_on_by_it(
+    clusters: ClusterFactory, request_id: str
+) -> None:
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 5, "stream": True} | WITH_IDS
+    async with replicas(clusters) as (one, other, _):
+        body = request | {"request_id": request_id}
+        whole = events_of((await one.client.post("/v1/completions", json=body)).text)
+        await one.service._journal._flush()  # type: ignore[union-attr]
+        path = f"/v1/streams/{quote(request_id, safe='')}"
+        answer = await other.client.get(path, headers={"Last-Event-ID": whole[1][0]})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["X-Request-Id"] == request_id
+        assert said(whole[:2] + events_of(answer.text)) == said(whole)
+
+
+@pytest.mark.parametrize("request_id", [".", "..", "a/../b", "./a"])
+async def test_an_id_that_no_path_could_carry_is_refused_before_anything_is_generated(
+    clusters: ClusterFactory, request_id: str
+) -> None:
+    async with replicas(clusters) as (one, _, _):
+        body = {"prompt": "import", "max_tokens": 5, "request_id": request_id}
+        answer = await one.client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+        assert one.targets[0].requests == []
+
+
 async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) -> None:
     request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (one, other, _):
-        await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
+        whole = await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
         await one.service._journal._flush()  # type: ignore[union-attr]
-        answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": "6"})
-        assert [id for id, _ in events_of(answer.text)][-2:] == ["9e", ""]
+        run = run_of(whole.text)
+        answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": f"{run}:6"})
+        assert [id for id, _ in events_of(answer.text)][-2:] == [f"{run}:9e", ""]
         (sent,) = other.targets[0].requests
         assert len(sent.token_ids) - sent.num_prompt_tokens == 6
 
@@ -144,9 +202,13 @@ async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) ->
 async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) -> None:
     request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (_, other, _):
-        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": "3"})
+        answer = await other.client.post(
+            "/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3"}
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
-        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": "3.4"})
+        answer = await other.client.post(
+            "/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3.4"}
+        )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
         answer = await other.client.get("/v1/streams/nobody")
         assert answer.status_code == 404
@@ -200,7 +262,9 @@ class TestOverGrpc:
             seen, num_seen = "", 0
             for replica, num_new in ((other, 4), (one, 3), (other, 2)):
                 point = generation_pb2.ResumePoint(num_tokens=num_seen, has_begun=num_seen > 0)
-                rest = await self.chunks(replica, request_id=request_id, resume_from=[point])
+                rest = await self.chunks(
+                    replica, request_id=request_id, resume_from=[point], run=whole[0].run
+                )
                 assert {chunk.request_id for chunk in rest} == {request_id}
                 assert seen + "".join(chunk.text for chunk in rest) == text
                 right = [token_id for chunk in whole for token_id in chunk.token_ids]
@@ -212,33 +276,40 @@ class TestOverGrpc:
         async with replicas(clusters) as (one, other, _):
             (first, *_) = await self.chunks(one, prompt="import", sampling=self.SAMPLING)
             point = generation_pb2.ResumePoint(num_tokens=9, has_begun=True, has_ended=True)
-            assert await self.chunks(other, request_id=first.request_id, resume_from=[point]) == []
+            fields = {"request_id": first.request_id, "resume_from": [point], "run": first.run}
+            assert await self.chunks(other, **fields) == []
 
     async def test_what_makes_no_sense_is_refused_by_name(self, clusters: ClusterFactory) -> None:
-        point = generation_pb2.ResumePoint(num_tokens=1, has_begun=True)
+        point, run = generation_pb2.ResumePoint(num_tokens=1, has_begun=True), SOME_RUN[:-1]
         async with replicas(clusters) as (one, _, _):
             with pytest.raises(InvalidRequest, match="request_id"):
-                await self.chunks(one, resume_from=[point])
+                await self.chunks(one, resume_from=[point], run=run)
             with pytest.raises(NotFound, match="nobody"):
-                await self.chunks(one, request_id="nobody", resume_from=[point])
+                await self.chunks(one, request_id="nobody", resume_from=[point], run=run)
             with pytest.raises(InvalidRequest, match="resume_from"):
-                await self.chunks(one, request_id="x", prompt="import", resume_from=[point, point])
+                await self.chunks(one, request_id="x", prompt="import", resume_from=[point, point], run=run)
+            with pytest.raises(InvalidRequest, match="run"):
+                await self.chunks(one, request_id="x", prompt="import", resume_from=[point])
 
 
 class TestPosition:
     def test_it_reads_back(self) -> None:
-        position = StreamPosition(3)
-        assert str(position) == "-.-.-"
+        position = StreamPosition(3, RunIdentity("0123456789ab", weights_digest="ba9876543210"))
+        assert str(position) == SOME_RUN + "-.-.-"
+        assert parse_position(str(position), 3, "id") is None
         position.advance(0, 12)
         position.advance(1, 7, has_ended=True)
-        assert str(position) == "12.7e.-"
-        assert parse_position("12.7e.-", 3, "id") == (
-            ResumePoint(12, True),
-            ResumePoint(7, True, True),
-            ResumePoint(),
-        )
+        assert str(position) == SOME_RUN + "12.7e.-"
+        points = (ResumePoint(12, True), ResumePoint(7, True, True), ResumePoint())
+        assert parse_position(str(position), 3, "id") == Claim("0123456789ab", "ba9876543210", points)
 
-    @pytest.mark.parametrize("text", ["", "x", "1.", "-1", "1e3", "99999999999", "1.2", "é"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("", "x", "12", ":12", "0123456789ab:12", SOME_RUN.upper() + "1"),
+            *(SOME_RUN + place for place in ("", "x", "1.", "-1", "1e3", "99999999999", "1.2", "é")),
+        ],
+    )
     def test_what_is_no_position_is_refused_by_name(self, text: str) -> None:
         with pytest.raises(InvalidRequest, match="Last-Event-ID"):
             parse_position(text, 1, "Last-Event-ID")

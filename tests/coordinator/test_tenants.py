@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import pytest
 from coordinator.fair_queue import URGENT
 from outrider.api_keys import Caller, Scope, entry, new_key
 from tests.coordinator.conftest import Cluster, ClusterFactory
-from tests.coordinator.fakes import FakeTarget
-from tests.coordinator.test_resumption import Memory
+from tests.coordinator.fakes import FakeTarget, eventually
+from tests.coordinator.test_resumption import SOME_RUN, Memory, run_of
 
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_event_ids": True}}
 
@@ -73,13 +74,15 @@ async def door(clusters: ClusterFactory, folder: Path, limits: str) -> AsyncIter
 async def test_a_position_in_a_stream_that_nobody_knows_passes_no_limit(
     clusters: ClusterFactory, tmp_path: Path, last_event: str
 ) -> None:
-    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+    async with door(clusters, tmp_path, "requests_per_minute = 3") as one:
+        run = run_of((await one.ask(**STREAM)).text)
+        headers = {"Last-Event-ID": f"{run}:{last_event}"}
         for _ in range(2):
-            assert (await one.ask({"Last-Event-ID": last_event}, **STREAM)).status_code == 200
-        refused = await one.ask({"Last-Event-ID": last_event}, **STREAM)
+            assert (await one.ask(headers, **STREAM)).status_code == 200
+        refused = await one.ask(headers, **STREAM)
         assert refused.status_code == 429
-        assert "tenant search has used up its 2 requests a minute" in refused.text
-        assert one.priorities == [0, 0]
+        assert "tenant search has used up its 3 requests a minute" in refused.text
+        assert one.priorities == [0, 0, 0]
 
 
 async def test_a_stream_goes_on_beyond_its_tenants_limit_but_not_for_ever(
@@ -87,11 +90,11 @@ async def test_a_stream_goes_on_beyond_its_tenants_limit_but_not_for_ever(
 ) -> None:
     """Up to a minute's worth is owed."""
     async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
-        assert (await one.ask({"X-Request-Id": "r1"}, **STREAM)).status_code == 200
+        run = run_of((await one.ask({"X-Request-Id": "r1"}, **STREAM)).text)
         assert (await one.ask()).status_code == 200
         await one.write_journal()
         assert (await one.ask()).status_code == 429
-        codes = [(await one.resume("r1", "3")).status_code for _ in range(4)]
+        codes = [(await one.resume("r1", f"{run}:3")).status_code for _ in range(4)]
         assert codes == [200, 200, 429, 429]
         assert one.priorities == [0, 0, URGENT, URGENT]
 
@@ -100,27 +103,31 @@ async def test_what_is_made_is_paid_for_and_what_the_journal_has_is_not_made_aga
     clusters: ClusterFactory, tmp_path: Path
 ) -> None:
     async with door(clusters, tmp_path, "tokens_per_minute = 60000") as one:
-        await one.ask({"X-Request-Id": "r1"}, **STREAM)
+        run = run_of((await one.ask({"X-Request-Id": "r1"}, **STREAM)).text)
         assert sum(one.charges) == 8
         await one.write_journal()
-        await one.resume("r1", "6")
+        await one.resume("r1", f"{run}:6")
         assert sum(one.charges) == 8 + 2
 
 
 @pytest.mark.parametrize(
-    ("body", "headers", "num_tokens"),
+    ("body", "place", "num_tokens"),
     [
-        ({}, {}, 8),
-        ({"n": 3, "seed": 1, "temperature": 1}, {}, 24),
-        ({"n": 1, "best_of": 4, "seed": 1, "temperature": 1}, {}, 32),  # three of which nobody sees
-        (STREAM, {"Last-Event-ID": "999999999"}, 8),  # all of which the client says to have
+        ({}, "", 8),
+        ({"n": 3, "seed": 1, "temperature": 1}, "", 24),
+        ({"n": 1, "best_of": 4, "seed": 1, "temperature": 1}, "", 32),  # three of which nobody sees
+        (STREAM, "999999999", 8),  # all of which the client says to have
     ],
     ids=["one", "several", "the best of several", "repeats"],
 )
 async def test_whatever_is_generated_is_charged_shown_or_not(
-    clusters: ClusterFactory, tmp_path: Path, body: dict[str, Any], headers: dict[str, str], num_tokens: int
+    clusters: ClusterFactory, tmp_path: Path, body: dict[str, Any], place: str, num_tokens: int
 ) -> None:
     async with door(clusters, tmp_path, "tokens_per_minute = 60000") as one:
+        headers = {}
+        if place:
+            headers = {"Last-Event-ID": f"{run_of((await one.ask(**body)).text)}:{place}"}
+            one.charges.clear()
         answer = await one.ask(headers, **body)
         assert answer.status_code == 200, answer.text
         assert sum(one.charges) == num_tokens
@@ -163,5 +170,62 @@ async def test_an_id_that_no_request_could_have_is_not_looked_up(
     clusters: ClusterFactory, tmp_path: Path
 ) -> None:
     async with door(clusters, tmp_path, "") as one:
-        answer = await one.ask({"Last-Event-ID": "1"}, request_id="x" * 100_000, **STREAM)
+        answer = await one.ask({"Last-Event-ID": SOME_RUN + "1"}, request_id="x" * 100_000, **STREAM)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 1}
+
+
+@pytest.mark.parametrize(("body", "num"), [({}, 1), ({"n": 3}, 3), ({"n": 1, "best_of": 4}, 4)])
+async def test_a_prompt_is_charged_once_for_each_sequence_and_a_request_once(
+    clusters: ClusterFactory, tmp_path: Path, body: dict[str, Any], num: int
+) -> None:
+    limits = "tokens_per_minute = 60000\nrequests_per_minute = 10"
+    async with door(clusters, tmp_path, limits) as one:
+        answer = await one.ask(**SAMPLED, **body)
+        bucket = one.cluster.service.environment.limits._buckets["search"]
+        num_prompt_tokens = answer.json()["usage"]["prompt_tokens"]
+        assert (round(60000 - bucket.tokens), round(10 - bucket.requests)) == (num * num_prompt_tokens, 1)
+
+
+async def test_a_tenants_sequences_at_once_have_a_limit_and_each_of_n_counts(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "max_concurrent_sequences = 3") as one:
+        one.cluster.targets[0].step_s = 0.02
+        two = asyncio.create_task(one.ask(**SAMPLED, n=2, max_tokens=200))
+        await eventually(lambda: one.cluster.targets[0].num_open == 2, "two sequences run")
+        refused = await one.ask(**SAMPLED, n=2)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "tenant search may have 3 sequences at once" in refused.json()["error"]["message"]
+        assert (await one.ask()).status_code == 200  # a third
+        too_many = await one.ask(**SAMPLED, n=1, best_of=4)
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+        assert (await two).status_code == 200
+        assert (await one.ask(**SAMPLED, n=3)).status_code == 200
+        assert not one.cluster.service.environment.concurrency._running
+
+
+async def test_whoever_has_too_many_sequences_gets_no_work_done(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    async with door(clusters, tmp_path, "max_concurrent_sequences = 1") as one:
+        one.cluster.targets[0].step_s = 0.02
+        first = asyncio.create_task(one.ask(max_tokens=200))
+        await eventually(lambda: one.cluster.targets[0].num_open == 1, "one sequence runs")
+
+        async def prepare(*_: Any) -> Any:
+            raise AssertionError("its prompt was looked at")
+
+        prepared = one.cluster.service.preparation.prepare
+        one.cluster.service.preparation.prepare = prepare  # type: ignore[method-assign]
+        assert (await one.ask()).status_code == 429
+        one.cluster.service.preparation.prepare = prepared  # type: ignore[method-assign]
+        first.cancel()
+        await eventually(lambda: one.cluster.targets[0].num_open == 0, "its client is gone")
+        await eventually(
+            lambda: not one.cluster.service.environment.concurrency._running, "it counts no more"
+        )
+        assert (await one.ask()).status_code == 200

@@ -105,6 +105,19 @@ class TestWhoBeginsWithWhat:
         assert world.scheduler.num_cached_tokens == 2 * 24
         assert world.primary("a") == world.primary("b") == world.primary("c")
 
+    @pytest.mark.parametrize("first", ["", "search"])
+    @pytest.mark.parametrize("second", ["", "search", "ads"])
+    def test_sessions_of_different_salts_share_nothing(self, first: str, second: str) -> None:
+        world = World()
+        world.tell(replace(attach("a", LONG), cache_salt=first))
+        assert begun_with(world, "a") == 0
+        world.tell(replace(attach("b", LONG), cache_salt=second))
+        assert begun_with(world, "b") == (24 if first == second else 0)
+        detach(world, "b")
+        world.tell(replace(attach("b", LONG, attachment=2), cache_salt=second))
+        assert begun_with(world, "b") == 24
+        assert world.primary("a") == world.primary("b")
+
     def test_nobody_waits_for_one_that_is_paused_or_gone(self) -> None:
         for leave in (
             lambda world: world.tell(CommitHeard("a", len(LONG), [], False, False)),

@@ -25,6 +25,7 @@ class Piece:
     text: str
     num_tokens: int
     is_last: bool = False
+    run: str = ""  # the fingerprint of what it belongs to
 
 
 Read = Callable[[Piece | None], Iterator[Piece]]
@@ -100,7 +101,7 @@ def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, ht
                     "POST", "/v1/completions", json=asked, headers={"X-Request-Id": request_id}
                 )
             else:
-                headers = {"Last-Event-ID": str(seen.num_tokens)}
+                headers = {"Last-Event-ID": f"{seen.run}:{seen.num_tokens}"}
                 opened = client.stream("GET", f"/v1/streams/{request_id}", headers=headers)
             with opened as response:
                 if response.status_code != 200:
@@ -113,15 +114,16 @@ def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, ht
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
-    num_tokens = 0
+    run, num_tokens = "", 0
     for line in lines:
         if line.startswith("id: "):
-            num_tokens = int(line.removeprefix("id: ").rstrip("e"))
+            run, _, place = line.removeprefix("id: ").partition(":")
+            num_tokens = int(place.rstrip("e"))
         elif line.startswith("data: {"):
             event = json.loads(line.removeprefix("data: "))
             assert "choices" in event, event
             for choice in event["choices"]:
-                yield Piece(choice["text"], num_tokens, choice["finish_reason"] is not None)
+                yield Piece(choice["text"], num_tokens, choice["finish_reason"] is not None, run)
 
 
 def grpc_request(body: dict[str, Any]) -> generation_pb2.GenerationRequest:
@@ -145,8 +147,9 @@ def grpc_stream(channel: grpc.Channel, request_id: str, body: dict[str, Any]) ->
         if seen is not None:
             num_tokens = seen.num_tokens
             request.resume_from.add(num_tokens=num_tokens, has_begun=True)
+            request.run = seen.run
         for chunk in stub.Generate(request, timeout=READ_TIMEOUT_S):
             num_tokens += len(chunk.token_ids)
-            yield Piece(chunk.text, num_tokens, chunk.HasField("finished"))
+            yield Piece(chunk.text, num_tokens, chunk.HasField("finished"), chunk.run)
 
     return Stream(request_id, read)

@@ -202,11 +202,13 @@ class TestTenants:
             sampling=common_pb2.SamplingParams(max_tokens=60, top_p=1),
             request_id="stream-2",
         )
-        resume = generation_pb2.GenerationRequest(
-            request_id="stream-2", resume_from=[generation_pb2.ResumePoint(num_tokens=1, has_begun=True)]
-        )
         async with system.channel(system.grpc_address()) as channel:
-            assert await generate(channel, bearer(system.key), request)
+            chunks = await generate(channel, bearer(system.key), request)
+            resume = generation_pb2.GenerationRequest(
+                request_id="stream-2",
+                resume_from=[generation_pb2.ResumePoint(num_tokens=1, has_begun=True)],
+                run=chunks[0].run,
+            )
             await asyncio.sleep(0.5)
             assert await generate(channel, bearer(system.key), resume)
             stolen = await code_of(generate(channel, bearer(system.other_key), resume))

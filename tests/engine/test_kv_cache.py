@@ -188,6 +188,12 @@ class TestPublishedBlocks:
         assert block_digests([9, 2, 3, 4], 2)[1] != first[1]
         assert block_digests([1, 2, 3, 4, 5, 6], 2, known=first)[:2] == first
 
+    def test_digests_of_different_salts_have_nothing_in_common(self) -> None:
+        found = [block_digests([1, 2, 1, 2], 2, salt=salt) for salt in ("", "a", "b", "ab", "x" * 128)]
+        assert len({digest for digests in found for digest in digests}) == 10
+        whole = block_digests([1, 2, 3, 4, 5, 6], 2, salt="a")
+        assert block_digests([1, 2, 3, 4, 5, 6], 2, block_digests([1, 2], 2, salt="a"), "a") == whole
+
     def test_unused_ones_are_given_up_oldest_first_and_only_when_there_is_no_other(self) -> None:
         allocator = BlockAllocator(num_blocks=5, block_size=1)
         for token_id in (1, 2):

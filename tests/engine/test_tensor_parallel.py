@@ -163,7 +163,11 @@ def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
     for family in FAMILIES[size]:
         alone = models.engine(family)
         expected = texts(alone) | {"variance": [], "parameters": alone.num_parameters}
+        numerics = found[family].pop("numerics")
         assert found[family] == expected
+        # The order of sums depends on the number of ranks: a text does not move from a group to a single process.
+        assert f"ranks={size}" in numerics.split()
+        assert numerics != alone.numerics
 
 
 @pytest.mark.long
@@ -178,6 +182,7 @@ def test_every_family_with_a_plan_is_cut_between_two_ranks(tmp_path: Path, famil
         return
     assert statuses == [0, 0], ranks.said()
     found = json.loads((tmp_path / "found.json").read_text())[family.key]
+    del found["numerics"]
     alone = models.engine(family.key)
     expected = texts(alone) | {"variance": [], "parameters": alone.num_parameters}
     assert found == expected
@@ -202,7 +207,7 @@ def on_shards(group: RankGroup, task: Callable[[Engine], Any], model_dir: Path, 
     engine.lead()
     found = task(engine)
     if isinstance(found, dict):
-        found["parameters"] = engine.num_parameters
+        found |= {"parameters": engine.num_parameters, "numerics": engine.numerics}
     engine.dismiss()
     return found
 

@@ -77,6 +77,7 @@ def _coordinator(files: TlsFiles) -> CollectorRegistry:
         metrics.live_workers.labels(pool).set(1)
     metrics.show_priors({PriorKey(_MODEL, "text/free/greedy"): Evidence(1, 1, 8, 9, 1)}, 1)
     metrics.show_draft_alarms([("draft-0", _MODEL)])
+    metrics.show_poison(["0123456789ab"])
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, OutriderError):
             metrics.request_failure.labels(kind.grpc_code).inc()

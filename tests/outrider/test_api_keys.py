@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider import watched_files
+from outrider import api_keys, watched_files
 from outrider.api_keys import ANYBODY, KeyFile, KeyRing, Scope, digest, entry, new_key
-from outrider.errors import ConfigurationError, Forbidden, Unauthenticated
+from outrider.errors import ConfigurationError, Forbidden, Unauthenticated, Unavailable
 
 NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)
 GENERATE = frozenset({Scope.GENERATE})
@@ -40,6 +40,25 @@ class TestRing:
             with pytest.raises(ValueError, match=name):
                 KeyRing.parse(f"[tenants.search]\n{name} = {limit}\n")
         assert KeyRing.parse("[tenants.search]\nrequests_per_minute = 1\n") is not None
+
+    @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "inf"])
+    def test_a_number_of_sequences_that_would_refuse_for_ever_or_is_none_is_not_taken(
+        self, limit: str
+    ) -> None:
+        with pytest.raises(ValueError, match="max_concurrent_sequences"):
+            KeyRing.parse(f"[tenants.search]\nmax_concurrent_sequences = {limit}\n")
+
+    def test_a_key_shares_prefixes_where_it_says_so_and_its_tenant_may_have_so_many_sequences(self) -> None:
+        private, sharing = new_key(), new_key()
+        ring = KeyRing.parse(
+            "[tenants.search]\nmax_concurrent_sequences = 8\n\n"
+            + entry(private, "search", GENERATE, None, "")
+            + entry(sharing, "search", GENERATE, None, "", shares_prefixes=True)
+        )
+        assert [ring.find(key, NOW).shares_prefixes for key in (private, sharing)] == [False, True]
+        assert ring.find(private, NOW).limits.max_concurrent_sequences == 8
+        with pytest.raises(ValueError, match="shares_prefixes"):
+            KeyRing.parse(entry(private, "search", GENERATE, None, "") + 'shares_prefixes = "all"\n')
 
     def test_nobody_is_given_less_urgency_than_anybody_has(self) -> None:
         with pytest.raises(ValueError, match="priority_min"):
@@ -137,6 +156,115 @@ class TestFile:
         assert file.authenticate(f"Bearer {second}").tenant == "b"
         path.unlink()
         assert file.authenticate(f"Bearer {second}").tenant == "b"
+
+    SLIPS = (
+        ("expires = 2027-01-01T00:00:00Z", "expires = 2027-13-01T00:00:00Z"),  # no such month: not TOML
+        ("expires = ", "expires "),
+        ('tenant = "b"', 'tenant = "b'),
+        ("[[keys]]", "[[keys]"),
+        ('scopes = ["generate"]', 'scopes = ["everything"]'),  # TOML, and no such scope
+        ('tenant = "b"', 'tenent = "b"'),
+    )
+
+    @pytest.mark.parametrize(("right", "wrong"), SLIPS)
+    def test_a_slip_closes_the_key_of_its_entry_and_no_other(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, right: str, wrong: str
+    ) -> None:
+        path, keys = tmp_path / "keys.toml", {tenant: new_key() for tenant in "abc"}
+        end = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
+        entries = {tenant: entry(key, tenant, GENERATE, end, "") for tenant, key in keys.items()}
+        path.write_text("\n".join(entries.values()))
+        file = KeyFile(path)
+        assert file.authenticate(f"Bearer {keys['b']}").tenant == "b"
+        assert not file.is_degraded
+        assert right in entries["b"]
+        path.write_text("\n".join([entries["a"], entries["b"].replace(right, wrong), entries["c"]]))
+        with pytest.raises(Unauthenticated):
+            file.authenticate(f"Bearer {keys['b']}")
+        assert [file.authenticate(f"Bearer {keys[each]}").tenant for each in "ac"] == ["a", "c"]
+        assert file.is_degraded
+        assert "has damage" in caplog.text
+        path.write_text("\n".join(entries.values()))
+        assert file.authenticate(f"Bearer {keys['b']}").tenant == "b"
+        assert not file.is_degraded
+
+    @pytest.mark.parametrize(
+        "slip", ["[[keys", "[tenants", "tenant = ", '[[keys]]\ntenant = "x"\n', "[key]\n"]
+    )
+    def test_a_key_that_is_taken_out_is_closed_though_the_file_has_a_slip_elsewhere(
+        self, tmp_path: Path, slip: str
+    ) -> None:
+        path, stays, revoked = tmp_path / "keys.toml", new_key(), new_key()
+        both = [entry(stays, "a", GENERATE, None, ""), entry(revoked, "b", GENERATE, None, "")]
+        path.write_text("\n".join(both))
+        file = KeyFile(path)
+        path.write_text(f"{both[0]}\n[tenants.c]\n{slip}")
+        with pytest.raises(Unauthenticated):
+            file.authenticate(f"Bearer {revoked}")
+        assert file.authenticate(f"Bearer {stays}").tenant == "a"
+
+    def test_a_key_that_two_entries_claim_is_nobodys(self, tmp_path: Path) -> None:
+        path, first, second = tmp_path / "keys.toml", new_key(), new_key()
+        path.write_text(entry(first, "a", GENERATE, None, "") + entry(second, "b", GENERATE, None, ""))
+        file = KeyFile(path)
+        path.write_text(path.read_text() + entry(second, "c", GENERATE, NOW, ""))
+        with pytest.raises(Unauthenticated):
+            file.authenticate(f"Bearer {second}")
+        assert file.authenticate(f"Bearer {first}").tenant == "a"
+
+    @pytest.mark.parametrize(
+        "slip", ["requests_per_minute = sixty", "requests_per_minute = 0", "request_per_minute = 6"]
+    )
+    def test_limits_that_cannot_be_read_stay_as_they_were_and_nobody_new_is_without(
+        self, tmp_path: Path, slip: str
+    ) -> None:
+        path, known, new, other = tmp_path / "keys.toml", new_key(), new_key(), new_key()
+        before = "[tenants.a]\nrequests_per_minute = 60\n\n" + entry(known, "a", GENERATE, None, "")
+        path.write_text(before)
+        file = KeyFile(path)
+        added = entry(new, "new", GENERATE, None, "") + entry(other, "a", GENERATE, None, "")
+        path.write_text(f"[tenants.a]\n{slip}\n[tenants.new]\n{slip}\n" + before.partition("\n\n")[2] + added)
+        for key in (known, other):
+            assert file.authenticate(f"Bearer {key}").limits.requests_per_minute == 60
+        with pytest.raises(Unauthenticated):
+            file.authenticate(f"Bearer {new}")
+
+    @pytest.mark.parametrize("contents", [None, b"[[keys", b"\xff\xfe", b"not a file of keys"])
+    def test_keys_outlive_their_file_for_a_bounded_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: bytes | None
+    ) -> None:
+        path, key = tmp_path / "keys.toml", new_key()
+        path.write_text(entry(key, "a", GENERATE, None, ""))
+        file, header = KeyFile(path), f"Bearer {key}"
+        if contents is None:
+            path.unlink()
+        else:
+            path.write_bytes(contents)
+        assert file.authenticate(header).tenant == "a"
+        assert file.is_degraded
+        monkeypatch.setattr(api_keys, "GRACE_S", 0.0)
+        with pytest.raises(Unavailable, match="cannot be read"):
+            file.authenticate(header)
+        path.write_text(entry(key, "a", GENERATE, None, ""))
+        assert file.authenticate(header).tenant == "a"
+        assert not file.is_degraded
+
+    def test_damage_quotes_no_secret(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path, key = tmp_path / "keys.toml", new_key()
+        path.write_text(entry(key, "a", GENERATE, None, ""))
+        file = KeyFile(path)
+        path.write_text(path.read_text() + '[[keys]]\ntenant = "b"\nsha256 = "or-secret"\n')
+        assert file.authenticate(f"Bearer {key}").tenant == "a"
+        path.write_text(path.read_text() + "[[keys]]\nsha256 = or-secret\n")
+        assert file.authenticate(f"Bearer {key}").tenant == "a"
+        assert "sha256" in caplog.text
+        assert "or-secret" not in caplog.text
+
+    def test_no_process_starts_on_a_file_with_damage(self, tmp_path: Path) -> None:
+        path = tmp_path / "keys.toml"
+        path.write_text(entry(new_key(), "a", GENERATE, None, "") + "[[keys]]\ntenant = 'b'\n")
+        with pytest.raises(ConfigurationError, match="sha256"):
+            KeyFile(path)
 
     @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic dXNlcjpwYXNz", "KEY"])
     def test_a_header_without_a_key_is_told_what_to_say(self, tmp_path: Path, header: str | None) -> None:

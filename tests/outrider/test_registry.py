@@ -171,7 +171,7 @@ class TestWorkerLease:
 
     async def test_a_restarted_worker_has_its_id_for_as_long_as_it_lives(self, registry: Registry) -> None:
         async with WorkerLease(registry, RECORD, WorkerLoad, heartbeat_s=0.05) as old:
-            newer = replace(RECORD, started_at_ms=1001, incarnation="b", address="127.0.0.1:7001")
+            newer = replace(RECORD, incarnation="b", address="127.0.0.1:7001")
             async with WorkerLease(registry, newer, WorkerLoad):
                 await eventually(lambda: old.is_superseded, "the old one noticed")
                 assert await workers(registry) == (newer,)
@@ -180,10 +180,65 @@ class TestWorkerLease:
         assert await workers(registry) == ()
 
     async def test_leaving_does_not_remove_another_incarnation(self, registry: Registry) -> None:
-        newer = replace(RECORD, started_at_ms=1001, incarnation="b")
+        newer = replace(RECORD, incarnation="b")
         async with WorkerLease(registry, RECORD, WorkerLoad):
-            await registry.write(newer)
+            await registry.write(newer, await registry.join("target"))
         assert await workers(registry) == (newer,)
+
+    @pytest.mark.parametrize("ahead_ms", [10**12, -(10**12)])
+    async def test_a_replacement_has_the_id_whatever_the_clocks_of_both_show(
+        self, registry: Registry, ahead_ms: int
+    ) -> None:
+        frozen = replace(RECORD, started_at_ms=max(1000, 1000 + ahead_ms))
+        newer = replace(
+            RECORD, started_at_ms=max(1000, 1000 - ahead_ms), incarnation="b", address="127.0.0.1:7001"
+        )
+        async with (
+            WorkerLease(registry, frozen, WorkerLoad, heartbeat_s=0.05) as old,
+            WorkerLease(registry, newer, WorkerLoad, heartbeat_s=0.05) as new,
+        ):
+            await eventually(lambda: old.is_superseded, "the old one gave way")
+            assert new.is_published
+            assert await workers(registry) == (newer,)
+
+    @pytest.mark.parametrize("returns_first", ["old", "new"])
+    async def test_a_redis_that_lost_everything_does_not_change_who_joined_last(
+        self, registry: Registry, redis_url: str, returns_first: str
+    ) -> None:
+        newer = replace(RECORD, incarnation="b", started_at_ms=0)
+        joined = {"old": await registry.join("target"), "new": await registry.join("target")}
+        records = {"old": RECORD, "new": newer}
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.flushall()
+        order = ["old", "new"] if returns_first == "old" else ["new", "old"]
+        for name in (*order, *order):
+            assert await registry.write(records[name], joined[name]) is (
+                name == "new" or returns_first == "old"
+            )
+            returns_first = "new"  # by now it is back as well
+        assert await workers(registry) == (newer,)
+        last = replace(RECORD, incarnation="c", started_at_ms=0)
+        assert await registry.write(last, await registry.join("target"))
+        assert not await registry.write(newer, joined["new"])
+
+    async def test_whoever_joins_comes_after_all_others_though_the_clock_of_redis_goes_back(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        ahead_us = await registry.join("target") + 10**12  # given out before Redis moved to another host
+        assert await registry.write(RECORD, ahead_us)
+        newer = replace(RECORD, incarnation="b")
+        assert await registry.write(newer, await registry.join("target"))
+        assert not await registry.write(RECORD, ahead_us)
+
+    async def test_a_first_heartbeat_that_arrives_late_takes_the_id_from_nobody(
+        self, registry: Registry
+    ) -> None:
+        joined_us = await registry.join("target")
+        newer = replace(RECORD, incarnation="b")
+        async with WorkerLease(registry, newer, WorkerLoad):
+            assert not await registry.write(RECORD, joined_us)
+            assert not await registry.write(RECORD)
+            assert await workers(registry) == (newer,)
 
 
 class TestReservations:
@@ -228,15 +283,15 @@ class TestReservations:
         async with WorkerLease(registry, RECORD, WorkerLoad):
             await registry.reserve("target", [RECORD.incarnation], [8], "s0")
         async with redis.asyncio.Redis.from_url(redis_url, decode_responses=True) as client:
-            assert await client.keys("*") == ["{or:target}:events"]
+            assert sorted(await client.keys("*")) == ["{or:target}:events", "{or:target}:joined"]
 
 
 async def test_a_change_of_members_is_seen_at_once(registry: Registry) -> None:
     async with WorkerDirectory(registry, refresh_s=0.9) as directory:
         for number, incarnation in enumerate("abc"):
             started_s = time.monotonic()
-            newer = replace(RECORD, incarnation=incarnation, started_at_ms=number)
-            await registry.write(newer)
+            newer = replace(RECORD, incarnation=incarnation)
+            await registry.write(newer, number)
             await eventually(lambda newer=newer: directory.snapshot.targets == (newer,), "seen", 0.6)  # type: ignore[misc]
             assert time.monotonic() - started_s < 0.6, "not by the next look"
         await registry.remove(newer)

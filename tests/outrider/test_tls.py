@@ -15,13 +15,24 @@ import pytest
 from outrider import watched_files
 from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError
-from outrider.tls import PLAINTEXT, Dialer, Role, RoleCheck, TlsFiles, check_role
+from outrider.tls import (
+    ANY_ROLE,
+    PLAINTEXT,
+    Dialer,
+    Role,
+    RoleCheck,
+    TlsFiles,
+    check_role,
+    check_worker_id,
+    worker_name,
+)
 
 DAY = datetime.timedelta(days=1)
 SECRET = "/test.Service/Secret"
 STREAM = "/test.Service/Stream"
 OPEN = "/test.Service/Open"
-PERMITTED = {SECRET: frozenset({Role.COORDINATOR}), STREAM: frozenset({Role.DRAFT})}
+UNNAMED = "/test.Service/Unnamed"
+PERMITTED = {SECRET: frozenset({Role.COORDINATOR}), STREAM: frozenset({Role.DRAFT}), OPEN: ANY_ROLE}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +54,8 @@ def folder_of(authority: CertificateAuthority, tmp_path: Path, role: Role) -> Pa
 
 @asynccontextmanager
 async def serving(files: TlsFiles) -> AsyncIterator[str]:
-    """A service with a call for coordinators, a stream for drafts and a call for everybody; its address."""
+    """A service with a call for coordinators, a stream for drafts, a call for everybody and one that no rule
+    names; its address."""
 
     async def answer(request: bytes, context: Any) -> bytes:
         return b"answer to " + request
@@ -56,6 +68,7 @@ async def serving(files: TlsFiles) -> AsyncIterator[str]:
     handlers = {
         "Secret": grpc.unary_unary_rpc_method_handler(answer),
         "Open": grpc.unary_unary_rpc_method_handler(answer),
+        "Unnamed": grpc.unary_unary_rpc_method_handler(answer),
         "Stream": grpc.stream_stream_rpc_method_handler(stream),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
@@ -103,6 +116,43 @@ async def test_a_call_is_for_the_roles_that_may_make_it(
             assert b"x" in await call(dialer, address, method)
         else:
             assert await code_of(dialer, address, method=method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_channel_insists_on_the_name_of_one_worker(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path / "t0", Role.TARGET, worker_ids=("t0", "T 0"), valid_for=DAY)
+    dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, Role.COORDINATOR)))
+    async with serving(TlsFiles(tmp_path / "t0")) as address:
+        for worker_id, code in (("t0", "OK"), ("T 0", "OK"), ("t1", "UNAVAILABLE"), ("T0", "UNAVAILABLE")):
+            name = worker_name(Role.TARGET, worker_id)
+            async with cast(Any, dialer.open(address, Role.TARGET, (), name)) as channel:
+                called = channel.unary_unary(SECRET)(b"x", timeout=20)
+                assert (await called.code()).name == code, worker_id
+        assert b"x" in await call(dialer, address)
+
+
+def test_a_worker_does_not_start_under_an_id_that_its_certificate_does_not_name(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    authority.issue(tmp_path / "t0", Role.TARGET, worker_ids=("t0",), valid_for=DAY)
+    authority.issue(tmp_path / "any", Role.TARGET, valid_for=DAY)
+    for folder in ("t0", "any"):
+        check_worker_id(TlsFiles(tmp_path / folder).current(), Role.TARGET, "t0")
+    check_worker_id(TlsFiles(tmp_path / "any").current(), Role.TARGET, "t1")
+    with pytest.raises(ConfigurationError, match=r"is of t0\.target.*id is t1.*--worker-id"):
+        check_worker_id(TlsFiles(tmp_path / "t0").current(), Role.TARGET, "t1")
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_method_that_no_rule_names_is_for_nobody(
+    authority: CertificateAuthority, tmp_path: Path, role: Role
+) -> None:
+    async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
+        dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, role)))
+        assert await code_of(dialer, address, method=UNNAMED) is grpc.StatusCode.PERMISSION_DENIED
+        absent = "/test.Service/Absent"
+        assert await code_of(dialer, address, method=absent) is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_certificate_of_another_authority_opens_nothing(

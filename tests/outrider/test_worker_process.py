@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
+from draft_worker import __main__ as draft_main
+from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.metrics_server import serve_metrics
+from outrider.tls import Dialer, Role, TlsFiles
 from outrider.worker_options import WorkerOptions
 from outrider.worker_process import (
     EXIT_STALLED,
     LIVENESS,
+    OPEN_METHODS,
     WorkerProcess,
     abort,
     pin_to_cores,
     tell_cause,
 )
-from protos.outrider.v1 import common_pb2, draft_pb2_grpc
+from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, hints_pb2, target_pb2
+from target_worker import __main__ as target_main
 
 
 class Refusing(draft_pb2_grpc.DraftServicer):
@@ -74,6 +82,54 @@ async def test_an_error_of_the_caller_carries_no_retry_hint() -> None:
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     assert status is not None
     assert not status.details
+
+
+def methods_of(*files: Any) -> set[str]:
+    """/package.Service/Method of every service that the files define."""
+    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
+    return {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+
+
+@pytest.mark.parametrize(
+    ("permitted", "files"),
+    [(target_main.PERMITTED, (target_pb2, hints_pb2)), (draft_main.PERMITTED, (draft_pb2,))],
+)
+def test_every_method_that_a_worker_serves_has_a_rule(permitted: Mapping[str, Any], files: Any) -> None:
+    assert set(permitted) == methods_of(*files)
+    assert set(OPEN_METHODS) == methods_of(health_pb2, reflection_pb2)
+
+
+def test_only_what_tells_nothing_about_requests_is_for_every_part() -> None:
+    rules = {**OPEN_METHODS, **target_main.PERMITTED, **draft_main.PERMITTED}
+    for method, roles in rules.items():
+        is_open = method in OPEN_METHODS or method.endswith("/GetInfo")
+        assert (len(roles) == 1) is not is_open, method
+
+
+async def test_a_service_that_is_added_later_is_closed_until_a_rule_names_it(tmp_path: Path) -> None:
+    authority = CertificateAuthority.make()
+    for role in (Role.TARGET, Role.COORDINATOR):
+        authority.issue(tmp_path / role.name, role, valid_for=datetime.timedelta(days=1))
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        return request
+
+    handlers = {"Tell": grpc.unary_unary_rpc_method_handler(answer)}
+    options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, tls_dir=tmp_path / "TARGET")
+    async with WorkerProcess(options, "target", [], target_main.PERMITTED) as process:
+        process.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("later.Service", handlers),)
+        )
+        await process.server.start()
+        dialer = Dialer(TlsFiles(tmp_path / "COORDINATOR"))
+        async with cast(Any, dialer.open(process.address, Role.TARGET, ())) as channel:
+            status = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=20
+            )
+            assert status.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/later.Service/Tell")(b"x", timeout=20)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_a_port_in_use_is_named() -> None:
@@ -192,6 +248,21 @@ async def test_a_model_that_hangs_makes_the_worker_not_ready_and_ends_it(
 async def test_a_model_that_was_only_slow_is_ready_again(stalling: subprocess.Popen[str]) -> None:
     async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
         await becomes(channel, "NOT_SERVING")
+        await becomes(channel, "SERVING")
+    stalling.terminate()
+    assert await asyncio.to_thread(stalling.wait, 10) == 0
+
+
+@pytest.mark.parametrize("stalling", [2.5], indirect=True)
+async def test_a_worker_that_was_stopped_as_a_whole_does_not_take_that_for_a_stall(
+    stalling: subprocess.Popen[str],
+) -> None:
+    """It is stopped in the middle of a step, for longer than its model may show no sign of life."""
+    async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
+        await becomes(channel, "NOT_SERVING")  # the step has begun, and takes two seconds more
+        stalling.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(3.0)
+        stalling.send_signal(signal.SIGCONT)
         await becomes(channel, "SERVING")
     stalling.terminate()
     assert await asyncio.to_thread(stalling.wait, 10) == 0

@@ -242,6 +242,9 @@ class Target(Worker):
             "Target/Generate": Method(
                 self.servicer.Generate, target_pb2.GenerateRequest, target_pb2.GenerateEvent
             ),
+            "Target/GetInfo": Method(
+                self.servicer.GetInfo, common_pb2.GetInfoRequest, common_pb2.WorkerInfo, is_unary=True
+            ),
             "Target/SetSpeculation": Method(
                 self.servicer.SetSpeculation,
                 target_pb2.SetSpeculationRequest,

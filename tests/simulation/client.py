@@ -101,6 +101,7 @@ class Client:
     _num_chunks: int = 0
     _has_stalled: bool = False
     _is_stalled_now: bool = False
+    _run: str = ""  # the fingerprint that the chunks carried
 
     def __post_init__(self) -> None:
         self._choices = [_Choice() for _ in range(self.request.num_choices)]
@@ -172,6 +173,7 @@ class Client:
     def _take(self, chunk: generation_pb2.GenerationChunk) -> None:
         choice = self._choices[chunk.index]
         choice.has_begun = True
+        self._run = chunk.run
         choice.token_ids += chunk.token_ids
         choice.text += chunk.text
         if self.request.has_logprobs:
@@ -280,7 +282,7 @@ class Client:
 
     def _begin_anew(self) -> None:
         self.num_anew += 1
-        self._is_forgotten = False
+        self._is_forgotten, self._run = False, ""
         self._choices = [_Choice() for _ in range(self.request.num_choices)]
 
     def _message(self) -> generation_pb2.GenerationRequest:
@@ -293,7 +295,7 @@ class Client:
         is_by_id = len(self.world.weights_of(request)) > 1 or self.chance.random() < 0.5
         if points and not self._is_forgotten and is_known and is_by_id:
             return generation_pb2.GenerationRequest(
-                request_id=request_id, resume_from=points, tenant=request.tenant_name
+                request_id=request_id, resume_from=points, tenant=request.tenant_name, run=self._run
             )
         is_sampled = bool(request.seed or request.is_seed_drawn)
         sampling = common_pb2.SamplingParams(
@@ -317,4 +319,5 @@ class Client:
             priority=request.number % 3 - 1 if request.priority is None else request.priority,
             tenant=request.tenant_name,
             resume_from=points,
+            run=self._run,
         )

@@ -23,7 +23,7 @@ from outrider.api_keys import Caller
 from outrider.errors import OutriderError
 from outrider.tokenizer import Tokenizer
 from outrider.worker_record import WorkerRecord
-from protos.outrider.v1 import draft_pb2, generation_pb2, target_pb2
+from protos.outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from tests.simulation.actors import FINGERPRINT
 from tests.simulation.models import GrammarCompiler
 from tests.simulation.network import Call, Method, Network, Process
@@ -86,6 +86,14 @@ class _Channels:
             *(self._process, address, "Target/SetSpeculation", request),
             *(target_pb2.SetSpeculationResponse, timeout_s),
         )
+
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
+        try:
+            info = await self._network.unary(*call, timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(info.incarnation == incarnation)
 
     async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from outrider.errors import RegistryUnavailable
-from outrider.registry import PoolView
+from outrider.registry import JournalWrite, PoolView
 from outrider.worker_record import Pool, WorkerRecord
 from tests.simulation.network import Network, Process
 from tests.simulation.process import Host
-from tests.simulation.registry import PoolModel
+from tests.simulation.registry import PoolModel, write_journal
 
 REDIS: Final = "redis"
 _REGISTRY_TIMEOUT_S: Final = 2.0
@@ -31,10 +31,15 @@ class Redis(Process):
         self.pools = {"target": PoolModel(), "draft": PoolModel()}
         self.journal.clear()
 
-    def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
-        stored = dict(self.read_journal(request_id)) | dict(fields)
-        if stored:  # what is not there cannot be told when to go
-            self.journal[request_id] = stored, self.now_s() + life_s
+    def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
+        """As the script does."""
+        stored = {id: each for id, (each, until_s) in self.journal.items() if until_s > self.now_s()}
+        answer = write_journal(stored, request_id, writer, fields, is_first=is_first)
+        if answer is JournalWrite.WRITTEN:
+            self.journal[request_id] = stored[request_id], self.now_s() + life_s
+        return answer
 
     def read_journal(self, request_id: str) -> Mapping[str, str]:
         stored, until_s = self.journal.get(request_id, ({}, 0.0))
@@ -69,8 +74,11 @@ class RegistryClient:
     def __init__(self, network: Network, process: Process) -> None:
         self._network, self._process = network, process
 
-    async def write(self, record: WorkerRecord) -> bool:
-        return bool(await self._ask(record.pool, lambda pool, now: pool.write(record, now)))
+    async def join(self, pool: Pool) -> int:
+        return int(await self._ask(pool, lambda model, now: model.join(now)))
+
+    async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool:
+        return bool(await self._ask(record.pool, lambda pool, now: pool.write(record, joined_at_us, now)))
 
     async def remove(self, record: WorkerRecord) -> bool:
         return bool(await self._ask(record.pool, lambda pool, now: pool.remove(record, now)))
@@ -99,12 +107,13 @@ class RegistryClient:
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
 
-    async def write_journal(self, request_id: str, fields: Mapping[str, str], life_s: float) -> None:
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
         def write(redis: Redis, reply: Callable[[Any], None]) -> None:
-            redis.write_journal(request_id, fields, life_s)
-            reply(None)
+            reply(redis.write_journal(request_id, writer, fields, life_s, is_first=is_first))
 
-        await self._question(write, _REGISTRY_TIMEOUT_S)
+        return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         def read(redis: Redis, reply: Callable[[Any], None]) -> None:

@@ -5,11 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.registry import LEASE_S, RESERVATION_S, PoolView
+from outrider.registry import LEASE_S, RESERVATION_S, JournalWrite, PoolView
 from outrider.worker_record import WorkerRecord
+
+
+def write_journal(
+    stored: dict[str, dict[str, str]],
+    request_id: str,
+    writer: str,
+    fields: Mapping[str, str],
+    *,
+    is_first: bool,
+) -> JournalWrite:
+    """As the script of `Registry.write_journal`, but for the time that an entry lasts."""
+    if is_first:
+        stored[request_id] = {}
+    elif request_id not in stored:
+        return JournalWrite.GONE
+    elif stored[request_id]["writer"] != writer:
+        return JournalWrite.SUPERSEDED
+    stored[request_id] |= {"writer": writer, **fields}
+    return JournalWrite.WRITTEN
 
 
 @dataclass
@@ -24,13 +43,21 @@ class PoolModel:
     reservations: dict[str, dict[str, float]] = field(
         default_factory=dict
     )  # by incarnation, by token: when it ends
+    joined_at_us: dict[str, int] = field(default_factory=dict)  # by worker: of the run that its record is of
+    last_joined_at_us: int = 0
 
-    def write(self, record: WorkerRecord, now_s: float) -> bool:
+    def join(self, now_s: float) -> int:
+        self.last_joined_at_us = max(round(now_s * 1e6), self.last_joined_at_us + 1)
+        return self.last_joined_at_us
+
+    def write(self, record: WorkerRecord, joined_at_us: int, now_s: float) -> bool:
         holder = self._live(record.worker_id, now_s)
-        if self.is_later(holder, record):
+        if self.is_later(holder, self.joined_at_us.get(record.worker_id, 0), record, joined_at_us):
             return False
         self.records[record.worker_id] = record
+        self.joined_at_us[record.worker_id] = joined_at_us
         self.leases[record.worker_id] = now_s + self.lease_s
+        self.last_joined_at_us = max(self.last_joined_at_us, joined_at_us)
         if holder is None or holder.incarnation != record.incarnation:
             self.events.append(("joined", record.worker_id, record.incarnation))
         elif holder.state != record.state:
@@ -79,13 +106,11 @@ class PoolModel:
         self.reservations.get(incarnation, {}).pop(token, None)
 
     @staticmethod
-    def is_later(holder: WorkerRecord | None, record: WorkerRecord) -> bool:
-        """Whether the holder stands against writing the record."""
-        return (
-            holder is not None
-            and holder.incarnation != record.incarnation
-            and holder.started_at_ms >= record.started_at_ms
-        )
+    def is_later(
+        holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int
+    ) -> bool:
+        """Whether the holder, which joined at `holders_us`, stands against writing the record."""
+        return holder is not None and holder.incarnation != record.incarnation and holders_us >= joined_at_us
 
     def _live(self, worker_id: str, now_s: float) -> WorkerRecord | None:
         """The hash expires by itself, the lease goes with the next reading."""

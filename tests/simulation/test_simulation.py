@@ -77,7 +77,9 @@ def test_a_seed_does_the_same_in_every_process() -> None:
     assert len(seen) == 1
 
 
-def let_anybody_write(holder: WorkerRecord | None, record: WorkerRecord) -> bool:
+def let_anybody_write(
+    holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int
+) -> bool:
     return False
 
 

@@ -275,8 +275,11 @@ class World:
             process.end()
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
-        for _ in range(3):
+        self.loop.forgive()
+        for _ in range(50):  # what ends its own tasks waits for them, and some of it in turn for others
             self.loop.run_until_complete(asyncio.sleep(0))
+            if not asyncio.all_tasks(self.loop):
+                break
 
 
 def _holdings(process: Process) -> Sequence[tuple[str, int]]:

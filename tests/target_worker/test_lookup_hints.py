@@ -47,11 +47,18 @@ class World:
         self.ended: dict[str, SessionEnded] = {}
         self.num_steps = self.num_waits = 0
 
-    def start(self, name: str, prompt: list[int], *, speculation: SpeculationSettings | None = None) -> None:
+    def start(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        speculation: SpeculationSettings | None = None,
+        salt: str = "",
+    ) -> None:
         self.texts[name] = list(prompt)
         params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
         settings = speculation or SpeculationSettings(enabled=True)
-        event = StartSession(name, list(prompt), len(prompt), params, settings, 1)
+        event = StartSession(name, list(prompt), len(prompt), params, settings, 1, cache_salt=salt)
         self.scheduler.handle(event, self.now)
 
     def turn(self) -> bool:
@@ -115,6 +122,19 @@ def test_a_later_session_finds_what_an_earlier_one_said() -> None:
     world.run()
     assert world.texts["b"] == expected(PROMPT)
     assert world.num_steps - first < first
+
+
+def test_nobody_is_faster_for_what_a_session_of_another_salt_said() -> None:
+    world = World()
+    world.start("a", PROMPT, salt="search")
+    world.run()
+    num_steps = [world.num_steps]
+    for name, salt in (("b", "ads"), ("c", ""), ("d", "search")):
+        world.start(name, PROMPT, salt=salt)
+        world.run()
+        assert world.texts[name] == expected(PROMPT)
+        num_steps.append(world.num_steps - sum(num_steps))
+    assert num_steps[0] == num_steps[1] == num_steps[2] > num_steps[3]
 
 
 def test_a_request_that_wants_plain_decoding_gets_it() -> None:

@@ -40,6 +40,7 @@ BLOCK_SIZE = 4
 LIMITS = replace(FEW_MAY_WAIT, max_num_waiting=5)
 LONG = [(3 * i * i + i) % VOCAB_SIZE for i in range(25)]  # three chunks of LIMITS.max_num_batched_tokens
 OTHER = [(2 * i + 1) % VOCAB_SIZE for i in range(25)]
+SALTS = ("", "search", "ads")
 
 
 class World(PlainWorld):
@@ -61,8 +62,9 @@ class World(PlainWorld):
         return actions
 
     def learn(self, token_ids: Sequence[int]) -> None:
-        for index, digest in enumerate(block_digests(token_ids, BLOCK_SIZE)):
-            self.blocks[digest] = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+        for salt in SALTS:
+            for index, digest in enumerate(block_digests(token_ids, BLOCK_SIZE, salt=salt)):
+                self.blocks[digest] = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
 
     def check_step(self, step: Step) -> None:
         super().check_step(step)
@@ -85,9 +87,10 @@ class World(PlainWorld):
             held = self.model.cache[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE]
             assert tuple(held) == self.blocks[digest], "a block is offered for a text that is not its own"
 
-    def start(self, name: str, prompt: Sequence[int], **options: object) -> None:
+    def start(self, name: str, prompt: Sequence[int], salt: str = "", **options: object) -> None:
         values = {"ignore_eos": True, "max_tokens": 10} | options
-        (answer, *_) = self.tell(start(name, prompt, **values))  # type: ignore[arg-type]
+        event = replace(start(name, prompt, **values), cache_salt=salt)  # type: ignore[arg-type]
+        (answer, *_) = self.tell(event)
         assert not isinstance(answer, SessionRefused)
 
     @property
@@ -285,6 +288,26 @@ class TestWhoDoesNotShare:
         world.finish()
         assert world.first_fed["b"] == (24 if does_share else 0)
         both_ended_alike(world, "a", "b")
+
+    @pytest.mark.parametrize("first", SALTS)
+    @pytest.mark.parametrize("second", SALTS)
+    def test_sequences_of_different_salts_share_nothing_and_nothing_tells_of_it(
+        self, first: str, second: str
+    ) -> None:
+        world = World()
+        world.start("a", LONG, first)
+        world.start("b", LONG, second)
+        world.turns(1)
+        does_share = first == second
+        assert world.running == (
+            {"a"} if does_share else {"a", "b"}
+        )  # nobody waits for blocks that it may not have
+        world.finish()
+        world.start("c", LONG, second)
+        world.finish()
+        assert world.ended["b"].num_cached_tokens == (24 if does_share else 0)
+        assert world.ended["c"].num_cached_tokens == 24
+        both_ended_alike(world, "a", "b", "c")
 
     def test_prefix_caching_can_be_turned_off(self) -> None:
         world = World(replace(LIMITS, enable_prefix_caching=False))

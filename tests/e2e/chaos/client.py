@@ -135,7 +135,10 @@ class Client:
             await self._read_chunks(message, case, answer)
             return
         message.resume_from.add(num_tokens=len(answer.token_ids), has_begun=True)
-        by_id = generation_pb2.GenerationRequest(request_id=request_id, resume_from=message.resume_from)
+        message.run = answer.run
+        by_id = generation_pb2.GenerationRequest(
+            request_id=request_id, resume_from=message.resume_from, run=answer.run
+        )
         try:
             await self._read_chunks(by_id, case, answer)
         except grpc.aio.AioRpcError as error:
@@ -160,6 +163,7 @@ class Client:
             answer.chunk_times_s.append(time.monotonic())
             answer.token_ids += chunk.token_ids
         answer.text += chunk.text
+        answer.run = chunk.run
         if chunk.HasField("finished"):
             answer.finish_reason = chunk.finished.finish_reason
             # Over gRPC a stop token's number stands here too.

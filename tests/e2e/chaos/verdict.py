@@ -33,6 +33,7 @@ class Answer:
     has_left: bool = False  # the client, on purpose
     num_reconnects: int = 0  # after which the rest came from another replica
     event_id: str = ""  # of the last event, where there are such
+    run: str = ""  # over gRPC: the fingerprint that the chunks carried
     error: str | None = None  # why there is no end
     ended_s: float = 0.0
 

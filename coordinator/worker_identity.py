@@ -1,0 +1,167 @@
+"""Whether a worker is the one that its record names: its certificate is looked at before it gets a first request.
+
+Whoever has a worker's password for Redis can write records. What they say about load and address is believed; who
+answers at the address shows a certificate, and a certificate that names worker ids is good for these alone. So a worker
+that has been taken over cannot draw requests under a hundred names.
+
+The look is a TLS handshake of our own, for gRPC does not tell what a server showed. It decides the name that channels
+to the worker then insist on, so that a server which shows another certificate later is not talked to either.
+
+Invariant: where there are certificates, a worker that has not been looked at gets no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Self
+
+from outrider.background import end_tasks
+from outrider.tls import Role, TlsFiles, names_of_certificate, worker_name, workers_named
+from outrider.worker_record import Snapshot, WorkerRecord
+
+LOOK_EVERY_S: Final = 0.25  # for workers that are new
+AGAIN_AFTER_S: Final = 60.0  # at one that was found to be in order
+RETRY_S: Final = 1.0  # at one that was not
+HANDSHAKE_TIMEOUT_S: Final = 2.0
+_AT_ONCE: Final = 32
+_NOT_SEEN: Final = "its certificate has not been seen yet"
+
+_Key = tuple[str, str, str, str]  # pool, worker id, incarnation, address
+_Place = tuple[str, str]  # pool, address
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What one look found."""
+
+    reason: str | None  # against using the worker
+    again_at_s: float
+
+
+def judge(worker: WorkerRecord, names: frozenset[str], *, requires_ids: bool) -> str | None:
+    """Why the owner of a certificate with these DNS names is not the worker that the record names; None: it is."""
+    role = Role[worker.pool.upper()]
+    if role not in names:
+        return f"its certificate names {', '.join(sorted(names)) or 'nobody'}, and not {role}"
+    named = workers_named(names, role)
+    if worker_name(role, worker.worker_id) in named:
+        return None
+    if named:
+        return f"its certificate is of {', '.join(sorted(named))}, and of no worker {worker.worker_id}"
+    if requires_ids:
+        return "its certificate names no worker id, and --require-worker-ids asks for one"
+    return None
+
+
+class WorkerIdentities:
+    """The findings of one replica about the workers that there are. Without certificates there is nothing to find."""
+
+    def __init__(
+        self, files: TlsFiles | None, now_s: Callable[[], float], *, requires_ids: bool = False
+    ) -> None:
+        self._files = files
+        self._now_s = now_s
+        self._requires_ids = requires_ids
+        self._findings: dict[_Key, _Finding] = {}
+        self._owners: dict[_Place, tuple[str, str]] = {}  # the worker's id, and the name to insist on
+        self._snapshot: Callable[[], Snapshot] = Snapshot
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self, snapshot: Callable[[], Snapshot]) -> Self:
+        """Whose workers to look at, from entering the context on."""
+        self._snapshot = snapshot
+        return self
+
+    async def __aenter__(self) -> Self:
+        if self._files is not None:
+            await self.look()
+            self._task = asyncio.create_task(self._keep(), name="identities of workers")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await end_tasks(self._task)
+
+    def reason_against(self, worker: WorkerRecord) -> str | None:
+        """Why the worker is not to be used; None: it is who it says."""
+        if self._files is None:
+            return None
+        finding = self._findings.get(_key(worker))
+        return _NOT_SEEN if finding is None else finding.reason
+
+    def name_at(self, address: str, role: Role) -> str:
+        """The name that a certificate has to have which a server of this role shows there."""
+        _, name = self._owners.get((role.name.lower(), address), ("", role.value))
+        return name
+
+    async def look(self) -> None:
+        """Looks at all who are due, and forgets who is gone."""
+        snapshot, now_s = self._snapshot(), self._now_s()
+        workers = {_key(each): each for each in (*snapshot.targets, *snapshot.drafts)}
+        self._findings = {key: found for key, found in self._findings.items() if key in workers}
+        ids = {(pool, address, worker_id) for pool, worker_id, _, address in workers}
+        self._owners = {place: owner for place, owner in self._owners.items() if (*place, owner[0]) in ids}
+        due = [
+            worker
+            for key, worker in workers.items()
+            if key not in self._findings or self._findings[key].again_at_s <= now_s
+        ]
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def look_at(worker: WorkerRecord) -> None:
+            async with room:
+                self._take(worker, *await self._names_at(worker))
+
+        await asyncio.gather(*map(look_at, due))
+
+    def _take(self, worker: WorkerRecord, names: frozenset[str] | None, failure: str) -> None:
+        key, role, now_s = _key(worker), Role[worker.pool.upper()], self._now_s()
+        before = self._findings.get(key)
+        if names is None:
+            if before is None or before.reason is not None:  # else calls will find out whether it answers
+                self._findings[key] = _Finding(f"its certificate cannot be seen: {failure}", now_s + RETRY_S)
+            return
+        reason = judge(worker, names, requires_ids=self._requires_ids)
+        place = worker.pool, worker.address
+        owner, _ = self._owners.get(place, (worker.worker_id, ""))
+        if owner != worker.worker_id:
+            reason = reason or f"its address is that of {owner}"
+        elif reason is not None:
+            self._owners.pop(place, None)
+        else:
+            own = worker_name(role, worker.worker_id)
+            self._owners[place] = worker.worker_id, own if own in names else role.value
+        self._findings[key] = _Finding(reason, now_s + (AGAIN_AFTER_S if reason is None else RETRY_S))
+
+    async def _names_at(self, worker: WorkerRecord) -> tuple[frozenset[str] | None, str]:
+        """DNS names of the certificate that is shown at the worker's address; None, and why, where none could be
+        seen."""
+        assert self._files is not None
+        host, _, port = worker.address.rpartition(":")
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(
+                    host.strip("[]"),
+                    int(port),
+                    ssl=self._files.client_context(),
+                    server_hostname=Role[worker.pool.upper()].value,
+                )
+        except ssl.SSLError as error:
+            return None, getattr(error, "verify_message", "") or error.reason or "no TLS"
+        except (OSError, TimeoutError, ValueError, OverflowError) as error:
+            return None, str(error) or type(error).__name__
+        try:
+            return names_of_certificate(writer.get_extra_info("ssl_object").getpeercert(binary_form=True)), ""
+        finally:
+            writer.transport.abort()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+
+def _key(worker: WorkerRecord) -> _Key:
+    return worker.pool, worker.worker_id, worker.incarnation, worker.address

@@ -1,0 +1,413 @@
+"""A run is one request, answered once: nobody gets another run's tokens, nor another model's (invariant I9)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator import grpc_api
+from coordinator.run_identity import RunIdentity, digest_of, parse_fingerprint
+from outrider.errors import Conflict
+from outrider.worker_record import Snapshot, WorkerRecord
+from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
+from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import FakeTarget, eventually, record_of
+from tests.coordinator.test_resumption import Memory, events_of
+
+IDS: dict[str, Any] = {"stream": True, "stream_options": {"include_event_ids": True}}
+# With its token ids each step has an event, whatever text it makes visible.
+BODY: dict[str, Any] = {"prompt": "import", "temperature": 0, "max_tokens": 9, "return_token_ids": True} | IDS
+SEEDED: dict[str, Any] = BODY | {"temperature": 1, "seed": 3}
+
+
+def prompt_of(asked: target_pb2.GenerateRequest) -> list[int]:
+    """Tokens that only this prompt and seed bring forth."""
+    return [sum(asked.token_ids[: asked.num_prompt_tokens]) % 97 + asked.sampling.seed % 89 + 5]
+
+
+@asynccontextmanager
+async def two_replicas(
+    clusters: ClusterFactory, **settings: Any
+) -> AsyncIterator[tuple[Cluster, Cluster, Memory]]:
+    memory = Memory()
+
+    def opened() -> Any:
+        target = FakeTarget([], script_of=prompt_of)
+        return clusters.open([target], registry=memory, settings=settings)  # type: ignore[arg-type]
+
+    async with opened() as one, opened() as other:
+        yield one, other, memory
+
+
+async def ask(cluster: Cluster, body: dict[str, Any], request_id: str, last_event: str = "") -> Any:
+    headers = {"X-Request-Id": request_id} | ({"Last-Event-ID": last_event} if last_event else {})
+    answer = await cluster.client.post("/v1/completions", json=body, headers=headers)
+    assert cluster.service._journal is not None
+    await cluster.service._journal._flush()
+    return answer
+
+
+def at(events: list[tuple[str, str]], num_tokens: int) -> str:
+    """The id of the event that ends there, as if each token had one of its own."""
+    return f"{run_of_events(events)}:{num_tokens}"
+
+
+def ids_of(events: list[tuple[str, str]]) -> list[int]:
+    found = (json.loads(data) for _, data in events if data != "[DONE]")
+    return [id for event in found for id in event.get("choices", [{}])[0].get("token_ids", [])]
+
+
+def run_of_events(events: list[tuple[str, str]]) -> str:
+    return events[0][0].rpartition(":")[0]
+
+
+class TestTheJournalIsOfOneRun:
+    async def test_a_request_does_not_go_on_with_another_ones_tokens(self, clusters: ClusterFactory) -> None:
+        """Found as (a): prompt B, sent under the id of A, got A's tokens as its own output."""
+        async with two_replicas(clusters) as (one, other, _):
+            whole = events_of((await ask(one, BODY, "r1")).text)
+            answer = await ask(other, BODY | {"prompt": "def"}, "r1", at(whole, 3))
+            assert answer.status_code == 409
+            assert answer.json()["error"]["param"] == "request_id"
+            assert not other.targets[0].requests, "no target hears of it"
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"max_tokens": 8},
+            {"stop": ["x"]},
+            {"logit_bias": {"7": 1}},
+            {"user": "somebody else"},
+            {"echo": True},
+            {"seed": 4},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    async def test_every_parameter_that_the_output_depends_on_counts(
+        self, clusters: ClusterFactory, change: dict[str, Any]
+    ) -> None:
+        async with two_replicas(clusters) as (one, other, _):
+            whole = events_of((await ask(one, SEEDED, "r1")).text)
+            assert (await ask(other, SEEDED | change, "r1", at(whole, 3))).status_code == 409
+
+    async def test_what_does_not_change_the_output_may_differ(self, clusters: ClusterFactory) -> None:
+        async with two_replicas(clusters) as (one, other, _):
+            whole = events_of((await ask(one, BODY, "r1")).text)
+            change = {"deadline_ms": 60_000, "speculation": {"enabled": False}, "priority": 3}
+            rest = await ask(other, BODY | change, "r1", at(whole, 3))
+            assert ids_of(events_of(rest.text)) == ids_of(whole)[3:]
+
+    async def test_an_id_that_is_used_again_begins_anew(self, clusters: ClusterFactory) -> None:
+        """Gateways reuse ids for what one request of theirs needs. The journal has the last one; the client of the
+        first is told so instead of getting the second's tokens."""
+        async with two_replicas(clusters) as (one, other, _):
+            first = events_of((await ask(one, BODY, "r1")).text)
+            changed = BODY | {"prompt": "def"}
+            second = events_of((await ask(other, changed, "r1")).text)
+            assert ids_of(second) != ids_of(first)
+            rest = events_of((await ask(one, changed, "r1", at(second, 3))).text)
+            assert ids_of(rest) == ids_of(second)[3:]
+            by_id = await one.client.get("/v1/streams/r1", headers={"Last-Event-ID": at(first, 3)})
+            assert by_id.status_code == 409
+            # The request itself says all that its output depends on.
+            rest = events_of((await ask(one, BODY, "r1", at(first, 3))).text)
+            assert ids_of(rest) == ids_of(first)[3:]
+
+    async def test_a_replica_that_is_late_changes_nothing(self, clusters: ClusterFactory) -> None:
+        """Found as (a): a replica 0.2 s behind its client left `AAABBBBBBBBB` where `AAABB` had been shown."""
+        async with two_replicas(clusters) as (one, other, _):
+            whole = events_of((await ask(one, SEEDED, "r1")).text)
+            late = one.service._journal
+            assert late is not None
+            entry = await late.load("r1")
+            assert entry is not None
+            ghost = late.begin("r1", replace(entry, payload=b"{}"), 10)
+            assert ghost is not None
+            await late._flush()
+            rest = events_of((await ask(other, SEEDED, "r1", at(whole, 3))).text)
+            ghost.add(0, [1, 2, 3])
+            await late._flush()
+            assert ids_of(rest) == ids_of(whole)[3:]
+            again = await one.client.get("/v1/streams/r1", headers={"Last-Event-ID": at(whole, 3)})
+            assert ids_of(events_of(again.text)) == ids_of(whole)[3:]
+
+    async def test_over_grpc_as_well(self, clusters: ClusterFactory) -> None:
+        sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=9)
+
+        async def chunks(cluster: Cluster, **fields: Any) -> list[generation_pb2.GenerationChunk]:
+            asked = generation_pb2.GenerationRequest(request_id="r1", sampling=sampling, **fields)
+            found = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+            await cluster.service._journal._flush()  # type: ignore[union-attr]
+            return found
+
+        async with two_replicas(clusters) as (one, other, _):
+            whole = await chunks(one, prompt="import")
+            assert parse_fingerprint(whole[0].run) is not None
+            point = generation_pb2.ResumePoint(num_tokens=3, has_begun=True)
+            with pytest.raises(Conflict, match="another request"):
+                await chunks(other, prompt="def", resume_from=[point], run=whole[0].run)
+            rest = await chunks(other, prompt="import", resume_from=[point], run=whole[0].run)
+            assert sum(len(chunk.token_ids) for chunk in rest) == 6
+
+
+class TestADrawnSeed:
+    """Found as (b): with the journal gone a new seed was drawn: `VVVVVVVV`, and the client's end `VVVVRRRR`."""
+
+    DRAWN = BODY | {"temperature": 1}
+
+    async def test_without_the_journal_nobody_knows_it_and_the_client_is_told(
+        self, clusters: ClusterFactory
+    ) -> None:
+        async with two_replicas(clusters, seed_requests=True) as (one, other, memory):
+            whole = events_of((await ask(one, self.DRAWN, "r1")).text)
+            memory.stored.clear()
+            answer = await ask(other, self.DRAWN, "r1", at(whole, 3))
+            assert answer.status_code == 409
+            assert "seed was drawn" in answer.json()["error"]["message"]
+
+    async def test_another_run_under_the_same_id_has_another_seed(self, clusters: ClusterFactory) -> None:
+        async with two_replicas(clusters, seed_requests=True) as (one, other, _):
+            first = events_of((await ask(one, self.DRAWN, "r1")).text)
+            second = events_of((await ask(other, self.DRAWN, "r1")).text)
+            assert run_of_events(first) != run_of_events(second)
+            assert (await ask(other, self.DRAWN, "r1", at(first, 3))).status_code == 409
+            rest = events_of((await ask(one, self.DRAWN, "r1", at(second, 3))).text)
+            assert ids_of(rest) == ids_of(second)[3:]
+
+    async def test_a_seed_of_the_clients_own_needs_no_journal(self, clusters: ClusterFactory) -> None:
+        async with two_replicas(clusters, seed_requests=True) as (one, other, memory):
+            whole = events_of((await ask(one, SEEDED, "r1")).text)
+            memory.stored.clear()
+            rest = events_of((await ask(other, SEEDED, "r1", at(whole, 3))).text)
+            assert ids_of(rest) == ids_of(whole)[3:]
+
+
+class TestAHeaderProvesNothing:
+    """Found as (c): an entry was there before the request had a slot, and a client's word made it urgent."""
+
+    @pytest.mark.parametrize("is_known", [True, False])
+    async def test_who_has_no_token_by_the_journals_word_waits_as_anybody(
+        self, clusters: ClusterFactory, is_known: bool
+    ) -> None:
+        async with two_replicas(clusters) as (one, other, memory):
+            whole = events_of((await ask(one, BODY, "r1")).text)
+            stored = memory.stored["r1"]
+            for name in [name for name in stored if ":" in name or name == "weights"]:
+                del stored[name]  # as it is while the request waits for a slot
+            if not is_known:
+                del memory.stored["r1"]
+            rest = events_of((await ask(other, BODY, "r1", at(whole, 3))).text)
+            assert ids_of(rest) == ids_of(whole)[3:]
+            assert [request.priority for request in other.targets[0].requests] == [0]
+
+    async def test_nor_while_redis_is_away(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            whole = events_of((await cluster.complete(**BODY)).text)
+            headers = {"Last-Event-ID": at(whole, 3)}
+            answer = await cluster.client.post("/v1/completions", json=BODY, headers=headers)
+            assert ids_of(events_of(answer.text)) == ids_of(whole)[3:]
+            assert [request.priority for request in cluster.targets[0].requests] == [0, 0]
+
+    @pytest.mark.parametrize("forged", ["000000000000-000000000000:1", "1", "-:1", ""])
+    async def test_a_made_up_run_opens_nothing(self, clusters: ClusterFactory, forged: str) -> None:
+        async with two_replicas(clusters) as (one, other, _):
+            await ask(one, BODY, "r1")
+            answer = await ask(other, BODY, "r1", forged)
+            assert answer.status_code == (409 if "-0" in forged else 200 if not forged else 400)
+
+
+class TestEqualWeights:
+    """Found as (d): a target that died in a rolling update of the model gave `11112222`."""
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        clusters: ClusterFactory,
+        *targets: FakeTarget,
+        weights: tuple[tuple[str, str], ...],
+        **settings: Any,
+    ) -> AsyncIterator[Cluster]:
+        """Targets that are asked in this order, with these weights and numerics."""
+        settings = {"target_wait_max_s": 0.5, "quarantine_s": 30.0} | settings
+        async with clusters.open(list(targets), settings=settings) as cluster:
+            service = cluster.service
+            before = service.snapshot().targets
+            records = tuple(
+                replace(
+                    *(record,),
+                    weights_fingerprint=fingerprint, numerics=numerics,
+                    num_running=place, max_num_seqs=100,
+                )
+                for place, (record, (fingerprint, numerics)) in enumerate(zip(before, weights, strict=True))
+            )  # fmt: skip
+            service._injected_snapshot = lambda: Snapshot(records)
+            yield cluster
+
+    @pytest.mark.parametrize(
+        "other", [("new", "cpu"), ("old", "gpu"), ("", "")], ids=["weights", "numerics", "unknown"]
+    )
+    @pytest.mark.parametrize("body", [BODY, SEEDED], ids=["greedy", "coupled"])
+    async def test_a_sequence_never_goes_on_with_another_models_tokens(
+        self, clusters: ClusterFactory, body: dict[str, Any], other: tuple[str, str]
+    ) -> None:
+        dying, new = FakeTarget([11], dies_at=4), FakeTarget([12])
+        async with self.opened(clusters, dying, new, weights=(("old", "cpu"), other)) as cluster:
+            answer = await cluster.client.post("/v1/completions", json=body)
+            events = events_of(answer.text)
+            ids = ids_of(events)
+            assert ids in ([11] * 4, [12] * 9)
+            if ids == [11] * 4:
+                error = json.loads(events[-2][1])["error"]
+                assert error["code"] == "unavailable"
+                assert "weights and numerics" in error["message"]
+                assert "after 4 tokens" in error["message"]
+
+    async def test_it_waits_for_an_equal_target_and_goes_on_there(self, clusters: ClusterFactory) -> None:
+        dying, equal, new = FakeTarget([11], dies_at=4), FakeTarget([11]), FakeTarget([12])
+        weights = (("old", "cpu"), ("old", "cpu"), ("new", "cpu"))
+        async with self.opened(clusters, dying, equal, new, weights=weights, target_wait_max_s=30) as cluster:
+            records = cluster.service.snapshot().targets
+            cluster.service._injected_snapshot = lambda: Snapshot((records[0],))
+            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=BODY))
+            await eventually(lambda: dying.num_died > 0, "it has died")
+            cluster.service._injected_snapshot = lambda: Snapshot((records[2],))
+            await asyncio.sleep(0.3)
+            assert not asking.done()
+            assert not new.requests
+            cluster.service._injected_snapshot = lambda: Snapshot(records[1:])
+            events = events_of((await asking).text)
+            assert ids_of(events) == [11] * 9
+            assert not new.requests
+
+    async def test_a_run_that_is_resumed_goes_on_at_equal_targets_only(
+        self, clusters: ClusterFactory
+    ) -> None:
+        old, new = FakeTarget([11]), FakeTarget([12])
+        async with self.opened(clusters, old, new, weights=(("old", "cpu"), ("new", "cpu"))) as cluster:
+            records = cluster.service.snapshot().targets
+            cluster.service._injected_snapshot = lambda: Snapshot(records[:1])
+            whole = await cluster.client.post("/v1/completions", json=BODY)
+            headers = {"Last-Event-ID": at(events_of(whole.text), 3)}
+            cluster.service._injected_snapshot = lambda: Snapshot(records[1:])
+            answer = await cluster.client.post("/v1/completions", json=BODY, headers=headers)
+            assert answer.status_code == 503
+            assert "weights and numerics" in answer.json()["error"]["message"]
+            assert not new.requests
+
+    async def test_all_sequences_of_a_run_are_of_one_model(self, clusters: ClusterFactory) -> None:
+        targets = FakeTarget([11]), FakeTarget([12])
+        async with self.opened(clusters, *targets, weights=(("old", ""), ("new", ""))) as cluster:
+            for _ in range(5):
+                answer = await cluster.complete(n=6, return_token_ids=True)
+                assert len({tuple(choice["token_ids"]) for choice in answer.json()["choices"]}) == 1
+
+    async def test_a_sequence_without_a_token_may_begin_anywhere(self, clusters: ClusterFactory) -> None:
+        dying, new = FakeTarget([11], dies_at=0), FakeTarget([12])
+        async with self.opened(clusters, dying, new, weights=(("old", ""), ("new", ""))) as cluster:
+            for _ in range(5):
+                answer = await cluster.complete(return_token_ids=True)
+                assert answer.json()["choices"][0]["token_ids"] == [12] * 12
+
+
+class TestPoison:
+    """Found as (f): a request whose target dies after its first token was replayed without a limit."""
+
+    @pytest.mark.parametrize("dies_after", [0, 1, 3])
+    async def test_at_most_three_workers_are_lost_to_one_run(
+        self, clusters: ClusterFactory, dies_after: int
+    ) -> None:
+        is_deadly = True
+
+        class Deadly(FakeTarget):
+            """Dies `dies_after` tokens behind wherever it begins."""
+
+            async def Generate(self, request: Any, context: Any) -> Any:
+                begins_at = len(request.token_ids) - request.num_prompt_tokens
+                self.dies_at = begins_at + dies_after if is_deadly else None
+                async for event in FakeTarget.Generate(self, request, context):
+                    yield event
+
+        targets: list[FakeTarget] = [Deadly(clusters.script) for _ in range(6)]
+        async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
+            answer = await cluster.complete(max_tokens=40)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "poisonous_request"
+            assert sum(target.num_died for target in targets) == 3
+            metrics = (await cluster.client.get("/metrics")).text
+            assert "outrider_poisonous_prompt{" in metrics
+            # Its client tries again, as clients do.
+            again = await cluster.complete(max_tokens=39)
+            assert (again.status_code, again.json()["error"]["code"]) == (503, "poisonous_request")
+            assert int(again.headers["Retry-After"]) > 30
+            assert sum(target.num_died for target in targets) == 3
+            is_deadly = False
+            assert (await cluster.complete(prompt="def", max_tokens=4)).status_code == 200
+
+    async def test_a_connection_that_breaks_is_no_death(self, clusters: ClusterFactory) -> None:
+        class Torn(FakeTarget):
+            """Its connections break after each token, and it lives."""
+
+            async def Generate(self, request: Any, context: Any) -> Any:
+                async for event in super().Generate(request, context):
+                    yield event
+                    if event.WhichOneof("event") == "step":
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+        targets: list[FakeTarget] = [Torn(clusters.script), Torn(clusters.script)]
+        async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
+            answer = await cluster.complete(max_tokens=8)
+            assert answer.status_code == 200, answer.text
+            assert len(targets[0].requests) + len(targets[1].requests) >= 8
+
+    async def test_losses_are_remembered_across_coordinators(self, clusters: ClusterFactory) -> None:
+        memory = Memory()
+        async with clusters.open(
+            [FakeTarget([11], dies_at=2), FakeTarget([11])],
+            registry=memory,  # type: ignore[arg-type]
+        ) as cluster:
+            while not cluster.targets[0].num_died:
+                await ask(cluster, BODY, "r1")
+            assert memory.stored["r1"]["losses"] == "1"
+
+
+class TestIdentity:
+    def target(self, weights: str, numerics: str = "") -> WorkerRecord:
+        return record_of("target", "h:1", "f", weights_fingerprint=weights, numerics=numerics)
+
+    def test_the_first_place_binds_the_run(self) -> None:
+        run = RunIdentity("0" * 12)
+        assert run.accepts(self.target("a"))
+        assert run.bind(0, self.target("a"))
+        assert not run.bind(1, self.target("b"))
+        assert run.bind(1, self.target("a"))
+        run.release(0)
+        assert not run.accepts(self.target("b"))
+        run.release(1)
+        assert run.bind(1, self.target("b"))
+
+    def test_one_that_goes_on_stays_bound(self) -> None:
+        before = RunIdentity()
+        before.bind(0, self.target("a", "cpu"))
+        run = RunIdentity(weights_digest=before.weights_digest)
+        run.bind(0, self.target("a", "cpu"))
+        run.release(0)
+        assert not run.accepts(self.target("b", "cpu"))
+        assert not run.accepts(self.target("a", "gpu"))
+        assert run.accepts(self.target("a", "cpu"))
+
+    def test_a_distribution_is_the_same_on_other_numerics(self) -> None:
+        run = RunIdentity(compares_numerics=False)
+        run.bind(0, self.target("a", "cpu"))
+        assert run.accepts(self.target("a", "gpu"))
+        assert not run.accepts(self.target("b", "cpu"))
+
+    def test_parts_do_not_run_into_each_other(self) -> None:
+        assert digest_of("ab", "c") != digest_of("a", "bc")
+        assert digest_of(("a", "b")) != digest_of("a", "b")

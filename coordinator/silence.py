@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 import grpc
 import grpc.aio
 
 from coordinator.workers import was_never_sent
 from outrider.loop_lag import LoopLag
+
+_LOOK_AGAIN_S: Final = 0.001
 
 
 class SilenceWatch:
@@ -50,7 +53,8 @@ class SilenceWatch:
         if self._reading_since_s is not None:
             silent_s = self._lag.silence_s(self._reading_since_s, now_s)
         if silent_s < self._silence_max_s:
-            self._timer = self._loop.call_at(now_s + self._silence_max_s - silent_s, self._look)
+            wait_s = max(self._silence_max_s - silent_s, _LOOK_AGAIN_S)  # which rounding may make nothing
+            self._timer = self._loop.call_at(now_s + wait_s, self._look)
         else:
             self.has_cancelled = True
             self._cancel()

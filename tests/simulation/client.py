@@ -277,7 +277,8 @@ class Client:
     def _may_begin_anew(self) -> bool:
         """Whether nobody may know any more what its text was to be."""
         request = self.request
-        is_unsure = request.is_seed_drawn or request.request_id or len(self.world.weights_of(request)) > 1
+        has_several = len(self.world.weights_of(request)) > 1
+        is_unsure = request.is_seed_drawn or request.request_id or request.is_liar or has_several
         return self._has_begun and bool(is_unsure) and self.num_anew < 20
 
     def _begin_anew(self) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from tests.simulation.additions import draw
 from tests.simulation.minimize import minimize
-from tests.simulation.scenario import Scenario, draw
+from tests.simulation.scenario import Scenario
 from tests.simulation.world import Outcome, run
 
 _SEEDS_PER_TASK = 50
@@ -29,6 +30,8 @@ class Summary:
     num_refusals: int = 0
     num_reconnects: int = 0
     num_preemptions: int = 0
+    num_anew: int = 0
+    num_given_up: int = 0
     num_preempting: int = 0  # runs in which there were some
     num_messages: int = 0
     virtual_s: float = 0.0
@@ -56,6 +59,8 @@ _COUNTS = (
     "num_refusals",
     "num_reconnects",
     "num_preemptions",
+    "num_anew",
+    "num_given_up",
     "num_messages",
     "virtual_s",
 )
@@ -142,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{summary.num_runs} runs in {elapsed_s:.0f} s: {summary.num_answered} requests answered with "
         f"{summary.num_tokens} tokens, {summary.num_refusals} refusals, {summary.num_reconnects} reconnects, "
         f"{summary.num_preemptions} preemptions in {summary.num_preempting} runs, "
+        f"{summary.num_anew} begun anew, {summary.num_given_up} given up with what they had, "
         f"{summary.num_messages} messages in {summary.virtual_s / 3600:.1f} h of virtual time; "
         f"{len(summary.failed)} failed"
     )

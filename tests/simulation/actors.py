@@ -7,23 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, cast
 
-import grpc
-
-from coordinator import grpc_api
-from coordinator.environment import Outside
-from coordinator.fallback import FallbackPolicy
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.service import GenerationService
-from coordinator.settings import CoordinatorSettings
-from coordinator.workers import WorkerChannels
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Action as DraftAction
 from draft_worker.messages import Event as DraftEvent
@@ -31,14 +20,11 @@ from draft_worker.messages import SendHints
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
 from outrider.engine.kv_cache import BlockAllocator
-from outrider.errors import OutriderError, RegistryUnavailable
-from outrider.registry import JournalWrite, PoolView
 from outrider.telemetry import DraftMetrics, TargetMetrics
-from outrider.tokenizer import Tokenizer
 from outrider.worker_lease import WorkerLease
 from outrider.worker_process import record_from_info
-from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
-from protos.outrider.v1 import common_pb2, draft_pb2, generation_pb2, hints_pb2, target_pb2
+from outrider.worker_record import Pool, WorkerLoad
+from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2, target_pb2
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action as TargetAction
 from target_worker.messages import Event as TargetEvent
@@ -46,129 +32,15 @@ from target_worker.messages import WaitForHints
 from target_worker.scheduler import Scheduler
 from target_worker.server import TargetServicer
 from tests.draft_worker.fakes import FakeDraftModel
-from tests.simulation.network import Call, Method, Network, Process
-from tests.simulation.registry import PoolModel, write_journal
-from tests.target_worker.fakes import VOCAB_SIZE, FakeModel
+from tests.simulation.models import GrammarCompiler, TargetModel
+from tests.simulation.network import Method, Network, Process
+from tests.simulation.process import Host
+from tests.simulation.redis_process import RegistryClient
+from tests.target_worker.fakes import VOCAB_SIZE
 
 FINGERPRINT: Final = "5" * 16
 MODEL: Final = "sim"
-REDIS: Final = "redis"
-_REGISTRY_TIMEOUT_S: Final = 2.0
 
-
-class Redis(Process):
-    """An empty one."""
-
-    def __init__(self, network: Network, on_wrong: Callable[[str], None]) -> None:
-        super().__init__(REDIS)
-        self._network = network
-        self._on_wrong = on_wrong
-        self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
-        self.journal: dict[str, dict[str, str]] = {}
-        self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
-
-    @property
-    def now_s(self) -> float:
-        return self._network.loop.time()
-
-    def ask(self, pool: Pool, work: Callable[[PoolModel, float], Any], reply: Callable[[Any], None]) -> None:
-        model = self.pools[pool]
-        held = {id: record for id, record in model.records.items() if model.leases[id] > self.now_s}
-        reply(work(model, self.now_s))
-        for worker_id, before in held.items():
-            after = model.records.get(worker_id, before)
-            if _life(after) < _life(before):
-                self._on_wrong(f"an earlier life of {worker_id} took its record back")
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            self.wait(*each)
-
-    def wait(self, pool: Pool, after: str, until_s: float, reply: Callable[[Any], None]) -> None:
-        if str(len(self.pools[pool].events)) != after:
-            reply(True)
-        elif until_s > self.now_s:
-            self._waiting.append((pool, after, until_s, reply))
-
-
-def _life(record: WorkerRecord) -> int:
-    return int(record.incarnation.partition("/")[2])
-
-
-class RegistryClient:
-    """`RegistryCalls` over the simulated network. What was asked may have been done though the answer is lost."""
-
-    def __init__(self, network: Network, process: Process) -> None:
-        self._network, self._process = network, process
-
-    async def join(self, pool: Pool) -> int:
-        return int(await self._ask(pool, lambda model, now: model.join(now)))
-
-    async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool:
-        return bool(await self._ask(record.pool, lambda pool, now: pool.write(record, joined_at_us, now)))
-
-    async def remove(self, record: WorkerRecord) -> bool:
-        return bool(await self._ask(record.pool, lambda pool, now: pool.remove(record, now)))
-
-    async def read(self, pool: Pool) -> PoolView:
-        return cast(PoolView, await self._ask(pool, lambda model, now: model.read(now)))
-
-    async def next_event(self, pool: Pool, after: str, timeout_s: float) -> bool:
-        until_s = self._network.loop.time() + timeout_s
-
-        def wait(redis: Redis, reply: Callable[[Any], None]) -> None:
-            redis.wait(pool, after, until_s, reply)
-
-        try:
-            return bool(await self._question(wait, timeout_s))
-        except RegistryUnavailable:
-            return False
-
-    async def reserve(
-        self, pool: Pool, incarnations: Sequence[str], limits: Sequence[int], token: str
-    ) -> int | None:
-        answer = await self._ask(pool, lambda model, now: model.reserve(incarnations, limits, token, now))
-        return cast("int | None", answer)
-
-    async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None:
-        await self._ask(pool, lambda model, now: model.renew(incarnation, tokens, now))
-
-    async def release(self, pool: Pool, incarnation: str, token: str) -> None:
-        await self._ask(pool, lambda model, now: model.release(incarnation, token))
-
-    async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
-    ) -> JournalWrite:
-        def write(redis: Redis, reply: Callable[[Any], None]) -> None:
-            reply(write_journal(redis.journal, request_id, writer, fields, is_first=is_first))
-
-        return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
-
-    async def read_journal(self, request_id: str) -> Mapping[str, str]:
-        def read(redis: Redis, reply: Callable[[Any], None]) -> None:
-            reply(dict(redis.journal.get(request_id, {})))
-
-        return cast("dict[str, str]", await self._question(read, _REGISTRY_TIMEOUT_S))
-
-    async def _ask(self, pool: Pool, work: Callable[[PoolModel, float], Any]) -> Any:
-        return await self._question(lambda redis, reply: redis.ask(pool, work, reply), _REGISTRY_TIMEOUT_S)
-
-    async def _question(self, work: Callable[[Any, Callable[[Any], None]], None], timeout_s: float) -> Any:
-        if not self._process.is_alive:
-            raise RegistryUnavailable("this process is dead")
-        try:
-            return await self._network.ask(self._process, REDIS, work, timeout_s)
-        except ConnectionError as error:
-            raise RegistryUnavailable(str(error)) from error
-
-
-_HASTY: Final = FallbackPolicy(
-    judge_after_spec_steps=3,
-    probe_spec_steps=3,
-    starved_after_steps=8,
-    pause_min_tokens=2,
-    pause_max_tokens=8,
-)
-"""Texts here are short; this way some of them come to be paused and probed, and followed by several draft workers."""
 
 Turn = tuple[float, Callable[[float], list[Any]]]
 """A step: how long it takes, and what is to be done when it has been run (told the time), which gives actions."""
@@ -187,6 +59,7 @@ class SimulatedThread:
     ) -> None:
         """`begin` gives a step, or the moment to look again, or None."""
         self._loop, self._process = network.loop, process
+        self._now_s = process.now_s
         self._handle, self._begin, self._dispatch = handle, begin, dispatch
         self._inbox: list[Any] = []
         self._is_running = False
@@ -215,11 +88,12 @@ class SimulatedThread:
     def _wake(self) -> None:
         if not self._is_running and not self._is_hung:
             self._is_running = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._turn, context=self._process.context)
 
     def _turn(self) -> None:
         if not self._process.is_alive:
             return
+        context = self._process.context
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -227,31 +101,31 @@ class SimulatedThread:
             self._is_running = False
             return
         events, self._inbox = self._inbox, []
-        actions = [action for event in events for action in self._handle(event, self._loop.time())]
+        actions = [action for event in events for action in self._handle(event, self._now_s())]
         self._deliver(actions)
-        plan = self._begin(self._loop.time())
+        plan = self._begin(self._now_s())
         if isinstance(plan, tuple):
             duration_s, finish = plan
-            self._loop.call_later(duration_s, self._end_step, finish)
+            self._loop.call_later(duration_s, self._end_step, finish, context=context)
             return
         self._is_running = False
         if self._inbox:
             self._wake()
         elif plan is not None:
-            self._timer = self._loop.call_at(max(plan, self._loop.time() + 1e-6), self._wake)
+            self._timer = self._loop.call_later(max(plan - self._now_s(), 1e-6), self._wake, context=context)
 
     def _end_step(self, finish: Callable[[float], list[Any]]) -> None:
         if not self._process.is_alive:
             return
         if self._is_hung:
-            self._loop.call_later(0.5, self._end_step, finish)
+            self._loop.call_later(0.5, self._end_step, finish, context=self._process.context)
             return
-        self._deliver(finish(self._loop.time()))
+        self._deliver(finish(self._now_s()))
         self._turn()
 
     def _deliver(self, actions: list[Any]) -> None:
         if actions:
-            self._loop.call_soon(self._dispatch_if_alive, actions)
+            self._loop.call_soon(self._dispatch_if_alive, actions, context=self._process.context)
 
     def _dispatch_if_alive(self, actions: list[Any]) -> None:
         if self._process.is_alive:
@@ -281,22 +155,20 @@ def _draft_metrics() -> DraftMetrics:
     return DraftMetrics(MODEL, "sim")
 
 
-@cache
-def _coordinator_metrics() -> CoordinatorMetrics:
-    return CoordinatorMetrics()
-
-
 class Worker(Process, ABC):
     """What both kinds have in common: a thread, a lease, a drained end."""
 
     pool: Pool
     thread: SimulatedThread
 
-    def __init__(self, name: str, network: Network, life: int, shape: WorkerShape, limit: int) -> None:
-        super().__init__(name)
+    def __init__(
+        self, name: str, network: Network, host: Host, life: int, shape: WorkerShape, limit: int
+    ) -> None:
+        super().__init__(name, network.loop, host)
         self.network, self.shape = network, shape
         worker_id = name[:2]  # wherever it runs
         self.incarnation = f"{worker_id}/{life}"
+        self.started_at_s = network.loop.time() + host.skew_s
         self._stopping = asyncio.Event()
         self.info = common_pb2.WorkerInfo(
             worker_id=worker_id,
@@ -326,7 +198,7 @@ class Worker(Process, ABC):
 
     async def live(self) -> None:
         """As `WorkerProcess.run`."""
-        record = record_from_info(self.pool, self.info, self.address, self.network.loop.time())
+        record = record_from_info(self.pool, self.info, self.address, self.started_at_s)
         registry = RegistryClient(self.network, self)
         async with WorkerLease(registry, record, self.load) as lease:
             self.lease = lease
@@ -343,14 +215,27 @@ class Target(Worker):
     pool = "target"
 
     def __init__(
-        self, name: str, network: Network, life: int, shape: WorkerShape, on_step: Callable[[Target], None]
+        self,
+        name: str,
+        network: Network,
+        host: Host,
+        life: int,
+        shape: WorkerShape,
+        on_step: Callable[[Target], None],
+        weights: int = 0,
     ) -> None:
-        super().__init__(name, network, life, shape, shape.limits.max_num_seqs)
+        super().__init__(name, network, host, life, shape, shape.limits.max_num_seqs)
+        self.weights = weights
+        self.is_doomed = False
+        self.info.weights_fingerprint = self.fingerprint_of(weights)
+        self.info.numerics = "letters"
         self.allocator = BlockAllocator(shape.num_blocks, 4)
         self.scheduler = Scheduler(shape.limits, self.allocator, VOCAB_SIZE)
-        self._model = FakeModel(shape.num_blocks * 4)
+        self._model = TargetModel(shape.num_blocks * 4, weights)
         self._on_step = on_step
-        self.servicer = TargetServicer(self.info, _target_metrics(), cast(Any, None), now=network.loop.time)
+        self.servicer = TargetServicer(
+            self.info, _target_metrics(), cast(Any, GrammarCompiler()), now=self.now_s
+        )
         self.thread = SimulatedThread(network, self, self._handle, self._begin, self.servicer.dispatch)
         self.servicer.bind(cast(Any, self.thread))
         self.methods = {
@@ -370,6 +255,11 @@ class Target(Worker):
                 self.servicer.Exchange, hints_pb2.HintFrame, hints_pb2.CommitFrame, takes_stream=True
             ),
         }
+
+    @staticmethod
+    def fingerprint_of(weights: int) -> str:
+        """As the worker announces it."""
+        return f"weights {weights}"
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.wait_ms)
@@ -403,18 +293,20 @@ class Draft(Worker):
         self,
         name: str,
         network: Network,
+        host: Host,
         life: int,
         shape: WorkerShape,
         on_step: Callable[[Draft], None],
         on_hints: Callable[[Draft, SendHints], None],
     ) -> None:
-        super().__init__(name, network, life, shape, shape.draft_limits.max_num_seqs)
+        super().__init__(name, network, host, life, shape, shape.draft_limits.max_num_seqs)
         self._on_step, self._on_hints = on_step, on_hints
         self.allocator = BlockAllocator(400, 4)
         self.scheduler = DraftScheduler(shape.draft_limits, self.allocator, VOCAB_SIZE)
         self._model = FakeDraftModel(1600, shape.alignment)
+        compiler = cast(Any, GrammarCompiler(is_coordinator=True))
         dial = partial(network.dial, self, method="Hints/Exchange", response_type=hints_pb2.CommitFrame)
-        self.servicer = DraftServicer(self.info, self.scheduler, _draft_metrics(), cast(Any, None), dial)
+        self.servicer = DraftServicer(self.info, self.scheduler, _draft_metrics(), compiler, dial)
         self.thread = SimulatedThread(network, self, self._handle, self._begin, self._dispatch)
         self.servicer.bind(cast(Any, self.thread))
         self.methods = {
@@ -449,100 +341,3 @@ class Draft(Worker):
             return actions
 
         return duration_s, finish
-
-
-class Letters:
-    """A tokenizer: one letter for each token."""
-
-    fingerprint = FINGERPRINT
-    has_chat_template = True
-    vocab_size = VOCAB_SIZE
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join("abcde"[token_id] for token_id in token_ids)
-
-
-class _Channels:
-    """`WorkerChannels` over the simulated network."""
-
-    def __init__(self, network: Network, process: Process) -> None:
-        self._network, self._process = network, process
-
-    def generate(
-        self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
-    ) -> Call:
-        return self._network.stream(
-            self._process, address, "Target/Generate", request, target_pb2.GenerateEvent, timeout_s
-        )
-
-    def attach(
-        self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
-    ) -> Call:
-        return self._network.stream(
-            self._process, address, "Draft/Attach", request, draft_pb2.AttachStatus, timeout_s
-        )
-
-    async def set_speculation(
-        self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float
-    ) -> None:
-        await self._network.unary(
-            *(self._process, address, "Target/SetSpeculation", request),
-            *(target_pb2.SetSpeculationResponse, timeout_s),
-        )
-
-    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
-        call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
-        try:
-            info = await self._network.unary(*call, timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(info.incarnation == incarnation)
-
-    async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class Coordinator(Process):
-    """One replica, with its gRPC edge."""
-
-    def __init__(
-        self, name: str, network: Network, life: int, settings: CoordinatorSettings, seed: int
-    ) -> None:
-        super().__init__(name)
-        self._num_ids = 0
-        self._name = f"{name}/{life}"
-        self._outside = Outside(
-            tokenizer=cast(Tokenizer, Letters()),
-            channels=cast(WorkerChannels, _Channels(network, self)),
-            metrics=_coordinator_metrics(),
-            registry=RegistryClient(network, self),
-            now_s=network.loop.time,
-            chance=random.Random(f"{seed}/{name}/{life}"),
-            new_id=self._new_id,
-            policy=_HASTY,
-        )
-        self.service = GenerationService(settings, outside=self._outside)
-        self.methods = {
-            "Generation/Generate": Method(
-                self._generate, generation_pb2.GenerationRequest, generation_pb2.GenerationChunk
-            )
-        }
-
-    async def live(self) -> None:
-        async with self.service:
-            await asyncio.get_running_loop().create_future()
-
-    def _new_id(self) -> str:
-        self._num_ids += 1
-        return f"{self._name}/{self._num_ids}"
-
-    async def _generate(
-        self, request: generation_pb2.GenerationRequest, context: Any
-    ) -> AsyncIterator[generation_pb2.GenerationChunk]:
-        try:
-            async with aclosing(grpc_api.generate(self.service, request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except OutriderError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)

@@ -4,41 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 import grpc.aio
 
+from outrider.sampling_params import GrammarKind, GrammarSpec
 from protos.outrider.v1 import common_pb2, generation_pb2
-from tests.simulation.network import LOSSES, Network, Process
+from tests.simulation.answers import Answer, answers_to, letters
+from tests.simulation.calls import LOSSES, Call
+from tests.simulation.models import logprob_of
+from tests.simulation.network import Network, Process
 from tests.simulation.scenario import Request
-from tests.target_worker.fakes import END, greedy_text
 
 _RETRY_S: Final = (0.2, 1.0)
+_LOST_WORKERS_MAX: Final = 3
+_STRANDED_MAX: Final = 3
+
+_NO_ANSWER_MAX_S: Final = 90.0
+"""Of a coordinator that is there: it queues for 30 s, and tries several targets."""
+_IDENTITY_CODES: Final = (
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
+)
+"""With which a resumption may be refused that would go on with something else."""
+_STALL_CODES: Final = (
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What has to come."""
+class Surroundings(Protocol):
+    """What a client sees of the world, and what its judge knows of it."""
 
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
+    network: Network
 
-    @classmethod
-    def to(cls, request: Request) -> Answer:
-        stop_ids = frozenset[int]() if request.ignore_eos else frozenset({END})
-        whole, stop_token_id = greedy_text(
-            request.prompt, len(request.prompt) + request.max_tokens, stop_ids, request.seed
+    def find_coordinator(self) -> str | None:
+        """What a load balancer knows."""
+
+    def wrong(self, problem: str) -> None:
+        """Something must not be."""
+
+    def could_be_in_time(self, num_tokens: int, left_s: float) -> bool:
+        """Whether so many tokens could surely be said within `left_s`, if nobody is in the way."""
+
+    def seeds_of(self, request: Request) -> Sequence[int]:
+        """With which targets have been asked for it."""
+
+    def weights_of(self, request: Request) -> Sequence[int]:
+        """By which its text may have been made."""
+
+    def num_attempts(self, request: Request) -> int:
+        """At targets, by all coordinators."""
+
+
+@dataclass
+class _Choice:
+    """What has come of one."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    has_begun: bool = False
+    has_ended: bool = False
+
+    @property
+    def point(self) -> generation_pb2.ResumePoint:
+        return generation_pb2.ResumePoint(
+            num_tokens=len(self.token_ids), has_begun=self.has_begun, has_ended=self.has_ended
         )
-        output = whole[len(request.prompt) :]
-        text = "".join("abcde"[token_id] for token_id in output)
-        found = text.find(request.stop) if request.stop else -1
-        if found >= 0:
-            return cls(tuple(output[: found + len(request.stop)]), text[:found], "stop")
-        return cls(tuple(output), text, "length" if stop_token_id is None else "stop")
 
 
 @dataclass
@@ -46,25 +85,38 @@ class Client:
     """Sends its request, again where it was refused, until it has its answer or leaves."""
 
     request: Request
-    network: Network
+    world: Surroundings
     process: Process
     chance: random.Random
-    find_coordinator: Callable[[], str | None]  # what a load balancer knows
-    on_wrong: Callable[[str], None]
-    could_be_in_time: Callable[[int, float], bool]
     outcome: str = ""
+    num_tries: int = 0
     num_refusals: int = 0
     num_reconnects: int = 0
-    _token_ids: list[int] = field(default_factory=list)
-    _text: str = ""
-    _has_begun: bool = False
+    num_anew: int = 0  # runs begun because an earlier one could not be gone on with
+    _choices: list[_Choice] = field(default_factory=list)
     _num_before: int = 0  # tokens that earlier connections have brought
+    _attempts_before: int = 0
     _is_forgotten: bool = False  # the journal does not have it
+    _num_stranded: int = 0
+    _num_chunks: int = 0
+    _has_stalled: bool = False
+    _is_stalled_now: bool = False
     _run: str = ""  # the fingerprint that the chunks carried
+
+    def __post_init__(self) -> None:
+        self._choices = [_Choice() for _ in range(self.request.num_choices)]
+        if self.request.is_liar:
+            answer = Answer.to(self.request, 0, self.request.seed, 0)
+            first = answer.token_ids[:1]
+            self._choices = [_Choice(list(first), letters(first), has_begun=True)]
 
     @property
     def num_tokens(self) -> int:
-        return len(self._token_ids)
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    @property
+    def _has_begun(self) -> bool:
+        return any(choice.has_begun for choice in self._choices)
 
     async def run(self) -> None:
         if self.request.leaves_after_s is None:
@@ -79,99 +131,194 @@ class Client:
     async def _until_answered(self) -> None:
         loop = asyncio.get_running_loop()
         while not self.outcome:
-            address = self.find_coordinator()
+            address = self.world.find_coordinator()
             if address is not None:
                 await self._try(address, loop.time())
             if not self.outcome:
                 await asyncio.sleep(self.chance.uniform(*_RETRY_S))
 
     async def _try(self, address: str, started_s: float) -> None:
-        answer = Answer.to(self.request)
-        self._num_before = len(self._token_ids)
-        call = self.network.stream(
+        self.num_tries += 1
+        self._num_before = self.num_tokens
+        self._attempts_before = self.world.num_attempts(self.request)
+        call = self.world.network.stream(
             self.process, address, "Generation/Generate", self._message(), generation_pb2.GenerationChunk
         )
         try:
-            async for chunk in call:
-                self._take(chunk, answer)
+            await self._read(call)
             if not self.outcome:
-                self.on_wrong(f"request {self.request.number} ended without its end")
+                self.wrong("ended without its end")
                 self.outcome = "wrong"
         except grpc.aio.AioRpcError as error:
             self._take_error(error, asyncio.get_running_loop().time() - started_s)
         finally:
             call.cancel()
 
-    def _take(self, chunk: generation_pb2.GenerationChunk, answer: Answer) -> None:
-        self._has_begun = True
+    async def _read(self, call: Call) -> None:
+        loop, request = asyncio.get_running_loop(), self.request
+        self._num_chunks, self._is_stalled_now = 0, False
+        asked_s = loop.time()
+        async for chunk in call:
+            if not self._num_chunks and loop.time() - asked_s > _NO_ANSWER_MAX_S:
+                self.wrong(f"had no word for {loop.time() - asked_s:.0f} s")
+            self._num_chunks += 1
+            self._take(chunk)
+            if self._num_chunks == request.stalls_after and not self._has_stalled:
+                self._has_stalled = self._is_stalled_now = True
+                await asyncio.sleep(request.stalls_s)
+
+    def wrong(self, problem: str) -> None:
+        self.world.wrong(f"request {self.request.number} {problem}")
+
+    def _take(self, chunk: generation_pb2.GenerationChunk) -> None:
+        choice = self._choices[chunk.index]
+        choice.has_begun = True
         self._run = chunk.run
-        self._token_ids += chunk.token_ids
-        self._text += chunk.text
-        number = self.request.number
-        if tuple(self._token_ids) != answer.token_ids[: len(self._token_ids)]:
-            self.on_wrong(f"request {number}: tokens {self._token_ids}, right are {list(answer.token_ids)}")
-        if not answer.text.startswith(self._text):
-            self.on_wrong(f"request {number}: text {self._text!r}, right is {answer.text!r}")
-        if chunk.HasField("finished"):
-            finished = chunk.finished
-            got = (tuple(self._token_ids), self._text, finished.finish_reason, finished.num_output_tokens)
-            right = (answer.token_ids, answer.text, answer.finish_reason, len(answer.token_ids))
-            if got != right:
-                self.on_wrong(f"request {number} ended as {got}, right is {right}")
+        choice.token_ids += chunk.token_ids
+        choice.text += chunk.text
+        if self.request.has_logprobs:
+            got = [each.logprob for each in chunk.logprobs]
+            if got != (expected := [logprob_of(token_id) for token_id in chunk.token_ids]):
+                self.wrong(f"got log probabilities {got}, right are {expected}")
+        answers = self._fitting(chunk.index)
+        if answers:
+            self._check_end(chunk, choice, answers)
+        elif not self.outcome:
+            right = [list(answer.token_ids) for answer in self._answers(chunk.index)][:3]
+            self.wrong(f"has tokens {choice.token_ids}, text {choice.text!r}; right are {right}")
+
+    def _fitting(self, index: int) -> list[Answer]:
+        """The answers that what has come may become."""
+        choice = self._choices[index]
+        num, text = len(choice.token_ids), choice.text
+        return [
+            answer
+            for answer in self._answers(index)
+            if answer.token_ids[:num] == tuple(choice.token_ids) and answer.text.startswith(text)
+        ]
+
+    def _answers(self, index: int) -> list[Answer]:
+        request = self.request
+        seeds = self.world.seeds_of(request) if request.is_seed_drawn else (request.seed,)
+        weights = tuple(self.world.weights_of(request))
+        if not request.is_seed_drawn:
+            return list(answers_to(request, index, request.seed, weights))
+        # With what any choice was asked for: which of them it was is not told there.
+        return [answer for seed in seeds for answer in answers_to(request, 0, seed, weights)]
+
+    def _check_end(
+        self, chunk: generation_pb2.GenerationChunk, choice: _Choice, answers: Sequence[Answer]
+    ) -> None:
+        if not chunk.HasField("finished"):
+            return
+        finished = chunk.finished
+        got = (tuple(choice.token_ids), choice.text, finished.finish_reason, finished.num_output_tokens)
+        right = [(each.token_ids, each.text, each.finish_reason, len(each.token_ids)) for each in answers]
+        if got not in right:
+            self.wrong(f"ended as {got}, right is {right}")
+        choice.has_ended = True
+        if all(each.has_ended for each in self._choices):
             self.outcome = "answered"
 
+    # What may go wrong.
+
     def _take_error(self, error: grpc.aio.AioRpcError, elapsed_s: float) -> None:
-        number, code, details = self.request.number, error.code(), error.details()
+        code, details, request = error.code(), error.details(), self.request
+        has_grown = self.num_tokens > self._num_before
         if details in LOSSES:  # the coordinator is gone
             self.num_reconnects += 1
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            left_s = self.request.deadline_s - elapsed_s
-            # A worker that cannot be in time says so before any work; of stop strings it knows nothing.
-            answer = Answer.to(self.request)
-            num_tokens = self.request.max_tokens if self.request.ignore_eos else len(answer.token_ids)
-            is_early = left_s > 0.01 and self.could_be_in_time(num_tokens - len(self._token_ids), left_s)
-            if is_early or (left_s > 0.01 and len(self._token_ids) > self._num_before):
-                self.on_wrong(f"request {number} was late after {elapsed_s:g} s: {details}")
+            self._check_late(elapsed_s, details, has_grown=has_grown)
             self.outcome = "late"
-        elif code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
-            if len(self._token_ids) > self._num_before:
-                self.on_wrong(f"request {number} was given up after {len(self._token_ids)} tokens: {details}")
+        elif self._is_stalled_now and code in _STALL_CODES:
             self.num_refusals += 1
+        elif code is grpc.StatusCode.UNAVAILABLE and has_grown and self._may_be_given_up():
+            self.num_refusals += 1
+            self._num_stranded += 1
+            if request.poisons_after or self._num_stranded >= _STRANDED_MAX:
+                self.outcome = "given up"
+        elif code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
+            # Of several choices one that has not begun may be refused, and with it the others.
+            if has_grown and request.num_choices == 1:
+                self.wrong(f"was given up after {self.num_tokens} tokens: {details}")
+            self.num_refusals += 1
+            if request.poisons_after or (self._has_begun and self._may_be_stranded()):
+                self.outcome = "given up"
+        elif code in _IDENTITY_CODES and self._may_begin_anew():
+            self._begin_anew()
         elif code is grpc.StatusCode.NOT_FOUND and self._has_begun and not self._is_forgotten:
             self._is_forgotten = True
         else:
-            self.on_wrong(f"request {number} failed: {code.name} {details}")
+            self.wrong(f"failed: {code.name} {details}")
             self.outcome = "wrong"
+
+    def _check_late(self, elapsed_s: float, details: str | None, *, has_grown: bool) -> None:
+        left_s = self.request.deadline_s - elapsed_s
+        # A worker that cannot be in time says so before any work; of stop strings it knows nothing.
+        num_tokens = self.request.max_tokens
+        if not self.request.ignore_eos:
+            num_tokens = min(len(each.token_ids) for each in self._answers(0) or [Answer((), "", "")])
+        is_early = left_s > 0.01 and self.world.could_be_in_time(num_tokens - self.num_tokens, left_s)
+        # Where there are several choices, one may be refused while another one has begun.
+        has_grown = has_grown and self.request.num_choices == 1
+        if is_early or (left_s > 0.01 and has_grown):
+            self.wrong(f"was late after {elapsed_s:g} s: {details}")
+
+    def _may_be_given_up(self) -> bool:
+        """Whether a sequence that has begun may end: after as many lost workers as one may have, or where none is left
+        that has its weights."""
+        num_attempts = self.world.num_attempts(self.request) - self._attempts_before
+        return num_attempts >= _LOST_WORKERS_MAX or len(self.world.weights_of(self.request)) > 1
+
+    def _may_be_stranded(self) -> bool:
+        self._num_stranded += len(self.world.weights_of(self.request)) > 1
+        return self._num_stranded >= 3 * _STRANDED_MAX
+
+    def _may_begin_anew(self) -> bool:
+        """Whether nobody may know any more what its text was to be."""
+        request = self.request
+        has_several = len(self.world.weights_of(request)) > 1
+        is_unsure = request.is_seed_drawn or request.request_id or request.is_liar or has_several
+        return self._has_begun and bool(is_unsure) and self.num_anew < 20
+
+    def _begin_anew(self) -> None:
+        self.num_anew += 1
+        self._is_forgotten, self._run = False, ""
+        self._choices = [_Choice() for _ in range(self.request.num_choices)]
 
     def _message(self) -> generation_pb2.GenerationRequest:
         """The request, or what it takes to go on with it; now and then without what the journal should have."""
         request = self.request
-        point = generation_pb2.ResumePoint(num_tokens=len(self._token_ids), has_begun=True)
-        if self._has_begun and not self._is_forgotten and self.chance.random() < 0.5:
+        request_id = request.name if not self.num_anew else f"r{request.number} {self.num_anew}"
+        points = [choice.point for choice in self._choices] if self._has_begun else []
+        # Of two that share an id, or two runs of which one may have other weights, each has to say which it is.
+        is_known = not (request.request_id or request.is_liar)
+        is_by_id = len(self.world.weights_of(request)) > 1 or self.chance.random() < 0.5
+        if points and not self._is_forgotten and is_known and is_by_id:
             return generation_pb2.GenerationRequest(
-                request_id=f"r{request.number}", resume_from=[point], run=self._run
+                request_id=request_id, resume_from=points, tenant=request.tenant_name, run=self._run
             )
+        is_sampled = bool(request.seed or request.is_seed_drawn)
+        sampling = common_pb2.SamplingParams(
+            temperature=1.0 if is_sampled else 0.0,
+            top_p=1.0,
+            seed=request.seed or None,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.ignore_eos,
+            num_logprobs=0 if request.has_logprobs else None,
+        )
+        if request.grammar:
+            sampling.grammar.CopyFrom(GrammarSpec(GrammarKind.REGEX, request.grammar).to_proto())
         return generation_pb2.GenerationRequest(
-            request_id=f"r{request.number}",
+            request_id=request_id,
             prompt_token_ids=generation_pb2.TokenPrompt(token_ids=request.prompt),
-            sampling=common_pb2.SamplingParams(
-                temperature=1.0 if request.seed else 0.0,
-                top_p=1.0,
-                seed=request.seed or None,
-                max_tokens=request.max_tokens,
-                ignore_eos=request.ignore_eos,
-            ),
+            sampling=sampling,
             speculation=request.speculation.to_proto(),
             stop=[request.stop] if request.stop else [],
+            n=request.num_choices,
             deadline_ms=int(request.deadline_s * 1000),
-            priority=request.number % 3 - 1,
-            tenant=f"tenant {request.number % 2}",
-            resume_from=[point] if self._has_begun else [],
+            priority=request.number % 3 - 1 if request.priority is None else request.priority,
+            tenant=request.tenant_name,
+            resume_from=points,
             run=self._run,
         )
-
-
-def texts_of(requests: Sequence[Request], length: int) -> dict[tuple[tuple[int, ...], int], list[int]]:
-    """What follows each prompt with each seed, ends of sequence included: whatever a session holds begins it."""
-    keys = {(request.prompt, request.seed) for request in requests}
-    return {key: greedy_text(key[0], length, frozenset(), key[1])[0] for key in keys}

@@ -10,10 +10,12 @@ from typing import Final
 from draft_worker.limits import DraftLimits
 from outrider.sampling_params import SpeculationSettings
 from target_worker.limits import SchedulerLimits
-from tests.simulation.actors import REDIS, WorkerShape
+from tests.simulation.actors import WorkerShape
+from tests.simulation.features import Feature
+from tests.simulation.redis_process import REDIS
 from tests.target_worker.fakes import END
 
-_SPAN_S: Final = 12.0  # requests and faults begin within it
+SPAN_S: Final = 12.0  # requests and faults begin within it
 _MAX_MODEL_LEN: Final = 96
 _COMMON_PROMPT: Final = (1, 2, 3, 0, 1, 1, 2, 0, 3, 2, 1, 0, 2, 2, 3, 1, 0)
 _SPECULATION: Final = (
@@ -30,7 +32,9 @@ class FaultKind(StrEnum):
     HANG = "hang"  # of a worker's model thread alone
     REPLACE = "replace"  # a worker is frozen, and another process started under its id elsewhere
     CUT = "cut"  # nothing gets through to `other`, and nobody is told
+    CUT_ONE_WAY = "cut one way"  # likewise, but what `other` sends comes
     RESET = "reset"  # every stream to `other` breaks once
+    EMPTY = "empty"  # Redis forgets all that it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,27 @@ class Request:
     speculation: SpeculationSettings
     deadline_s: float
     leaves_after_s: float | None  # the client goes away, whatever has come
+    tenant: int = -1  # -1: by its number
+    priority: int | None = None  # None: by its number
+    num_choices: int = 1
+    has_logprobs: bool = False
+    grammar: str = ""  # or the text of one of `models`
+    is_seed_drawn: bool = False  # sampled, and the seed is for the coordinator to find; then `seed` is 0
+    request_id: str = ""  # another's; its own unless given
+    is_liar: bool = False  # says from the beginning that it has had its first token
+    poisons_after: int = 0  # tokens after which its target dies; 0: never
+    stalls_after: int = 0  # chunks after which its client does not read for `stalls_s`; 0: never
+    stalls_s: float = 0.0
+
+    @property
+    def tenant_name(self) -> str:
+        """On whose behalf it is."""
+        return f"tenant {self.number % 2 if self.tenant < 0 else self.tenant}"
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return self.request_id or f"r{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +91,15 @@ class Scenario:
     slow_share: float  # of the network's messages
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
+    features: frozenset[Feature] = frozenset()
+    window: int = 256  # messages of a stream that may lie unread
+    weights: tuple[int, ...] = ()  # of each target; all have 0 unless given
+    change_of_weights: int = 0  # so many restarts of targets bring the other weights
+    journal_bytes_max: int | None = None  # of a coordinator; None: its own limit
+    requests_per_minute: float | None = None  # of a tenant with a key
 
 
-def draw(seed: int) -> Scenario:
+def draw_ordinary(seed: int) -> Scenario:
     chance = random.Random(f"{seed}/scenario")
     num_targets, num_drafts = chance.choice((1, 2, 2, 3)), chance.choice((0, 1, 2, 2, 2))
     num_coordinators = chance.choice((1, 1, 2))
@@ -83,7 +114,7 @@ def draw(seed: int) -> Scenario:
         num_coordinators,
         _draw_shape(chance, is_crowded=is_crowded),
         chance.choice((0.0, 0.02, 0.2)),
-        tuple(_draw_request(chance, number, is_crowded=is_crowded) for number in range(num_requests)),
+        tuple(draw_request(chance, number, is_crowded=is_crowded) for number in range(num_requests)),
         _draw_faults(chance, num_targets, num_drafts, num_coordinators),
     )
 
@@ -125,13 +156,13 @@ def _draw_shape(chance: random.Random, *, is_crowded: bool) -> WorkerShape:
     )
 
 
-def _draw_request(chance: random.Random, number: int, *, is_crowded: bool) -> Request:
+def draw_request(chance: random.Random, number: int, *, is_crowded: bool) -> Request:
     length = chance.choice((1, 4, 9, 17))
     # Some begin alike, so that they share blocks.
     prompt = (*_COMMON_PROMPT[: length - 1], chance.randrange(END))
     return Request(
         number,
-        chance.uniform(0.0, _SPAN_S * (0.05 if is_crowded else 0.7)),
+        chance.uniform(0.0, SPAN_S * (0.05 if is_crowded else 0.7)),
         prompt,
         max_tokens=chance.choice((40, 78) if is_crowded else (1, 10, 40, 78)),
         seed=chance.choice((0, 0, chance.randrange(1, 1 << 32))),
@@ -165,6 +196,6 @@ def _draw_faults(
                 chance.choice((*targets, *coordinators)),
             )
         faults.append(
-            Fault(chance.uniform(0.0, _SPAN_S), kind, process, chance.choice((0.3, 2.0, 7.0)), other)
+            Fault(chance.uniform(0.0, SPAN_S), kind, process, chance.choice((0.3, 2.0, 7.0)), other)
         )
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

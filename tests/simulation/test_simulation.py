@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -23,9 +23,11 @@ from protos.outrider.v1 import generation_pb2
 from target_worker.scheduler import Scheduler
 from target_worker.session import Session
 from tests.simulation.__main__ import explain, run_in_parallel
+from tests.simulation.additions import draw
+from tests.simulation.features import ENABLED, WAITING_FOR_A_MEND, Feature
 from tests.simulation.minimize import minimize
+from tests.simulation.planted_bugs import PLANTED
 from tests.simulation.registry import PoolModel
-from tests.simulation.scenario import draw
 from tests.simulation.world import run
 
 NUM_SEEDS = int(os.environ.get("OUTRIDER_SIMULATION_SEEDS", "1000"))
@@ -160,3 +162,44 @@ def test_a_planted_bug_is_found(owner: object, name: str, planted: object, probl
     assert problem in told
     assert len(small.faults) <= 2
     assert not run(scenario).problems, "it was the planted bug"
+
+
+def seeds_with(feature: Feature) -> Iterable[int]:
+    """Those of which a run has it."""
+    return (seed for seed in range(NUM_SEEDS_TO_FIND) if feature in draw(seed, frozenset({feature})).features)
+
+
+def first_problem(feature: Feature) -> str:
+    """Of the first run that has one, with no other feature in the way."""
+    for seed in seeds_with(feature):
+        problems = run(draw(seed, frozenset({feature}))).problems
+        if problems:
+            return problems[0]
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found_in_runs_that_have_its_feature(bug: str) -> None:
+    feature, owner, name, planted, problem = PLANTED[bug]
+    with patch.object(owner, name, planted):
+        assert problem in first_problem(feature)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("feature", sorted(WAITING_FOR_A_MEND), ids=lambda feature: feature.name.lower())
+def test_a_feature_waits_for_its_mend_only_as_long_as_it_finds_something(feature: Feature) -> None:
+    assert first_problem(feature), (
+        "it was mended: take the feature out of WAITING_FOR_A_MEND, and plant a bug"
+    )
+
+
+def test_features_are_drawn_each_for_itself() -> None:
+    """Enabling one changes no other, and no run that does not have it."""
+    every = frozenset(Feature)
+    for seed in range(100):
+        drawn = draw(seed, every).features
+        assert drawn & ENABLED == draw(seed).features
+    assert frozenset().union(*(draw(seed, every).features for seed in range(300))) == every

@@ -1,0 +1,118 @@
+"""What must hold at every worker after each of its steps: invariants I1, I2, I3, I7 and I8."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from draft_worker.messages import SendHints
+from outrider.engine.kv_cache import KVSequence
+from outrider.hint_tree import ROOT_ID
+from target_worker.server import session_id_of
+from target_worker.session import Session
+from tests.simulation.actors import Draft, Target
+from tests.simulation.judge import Judge
+from tests.simulation.models import text_of
+from tests.simulation.process import NOBODY
+
+_ORPHAN_S: Final = 1.0
+"""Within which a worker frees what nobody wants any more, while it is well."""
+_TREE_NODES_MAX: Final = 512
+
+
+class WorkerChecks:
+    """Told of each step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, judge: Judge, wrong: Callable[[str], None]) -> None:
+        self.loop, self._judge, self.wrong = loop, judge, wrong
+        self.begun = judge.begun
+        self._texts: dict[tuple[tuple[int, ...], int, int, bool], list[int]] = {}
+        self._lengths: dict[str, int] = {}  # committed tokens of each session, as last seen
+        # Tokens from the root to each node, as its draft worker means it.
+        self._hints: dict[tuple[str, int, int], dict[int, tuple[int, ...]]] = {}
+        self._orphans: dict[object, None] = {}  # sessions that had no caller a moment ago
+
+    def remember_hints(self, draft: Draft, sent: SendHints) -> None:
+        """Where each hint stands, as its draft worker means it."""
+        paths = self._hints.setdefault((sent.session_id, sent.attachment, sent.base_len), {ROOT_ID: ()})
+        for hint in sent.hints:
+            paths[hint.node_id] = (*paths[hint.parent_id], hint.token_id)
+
+    def check_target(self, target: Target) -> None:
+        """After each step of a target worker."""
+        scheduler, limits = target.scheduler, target.shape.limits
+        for session in scheduler._sessions.values():
+            self._check_session(target, session)
+            self._judge.on_session(target, session)
+        # Those that were preempted wait beside as many as may wait.
+        num_places = limits.max_num_seqs + limits.max_num_waiting
+        if scheduler.num_running > limits.max_num_seqs or len(scheduler._sessions) > num_places:
+            self.wrong(f"I7: {target.name} holds {scheduler.num_running} + {scheduler.num_waiting} sessions")
+        self.check_blocks(target, [session.kv for session in scheduler._places.running.values()])
+        if len(scheduler._early) > limits.max_early_sessions:
+            self.wrong(f"I7: {target.name} keeps early events of {len(scheduler._early)} sessions")
+
+        self._check_callers(target, scheduler._sessions)
+
+    def check_draft(self, draft: Draft) -> None:
+        """After each step of a draft worker."""
+        self.check_blocks(draft, [session.kv for session in draft.scheduler._sessions.values()])
+        self._check_callers(draft, draft.scheduler._sessions)
+
+    def check_blocks(self, worker: Target | Draft, sequences: list[KVSequence]) -> None:
+        """Every block has as many owners as there are sequences that hold it, and no block is lost."""
+        try:
+            worker.allocator.check_integrity(sequences)
+        except AssertionError as error:
+            self.wrong(f"I8: blocks of {worker.name}: {str(error)[:80]}")
+
+    def _check_callers(self, worker: Target | Draft, sessions: Mapping[str, object]) -> None:
+        for session_id, session in sessions.items():
+            if session_id not in worker.servicer._callers and session not in self._orphans:
+                self._orphans[session] = None
+                self.loop.call_later(
+                    _ORPHAN_S, self._check_orphan, worker, session_id, session, context=NOBODY
+                )
+
+    def _check_orphan(self, worker: Target | Draft, session_id: str, session: object) -> None:
+        del self._orphans[session]
+        if not worker.is_alive or worker.thread.stalled_s() > 0.0 or worker.is_frozen:
+            return  # it frees nothing now, nor has to
+        if (
+            worker.scheduler._sessions.get(session_id) is session
+            and session_id not in worker.servicer._callers
+        ):
+            self.wrong(f"I8: session {session_id} at {worker.name} belongs to nobody")
+
+    def _check_session(self, target: Target, session: Session) -> None:
+        prompt, seed = tuple(session.token_ids[: session.num_prompt_tokens]), session.sampling.seed or 0
+        num = len(session.token_ids)
+        if num > session.num_prompt_tokens:
+            self.begun.add(prompt)
+        key = prompt, seed, target.weights, session.grammar is not None
+        whole = self._texts.get(key)
+        if whole is None:
+            length = target.shape.limits.max_model_len
+            whole = list(text_of(prompt, length, seed=seed, weights=target.weights, has_grammar=key[3]))
+            self._texts[key] = whole
+        if session.token_ids != whole[:num]:
+            self.wrong(f"I2: session {session.session_id} says {session.token_ids}, right is {whole[:num]}")
+        before = self._lengths.get(session.session_id, 0)
+        if session.committed_len < before:
+            self.wrong(
+                f"I1: session {session.session_id} went from {before} to {session.committed_len} tokens"
+            )
+        self._lengths[session.session_id] = session.committed_len
+        tree = session.tree
+        if len(tree) > _TREE_NODES_MAX:
+            self.wrong(f"I7: the tree of {session.session_id} has {len(tree)} nodes")
+        named = session_id_of(session.session_id), tree._attachment, tree._base_len
+        paths = self._hints.get(named, {})
+        committed = tuple(session.token_ids[tree._base_len :])
+        for node_id, node in tree._nodes.items():
+            path = paths.get(node_id, ())
+            is_live = path[: len(committed)] == committed and len(path) > len(committed)
+            if not is_live or path[-1] != node.hint.token_id:
+                self.wrong(f"I3: {session.session_id} keeps node {node_id} of {path} after {committed}")
+                break

@@ -1,0 +1,188 @@
+"""Coordinators: the real service and gRPC edge of a replica, on simulated surroundings."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import cache
+from typing import Any, Final, Protocol, cast
+
+import grpc
+
+from coordinator import grpc_api
+from coordinator.environment import Outside
+from coordinator.fallback import FallbackPolicy
+from coordinator.generation_request import NOWHERE, Origin
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.service import GenerationService
+from coordinator.settings import CoordinatorSettings
+from coordinator.workers import WorkerChannels
+from outrider.api_keys import Caller
+from outrider.errors import OutriderError
+from outrider.tokenizer import Tokenizer
+from outrider.worker_record import WorkerRecord
+from protos.outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
+from tests.simulation.actors import FINGERPRINT
+from tests.simulation.models import GrammarCompiler
+from tests.simulation.network import Call, Method, Network, Process
+from tests.simulation.process import Host
+from tests.simulation.redis_process import RegistryClient
+from tests.target_worker.fakes import VOCAB_SIZE
+
+_HASTY: Final = FallbackPolicy(
+    judge_after_spec_steps=3,
+    probe_spec_steps=3,
+    starved_after_steps=8,
+    pause_min_tokens=2,
+    pause_max_tokens=8,
+)
+"""Texts here are short; this way some of them come to be paused and probed, and followed by several draft workers."""
+
+
+@cache
+def _coordinator_metrics() -> CoordinatorMetrics:
+    return CoordinatorMetrics()
+
+
+class Letters:
+    """A tokenizer: one letter for each token."""
+
+    fingerprint = FINGERPRINT
+    has_chat_template = True
+    vocab_size = VOCAB_SIZE
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join("abcde"[token_id] for token_id in token_ids)
+
+
+class _Channels:
+    """`WorkerChannels` over the simulated network."""
+
+    def __init__(self, network: Network, process: Coordinator) -> None:
+        self._network, self._process = network, process
+
+    def generate(
+        self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
+    ) -> Call:
+        call = self._network.stream(
+            self._process, address, "Target/Generate", request, target_pb2.GenerateEvent, timeout_s
+        )
+        self._process.observer.on_generate(self._process, request, call)
+        return call
+
+    def attach(
+        self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
+    ) -> Call:
+        return self._network.stream(
+            self._process, address, "Draft/Attach", request, draft_pb2.AttachStatus, timeout_s
+        )
+
+    async def set_speculation(
+        self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float
+    ) -> None:
+        await self._network.unary(
+            *(self._process, address, "Target/SetSpeculation", request),
+            *(target_pb2.SetSpeculationResponse, timeout_s),
+        )
+
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
+        try:
+            info = await self._network.unary(*call, timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(info.incarnation == incarnation)
+
+    async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Who is told what coordinators do."""
+
+    def on_generate(self, coordinator: Coordinator, request: target_pb2.GenerateRequest, call: Call) -> None:
+        """A target is asked for a sequence."""
+
+    def on_blame(self, coordinator: Coordinator, worker: WorkerRecord) -> None:
+        """A worker is passed over for a while."""
+
+    def on_admitted(self, coordinator: Coordinator, request: generation_pb2.GenerationRequest) -> None:
+        """A request got its first chunk."""
+
+
+class Coordinator(Process):
+    """One replica, with its gRPC edge."""
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        host: Host,
+        life: int,
+        settings: CoordinatorSettings,
+        seed: int,
+        observer: Observer,
+        callers: Mapping[str, Caller],
+        journal_bytes_max: int | None,
+    ) -> None:
+        """`callers`: of each tenant, by its key; without any nobody needs one."""
+        super().__init__(name, network.loop, host)
+        self.observer, self._callers = observer, callers
+        self.started_s = network.loop.time()
+        self._journal_bytes_max = journal_bytes_max
+        self._num_ids = 0
+        self._name = f"{name}/{life}"
+        self._outside = Outside(
+            tokenizer=cast(Tokenizer, Letters()),
+            channels=cast(WorkerChannels, _Channels(network, self)),
+            metrics=_coordinator_metrics(),
+            registry=RegistryClient(network, self),
+            now_s=self.now_s,
+            chance=random.Random(f"{seed}/{name}/{life}"),
+            new_id=self._new_id,
+            policy=_HASTY,
+        )
+        self.service = GenerationService(settings, outside=self._outside)
+        self.service.preparation._compilers[VOCAB_SIZE] = cast(Any, GrammarCompiler(is_coordinator=True))
+        router = self.service.environment.router
+        pass_over = router.pass_over
+
+        def watched(worker: WorkerRecord, now_s: float) -> None:
+            observer.on_blame(self, worker)
+            pass_over(worker, now_s)
+
+        router.pass_over = watched  # type: ignore[method-assign]
+        self.methods = {
+            "Generation/Generate": Method(
+                self._generate, generation_pb2.GenerationRequest, generation_pb2.GenerationChunk
+            )
+        }
+
+    async def live(self) -> None:
+        async with self.service:
+            if self._journal_bytes_max is not None and self.service._journal is not None:
+                self.service._journal._bytes_max = self._journal_bytes_max
+            await asyncio.get_running_loop().create_future()
+
+    def _new_id(self) -> str:
+        self._num_ids += 1
+        return f"{self._name}/{self._num_ids}"
+
+    async def _generate(
+        self, request: generation_pb2.GenerationRequest, context: Any
+    ) -> AsyncIterator[generation_pb2.GenerationChunk]:
+        caller = self._callers.get(request.tenant)
+        is_first = True
+        try:
+            origin = NOWHERE if caller is None else Origin(caller)
+            async with aclosing(grpc_api.generate(self.service, request, origin)) as chunks:
+                async for chunk in chunks:
+                    if is_first:
+                        self.observer.on_admitted(self, request)
+                        is_first = False
+                    yield chunk
+        except OutriderError as error:
+            await context.abort(grpc.StatusCode[error.grpc_code], error.message)

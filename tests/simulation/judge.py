@@ -1,0 +1,240 @@
+"""What must hold between processes and clients: invariants I9 and I10, limits and shares.
+
+Knows what really happens everywhere, which none of the processes does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from coordinator.fair_queue import URGENT
+from coordinator.settings import CoordinatorSettings
+from outrider.api_keys import Caller, Scope, TenantLimits
+from outrider.worker_record import WorkerRecord
+from protos.outrider.v1 import generation_pb2, target_pb2
+from target_worker.server import session_id_of
+from target_worker.session import Session
+from tests.simulation.actors import Target
+from tests.simulation.calls import Call
+from tests.simulation.client import Client
+from tests.simulation.coordinators import Coordinator
+from tests.simulation.features import Feature
+from tests.simulation.process import NOBODY
+from tests.simulation.scenario import Fault, FaultKind, Request, Scenario
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_SETTINGS: Final = {
+    "tokenizer_dir": "letters",
+    "redis_url": "none",
+    "uses_priors": False,
+    "target_silence_max_s": 5.0,
+    "draft_silence_max_s": 1.5,
+    "quarantine_s": 1.0,
+}
+_CLIENT_STALL_MAX_S: Final = 3.0
+_STALL_GRACE_S: Final = 3.0
+_DISTURBED_S: Final = 15.0
+"""For which a fault may be felt after it is over: silence and keepalives, one after the other."""
+_LOST_WORKERS_MAX: Final = 3
+_RESTART_S: Final = 1.0
+_WAITED_S: Final = 0.5
+
+PREEMPTED_ARE_SILENT: Final = True
+"""A sequence that waits because its KV was taken hears nothing meanwhile, and its coordinator takes that for its
+target's silence. Once a target tells those that wait that it is there, this is False."""
+
+Prompt = tuple[int, ...]
+
+
+def settings_of(scenario: Scenario) -> CoordinatorSettings:
+    """Of each coordinator."""
+    settings: dict[str, Any] = dict(_SETTINGS)
+    settings["seed_requests"] = Feature.DRAWN_SEEDS in scenario.features
+    if scenario.weights:
+        settings["target_wait_max_s"] = 8.0
+    if "client_stall_max_s" in {field.name for field in dataclasses.fields(CoordinatorSettings)}:
+        settings["client_stall_max_s"] = _CLIENT_STALL_MAX_S
+    return CoordinatorSettings(**settings)
+
+
+def callers_of(scenario: Scenario) -> dict[str, Caller]:
+    """Whose keys there are."""
+    if Feature.KEYS not in scenario.features:
+        return {}
+    limits = TenantLimits(requests_per_minute=scenario.requests_per_minute, priority_min=-1)
+    names = ("tenant 0", "tenant 1")
+    return {name: Caller(name, frozenset({Scope.GENERATE}), limits) for name in names}
+
+
+class Judge:
+    """Told of what happens; tells the world what must not have happened."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.wrong = world.wrong
+        self.network, self._loop, self._scenario = world.network, world.loop, world.scenario
+        self.clients: dict[int, Client] = {}
+        self.begun: set[Prompt] = set()  # of which some target has generated tokens
+        self._attempts: Counter[Prompt] = Counter()
+        self._seeds: defaultdict[Prompt, dict[int, None]] = defaultdict(dict)
+        self._open: defaultdict[tuple[Coordinator, Prompt], list[Call]] = defaultdict(list)
+        self._disturbed_until_s: dict[str, float] = {}
+        self._poisons = {each.prompt: each for each in self._scenario.requests if each.poisons_after}
+        self._num_kills: Counter[int] = Counter()
+        self._num_given: dict[str, int] = {}  # tokens that each session came with
+        self._admitted: Counter[tuple[Coordinator, str]] = Counter()
+        self._weights = self._all_weights()
+        self._tenants = {each.prompt: each.tenant_name for each in self._scenario.requests}
+
+    # What clients ask.
+
+    def find_coordinator(self) -> str | None:
+        return self._world.find_coordinator()
+
+    def could_be_in_time(self, num_tokens: int, left_s: float) -> bool:
+        scenario = self._scenario
+        shape = scenario.shape
+        num_steps = -(-num_tokens // (1 + shape.limits.num_speculative_tokens))
+        is_alone = len(scenario.requests) == 1 and not scenario.features
+        return is_alone and num_steps * shape.step_s / 2 < left_s
+
+    def seeds_of(self, request: Request) -> Sequence[int]:
+        return tuple(self._seeds[request.prompt])
+
+    def weights_of(self, request: Request) -> Sequence[int]:
+        return self._weights
+
+    def num_attempts(self, request: Request) -> int:
+        return self._attempts[request.prompt]
+
+    def _all_weights(self) -> tuple[int, ...]:
+        scenario = self._scenario
+        if not scenario.weights:
+            return (0,)
+        return (0, 1) if scenario.change_of_weights else tuple(sorted(set(scenario.weights)))
+
+    # What processes do.
+
+    def note(self, fault: Fault) -> None:
+        """From now on some may be blamed."""
+        is_stop = fault.kind is FaultKind.FREEZE and fault.process.startswith("c")
+        if is_stop and Feature.LONG_STOP in self._scenario.features:
+            return  # which is nobody's fault but its own
+        for name in {fault.process, fault.other}:
+            self._disturb(name, fault.duration_s)
+        if fault.kind is FaultKind.DRAIN:
+            self._disturb(fault.process, fault.duration_s + self._scenario.shape.drain_grace_s)
+
+    def _disturb(self, name: str, duration_s: float) -> None:
+        until_s = self._loop.time() + duration_s + _DISTURBED_S
+        self._disturbed_until_s[name] = max(self._disturbed_until_s.get(name, 0.0), until_s)
+
+    def _is_disturbed(self, name: str) -> bool:
+        return self._disturbed_until_s.get(name, 0.0) > self._loop.time()
+
+    def on_blame(self, coordinator: Coordinator, worker: WorkerRecord) -> None:
+        names = (coordinator.name, worker.worker_id)
+        target = self.network.processes.get(worker.address.partition(":")[0])
+        if PREEMPTED_ARE_SILENT and isinstance(target, Target) and target.scheduler.num_preemptions:
+            return
+        if worker.pool == "target" and coordinator.is_alive and not any(map(self._is_disturbed, names)):
+            self.wrong(f"I10: {names[0]} blames {names[1]}, which is well")
+
+    def on_generate(self, coordinator: Coordinator, request: target_pb2.GenerateRequest, call: Call) -> None:
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        self._attempts[prompt] += 1
+        self._seeds[prompt][request.sampling.seed] = None
+        calls = self._open[coordinator, prompt]
+        calls[:] = [each for each in calls if not each.is_over]
+        if request.priority == URGENT and prompt not in self.begun:
+            self.wrong(f"I9: {coordinator.name} puts {prompt} before all others, which nobody has begun")
+        if Feature.SHARES in self._scenario.features and request.priority != URGENT:
+            self._check_share(coordinator, self._tenants[prompt], request.priority)
+        calls.append(call)
+        if prompt in self._poisons:
+            self._num_given[request.session_id] = len(request.token_ids)
+
+    def _check_share(self, coordinator: Coordinator, tenant: str, priority: int) -> None:
+        """Of slots, as one more is given out: nobody has more than a share while others wait that have less."""
+        held: Counter[str] = Counter()
+        for (each, prompt), calls in self._open.items():
+            if each is coordinator:
+                held[self._tenants[prompt]] += sum(not call.is_over for call in calls)
+        now_s = coordinator.now_s()
+        for line in coordinator.service.environment.admission._lines.values():
+            waiting = {
+                ticket.tenant
+                for ticket, (wish, answer) in line.waiting.items()
+                if ticket.priority == priority and not answer.done() and now_s - wish.since_s > _WAITED_S
+            }
+            sharing = waiting | {tenant}
+            share = (sum(held[each] for each in sharing) + 1) / len(sharing)
+            owed = [each for each in waiting if each != tenant and held[each] + 1 <= share]
+            if held[tenant] > share and owed:
+                self.wrong(
+                    f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
+                )
+
+    def on_admitted(self, coordinator: Coordinator, request: generation_pb2.GenerationRequest) -> None:
+        limit = self._scenario.requests_per_minute
+        if limit is None or request.resume_from:
+            return
+        key = coordinator, request.tenant
+        self._admitted[key] += 1
+        elapsed_s = self._loop.time() - coordinator.started_s
+        if self._admitted[key] > limit + limit * elapsed_s / 60 + 1e-6:
+            self.wrong(
+                f"{request.tenant} has had {self._admitted[key]} requests, its limit is {limit:g} a minute"
+            )
+
+    def on_blocked(self, call: Call) -> None:
+        """A coordinator waits for its client to read: neither its deadline nor a slot may wait for that."""
+        if not isinstance(call.server, Coordinator):
+            return
+        request = self.clients[int(call.client.name.removeprefix("client "))].request
+        if not request.stalls_after:
+            return
+        left_s = min(_CLIENT_STALL_MAX_S, request.deadline_s) + _STALL_GRACE_S
+        waited_for = call.waits_for_reader
+        check = partial(self._check_blocked, call, call.server, request, waited_for)
+        self._loop.call_later(left_s, check, context=NOBODY)
+
+    def _check_blocked(
+        self, call: Call, coordinator: Coordinator, request: Request, waited_for: object
+    ) -> None:
+        is_well = coordinator.is_alive and not self._is_disturbed(coordinator.name)
+        if not is_well or call.is_over or call.waits_for_reader is not waited_for:
+            return
+        if any(not each.is_over for each in self._open[coordinator, request.prompt]):
+            self.wrong(
+                f"I10: {coordinator.name} keeps a slot for request {request.number}, which nobody reads"
+            )
+
+    def on_session(self, target: Target, session: Session) -> None:
+        """After a step: a session may be the end of its target."""
+        if not self._poisons:
+            return
+        request = self._poisons.get(tuple(session.token_ids[: session.num_prompt_tokens]))
+        if request is None:
+            return
+        num_before = self._num_given.get(session_id_of(session.session_id), len(session.token_ids))
+        if len(session.token_ids) - num_before >= request.poisons_after:
+            self._kill(target, request)
+
+    def _kill(self, target: Target, request: Request) -> None:
+        if target.is_doomed:
+            return
+        target.is_doomed = True
+        self._disturb(target.name[:2], _RESTART_S)
+        self._num_kills[request.number] += 1
+        self._world.tell(f"request {request.number} is the end of {target.name}")
+        if self._num_kills[request.number] > _LOST_WORKERS_MAX * self.clients[request.number].num_tries:
+            self.wrong(f"request {request.number} has brought down {self._num_kills[request.number]} targets")
+        self._loop.call_later(0.01, self.network.end, target, context=NOBODY)
+        self._loop.call_later(_RESTART_S, self._world.start, target.name[:2], context=NOBODY)

@@ -1,0 +1,151 @@
+"""Target models as functions of the text: of one set of weights or another, with or without a grammar.
+
+The grammar is that no letter comes twice in a row. What it takes to compile one is virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.verification import Verdict
+from outrider.grammar import GrammarViolation
+from outrider.randomness import mix
+from outrider.sampling_params import GrammarKind, GrammarSpec
+from outrider.token_logprobs import TokenLogprobs
+from target_worker.messages import Step, StepItem, StepResult
+from tests.simulation.clock import SimulatedLoop
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, seed_of
+
+NO_LETTER_TWICE = GrammarSpec(GrammarKind.REGEX, "no letter twice")
+SLOW_TO_COMPILE = GrammarSpec(GrammarKind.REGEX, "no letter twice, slowly")
+COMPILE_S = 7.0
+
+
+def _begin(seed: int, weights: int) -> int:
+    value = mix(seed) if seed else 1
+    return mix(value ^ (weights << 32)) if weights else value
+
+
+def _next(digest: int, before: int | None) -> int:
+    """`before`: the letter that may not come again."""
+    token_id = _token(digest)
+    return (token_id + 1) % END if token_id == before != END else token_id
+
+
+@lru_cache(maxsize=4096)
+def text_of(
+    prompt: tuple[int, ...], max_len: int, *, seed: int = 0, weights: int = 0, has_grammar: bool = False
+) -> tuple[int, ...]:
+    """What plain decoding makes of a prompt, ends of sequence included."""
+    text = list(prompt)
+    digest = _begin(seed, weights)
+    for token_id in text:
+        digest = mix(digest ^ (token_id + 1))
+    while len(text) < max_len:
+        before = text[-1] if has_grammar and len(text) > len(prompt) else None
+        text.append(_next(digest, before))
+        digest = mix(digest ^ (text[-1] + 1))
+    return tuple(text)
+
+
+def logprob_of(token_id: int) -> float:
+    """What the model says of each token that it generates."""
+    return -0.5 - token_id
+
+
+class TargetModel(FakeModel):
+    """Reads the prefix back from its cache, so that wrong KV gives wrong text."""
+
+    def __init__(self, num_slots: int, weights: int) -> None:
+        super().__init__(num_slots)
+        self._weights = weights
+
+    def run(self, step: Step, step_ms: float = 1.0) -> StepResult:
+        for item in step.items:
+            first = item.kv.length - len(item.token_ids)
+            for slot, token_id in zip(item.kv.slots(first, item.kv.length), item.token_ids, strict=True):
+                self.cache[slot] = token_id
+        return StepResult([self._decide(item) if item.num_decided else None for item in step.items], step_ms)
+
+    def _decide(self, item: StepItem) -> Verdict:
+        num_rows = item.num_decided
+        text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
+        position = len(item.text.token_ids)
+        assert position == len(text) - num_rows + 1
+        assert [len(each) for each in item.text.continuations] == list(range(num_rows))
+        has_grammar = item.text.grammar is not None
+        digest = _begin(seed_of(item.sampling, item.seed), self._weights)
+        for token_id in text[:position]:
+            digest = mix(digest ^ (token_id + 1))
+        before = text[position - 1] if has_grammar and position > item.text.num_prompt_tokens else None
+        choices = [_next(digest, before)]
+        for token_id in text[position:]:
+            digest = mix(digest ^ (token_id + 1))
+            choices.append(_next(digest, token_id if has_grammar else None))
+        assert num_rows - 1 <= len(item.hints) <= num_rows
+        num_accepted = 0
+        while num_accepted < num_rows - 1 and item.hints[num_accepted].token_id == choices[num_accepted]:
+            num_accepted += 1
+        is_guessed = [hint.token_id for hint in item.hints[num_accepted:]][:1] == choices[num_accepted:][:1]
+        token_ids, logprobs = choices[: num_accepted + 1], None
+        if item.sampling.num_logprobs is not None:
+            logprobs = [TokenLogprobs(logprob_of(token_id), 1) for token_id in token_ids]
+        return Verdict(token_ids, num_accepted, num_accepted + is_guessed, logprobs)
+
+
+class Grammar:
+    """`GrammarState` for either of the grammars above."""
+
+    is_complete = False
+
+    def __init__(self, before: int | None = None) -> None:
+        self._before = before
+
+    def fork(self) -> Grammar:
+        return Grammar(self._before)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        if self.num_valid(token_ids) < len(token_ids):
+            raise GrammarViolation("a letter came twice")
+        if token_ids:
+            self._before = token_ids[-1]
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        before = self._before
+        for index, token_id in enumerate(token_ids):
+            if token_id == before != END or not 0 <= token_id < VOCAB_SIZE:
+                return index
+            before = token_id
+        return len(token_ids)
+
+    def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
+        return []
+
+    def masks(self, continuations: Sequence[Sequence[int]]) -> npt.NDArray[np.bool_]:
+        rows = np.ones((len(continuations), VOCAB_SIZE), dtype=np.bool_)
+        for row, continuation in zip(rows, continuations, strict=True):
+            before = continuation[-1] if continuation else self._before
+            if before is not None and before != END:
+                row[before] = False
+        return rows
+
+
+class GrammarCompiler:
+    """`outrider.grammar.GrammarCompiler` for them; runs where threads would."""
+
+    def __init__(self, *, is_coordinator: bool = False) -> None:
+        self._is_coordinator = is_coordinator
+
+    def check(self, spec: GrammarSpec) -> None:
+        self.compile(spec)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        loop = cast(SimulatedLoop, asyncio.get_running_loop())
+        loop.work_s = COMPILE_S if spec == SLOW_TO_COMPILE and not self._is_coordinator else 0.05
+        return Grammar()

@@ -1,0 +1,133 @@
+"""A Redis among the simulated processes, and its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+from outrider.errors import RegistryUnavailable
+from outrider.registry import JournalWrite, PoolView
+from outrider.worker_record import Pool, WorkerRecord
+from tests.simulation.network import Network, Process
+from tests.simulation.process import Host
+from tests.simulation.registry import PoolModel, write_journal
+
+REDIS: Final = "redis"
+_REGISTRY_TIMEOUT_S: Final = 2.0
+
+
+class Redis(Process):
+    """An empty one."""
+
+    def __init__(self, network: Network, host: Host, on_wrong: Callable[[str], None]) -> None:
+        super().__init__(REDIS, network.loop, host)
+        self._on_wrong = on_wrong
+        self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
+        self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
+        self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
+
+    def empty(self) -> None:
+        """FLUSHALL."""
+        self.pools = {"target": PoolModel(), "draft": PoolModel()}
+        self.journal.clear()
+
+    def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
+        """As the script does."""
+        stored = {id: each for id, (each, until_s) in self.journal.items() if until_s > self.now_s()}
+        answer = write_journal(stored, request_id, writer, fields, is_first=is_first)
+        if answer is JournalWrite.WRITTEN:
+            self.journal[request_id] = stored[request_id], self.now_s() + life_s
+        return answer
+
+    def read_journal(self, request_id: str) -> Mapping[str, str]:
+        stored, until_s = self.journal.get(request_id, ({}, 0.0))
+        return dict(stored) if until_s > self.now_s() else {}
+
+    def ask(self, pool: Pool, work: Callable[[PoolModel, float], Any], reply: Callable[[Any], None]) -> None:
+        model = self.pools[pool]
+        held = {id: record for id, record in model.records.items() if model.leases[id] > self.now_s()}
+        reply(work(model, self.now_s()))
+        for worker_id, before in held.items():
+            after = model.records.get(worker_id, before)
+            if _life(after) < _life(before):
+                self._on_wrong(f"an earlier life of {worker_id} took its record back")
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self.wait(*each)
+
+    def wait(self, pool: Pool, after: str, until_s: float, reply: Callable[[Any], None]) -> None:
+        if str(len(self.pools[pool].events)) != after:
+            reply(True)
+        elif until_s > self.now_s():
+            self._waiting.append((pool, after, until_s, reply))
+
+
+def _life(record: WorkerRecord) -> int:
+    return int(record.incarnation.partition("/")[2])
+
+
+class RegistryClient:
+    """`RegistryCalls` over the simulated network. What was asked may have been done though the answer is lost."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network, self._process = network, process
+
+    async def join(self, pool: Pool) -> int:
+        return int(await self._ask(pool, lambda model, now: model.join(now)))
+
+    async def write(self, record: WorkerRecord, joined_at_us: int = 0) -> bool:
+        return bool(await self._ask(record.pool, lambda pool, now: pool.write(record, joined_at_us, now)))
+
+    async def remove(self, record: WorkerRecord) -> bool:
+        return bool(await self._ask(record.pool, lambda pool, now: pool.remove(record, now)))
+
+    async def read(self, pool: Pool) -> PoolView:
+        return cast(PoolView, await self._ask(pool, lambda model, now: model.read(now)))
+
+    async def next_event(self, pool: Pool, after: str, timeout_s: float) -> bool:
+        def wait(redis: Redis, reply: Callable[[Any], None]) -> None:
+            redis.wait(pool, after, redis.now_s() + timeout_s, reply)
+
+        try:
+            return bool(await self._question(wait, timeout_s))
+        except RegistryUnavailable:
+            return False
+
+    async def reserve(
+        self, pool: Pool, incarnations: Sequence[str], limits: Sequence[int], token: str
+    ) -> int | None:
+        answer = await self._ask(pool, lambda model, now: model.reserve(incarnations, limits, token, now))
+        return cast("int | None", answer)
+
+    async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None:
+        await self._ask(pool, lambda model, now: model.renew(incarnation, tokens, now))
+
+    async def release(self, pool: Pool, incarnation: str, token: str) -> None:
+        await self._ask(pool, lambda model, now: model.release(incarnation, token))
+
+    async def write_journal(
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+    ) -> JournalWrite:
+        def write(redis: Redis, reply: Callable[[Any], None]) -> None:
+            reply(redis.write_journal(request_id, writer, fields, life_s, is_first=is_first))
+
+        return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
+
+    async def read_journal(self, request_id: str) -> Mapping[str, str]:
+        def read(redis: Redis, reply: Callable[[Any], None]) -> None:
+            reply(redis.read_journal(request_id))
+
+        return cast("dict[str, str]", await self._question(read, _REGISTRY_TIMEOUT_S))
+
+    async def _ask(self, pool: Pool, work: Callable[[PoolModel, float], Any]) -> Any:
+        return await self._question(lambda redis, reply: redis.ask(pool, work, reply), _REGISTRY_TIMEOUT_S)
+
+    async def _question(self, work: Callable[[Any, Callable[[Any], None]], None], timeout_s: float) -> Any:
+        if not self._process.is_alive:
+            raise RegistryUnavailable("this process is dead")
+        try:
+            return await self._network.ask(self._process, REDIS, work, timeout_s)
+        except ConnectionError as error:
+            raise RegistryUnavailable(str(error)) from error

@@ -15,7 +15,7 @@ from coordinator.admission import Admission
 from coordinator.concurrency_limits import ConcurrencyLimits
 from coordinator.fallback import FallbackPolicy
 from coordinator.metrics import CoordinatorMetrics
-from coordinator.poison import PoisonRecord
+from coordinator.poison import PoisonRecord, Trials
 from coordinator.priors import PriorTable
 from coordinator.rate_limits import RateLimits
 from coordinator.reservations import Reservations
@@ -82,6 +82,7 @@ class Environment:
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
     poison: PoisonRecord = field(default_factory=PoisonRecord)
+    trials: Trials = field(default_factory=Trials)
     concurrency: ConcurrencyLimits = field(default_factory=lambda: ConcurrencyLimits(None, time.monotonic))
     tracing: Tracing = OFF
     threads: WorkerThreads = field(default_factory=WorkerThreads)  # for what would hold up the event loop

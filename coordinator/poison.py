@@ -1,5 +1,8 @@
 """Requests that bring target workers down, known by what they had computed. Pure.
 
+With a worker all runs are lost that it had, innocent ones too. So a run that one more loss would end is tried alone: no
+target gets two such runs at a time (`Trials`), and a worker that dies then was brought down by the one that it had.
+
 A run that loses as many workers as one run may is ended. What it asked for is remembered under a digest of its prompt
 and grammar, so that its client's retries do not cost as many workers again: for CONVICTED_S the same is refused at
 once. Innocent requests meet dying workers too, and popular prompts more often than others: whoever completes the same
@@ -10,6 +13,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from coordinator.routing import WorkerKey, key_of
+from outrider.worker_record import WorkerRecord
+
+TRIAL_TOKENS: Final = 8
+"""A run has passed its trial when it has so many more tokens than it got at the target that it was lost with."""
 CONVICTED_S: Final = 120.0
 CONVICTIONS_MAX: Final = 16
 """Prompts remembered at once, the latest ones; each is a label of a metric."""
@@ -43,3 +51,22 @@ class PoisonRecord:
         """The prompts that are refused now."""
         self._until_s = {digest: until_s for digest, until_s in self._until_s.items() if until_s > now_s}
         return list(self._until_s)
+
+
+class Trials:
+    """The targets that have a run which one more loss would end, of this replica: at most one at each."""
+
+    def __init__(self) -> None:
+        self._at: set[WorkerKey] = set()
+
+    def may_begin(self, target: WorkerRecord) -> bool:
+        """Whether the target has no such run."""
+        return key_of(target) not in self._at
+
+    def begin(self, target: WorkerRecord) -> None:
+        """It has one from now on, until `end`."""
+        self._at.add(key_of(target))
+
+    def end(self, target: WorkerRecord) -> None:
+        """That run has ended, was lost, or has gone on for long enough."""
+        self._at.discard(key_of(target))

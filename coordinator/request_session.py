@@ -30,6 +30,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
+from coordinator.poison import TRIAL_TOKENS
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -43,7 +44,6 @@ from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    LostByOwnPause,
     OutriderError,
     Overloaded,
     Poisonous,
@@ -149,6 +149,9 @@ class RequestSession:
         self._prefix = prefix_key(spec.prompt_token_ids, spec.cache_salt)
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
+        self._num_tokens_at_begin = 0  # at the target that it is at
+        self._num_tokens_at_loss = 0  # generated at the target that was lost last
+        self._trial: WorkerRecord | None = None  # the target that tries it alone
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
         self.counts = SpeculationCounts()
@@ -221,7 +224,7 @@ class RequestSession:
                         yield self._finish("length", None)
                         return
                     if await self._is_loss(error, target):
-                        self._count_loss(error)
+                        self._count_loss(error, target)
                     environment.metrics.target_replays.inc()
                 if not self._output.token_ids:
                     spec.run.release(self._index)
@@ -247,9 +250,7 @@ class RequestSession:
         """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor
         when it was leaving anyway."""
         environment = self._environment
-        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(
-            error, WorkerUnreached | LostByOwnPause
-        ):
+        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(error, WorkerUnreached):
             return False
         is_leaving = any(
             worker.incarnation == target.incarnation and worker.state == "draining"
@@ -259,10 +260,11 @@ class RequestSession:
             return not is_leaving
         return not await environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
 
-    def _count_loss(self, error: OutriderError) -> None:
+    def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
         """Raises Poisonous when this run has cost as many workers as one may, whatever it generated in between."""
         environment, spec = self._environment, self._spec
-        spec.run.num_losses += 1
+        spec.run.lose(self._index, target)
+        self._num_tokens_at_loss = len(self._output.token_ids) - self._num_tokens_at_begin
         if spec.run.num_losses < environment.settings.target_attempts_max:
             return
         digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
@@ -338,6 +340,7 @@ class RequestSession:
             speculation=self._speculation(),
             priority=self._ticket.priority,
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
+            incarnation=place.target.incarnation,
             cache_salt=spec.cache_salt,
         )
         session = LinkedSession(
@@ -373,15 +376,44 @@ class RequestSession:
             with environment.metrics.queued(spec.model):
                 place = await environment.admission.place(wish)
             self._waited_ms += (environment.now_s() - began_s) * 1e3
-            if place is None or spec.run.bind(self._index, place.target):
+            if place is None or self._takes(place.target):
                 return place
-            # While this place was being taken, another sequence of the run began on other weights.
+            # While this place was being taken, another sequence began there that this one cannot be with.
             environment.admission.leave(spec.model, place)
+
+    def _takes(self, target: WorkerRecord) -> bool:
+        """Whether this sequence can begin at the target, as it does then."""
+        trials = self._environment.trials
+        if (self._is_on_trial and not trials.may_begin(target)) or not self._spec.run.bind(
+            self._index, target
+        ):
+            return False
+        self._num_tokens_at_begin = len(self._output.token_ids)
+        if self._is_on_trial:
+            trials.begin(target)
+            self._trial = target
+        return True
+
+    @property
+    def _is_on_trial(self) -> bool:
+        """Whether one more loss would end this run."""
+        return self._spec.run.num_losses == self._environment.settings.target_attempts_max - 1
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._environment.trials.end(self._trial)
+            self._trial = None
+
+    def _accepts(self, target: WorkerRecord) -> bool:
+        """Whether this sequence may go there now."""
+        return self._spec.run.accepts(target) and (
+            not self._is_on_trial or self._environment.trials.may_begin(target)
+        )
 
     def _restrictions(self) -> Restrictions:
         """What keeps targets from this sequence beside its length: those it has tried, and what its run is bound to."""
-        weights_digest = self._spec.run.weights_digest
-        return frozenset(self._tried) | ({weights_digest} if weights_digest is not None else set())
+        bound_to = {self._spec.run.weights_digest} - {None}
+        return frozenset(self._tried) | bound_to | ({"on trial"} if self._is_on_trial else set())
 
     def _rank_targets(self) -> list[WorkerRecord]:
         environment = self._environment
@@ -392,7 +424,7 @@ class RequestSession:
             num_tokens=self._spec.num_tokens_max,
             excluded=self._tried,
             prefix=self._prefix,
-            accepts=self._spec.run.accepts,
+            accepts=self._accepts,
         )
         preferred = self._preferred
         if preferred in ranked and environment.router.has_room(preferred):
@@ -411,14 +443,17 @@ class RequestSession:
         )
 
     async def _run_attempt(self, attempt: Attempt) -> AsyncGenerator[News]:
-        async with attempt:
-            attempt.apply(self._controller.start())
-            async with aclosing(attempt.events()) as events:
-                async for event in events:
-                    for item in self._take(event, attempt):
-                        yield item
-                    if self._is_finished:
-                        return
+        try:
+            async with attempt:
+                attempt.apply(self._controller.start())
+                async with aclosing(attempt.events()) as events:
+                    async for event in events:
+                        for item in self._take(event, attempt):
+                            yield item
+                        if self._is_finished:
+                            return
+        finally:
+            self._end_trial()
 
     def _take(self, event: target_pb2.GenerateEvent, attempt: Attempt) -> list[News]:
         """Moves the request on by one event. What comes back goes to the client."""
@@ -485,6 +520,9 @@ class RequestSession:
             self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
+        num_here = len(self._output.token_ids) - self._num_tokens_at_begin
+        if self._trial is not None and num_here > self._num_tokens_at_loss + TRIAL_TOKENS:
+            self._end_trial()
         state = self._controller.state
         actions = self._controller.on_step(
             len(step.token_ids),

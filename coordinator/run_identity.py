@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final, Self
@@ -59,7 +60,9 @@ class RunIdentity:
         self._is_given = weights_digest is not None
         self._weights_digest = weights_digest
         self._bound_by: set[int] = set()  # sequences that are placed, or have tokens
-        self.num_losses = 0  # target workers lost while they had a sequence of this run
+        self._num_losses_before = 0
+        self._lost: set[tuple[str, str]] = set()  # lives of target workers that had a sequence of this run
+        self._num_losses_of: Counter[int] = Counter()  # by sequence
 
     def again(self) -> Self:
         """The identity of another run of the same request, on the same weights."""
@@ -78,6 +81,21 @@ class RunIdentity:
     def fingerprint(self) -> str:
         """Of the run, as clients see it. Known from the first token on."""
         return f"{self.request_digest}-{self._weights_digest or _NONE}"
+
+    @property
+    def num_losses(self) -> int:
+        """Target workers lost while they had a sequence of this run. One that was lost to several of its sequences at
+        once counts once; one that was lost to the same sequence again counts again."""
+        return self._num_losses_before + max(len(self._lost), *self._num_losses_of.values(), 0)
+
+    def resume_with(self, num_losses: int) -> None:
+        """So many were lost before, elsewhere."""
+        self._num_losses_before = num_losses
+
+    def lose(self, sequence: int, target: WorkerRecord) -> None:
+        """A sequence of the run was at this target worker when that was lost."""
+        self._lost.add((target.worker_id, target.incarnation))
+        self._num_losses_of[sequence] += 1
 
     def accepts(self, target: WorkerRecord) -> bool:
         """Whether this target's tokens can follow those that there are."""

@@ -409,7 +409,7 @@ class GenerationService:
         if not found:
             raise _other_run(spec, recollection)
         spec = identified(found[0], claim.weights_digest)
-        spec.run.num_losses = 0 if entry is None else entry.num_losses
+        spec.run.resume_with(0 if entry is None else entry.num_losses)
         known = recollection.tokens_of(claim)[: spec.num_choices]
         return spec, Resumption(claim.points, known + ((),) * (spec.num_choices - len(known)))
 

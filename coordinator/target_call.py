@@ -94,6 +94,13 @@ class TargetCall:
                 return Overloaded(f"every target worker is full ({error.details()})", _RETRY_AFTER_S)
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return InvalidRequest(None, f"the target worker refused the request: {error.details()}")
+            case (
+                grpc.StatusCode.FAILED_PRECONDITION
+            ):  # a later life of it answers, whose weights may be others
+                self._pass_over()
+                return WorkerUnreached(
+                    f"target worker {self._target.worker_id} was restarted: {error.details()}"
+                )
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineExceeded("not finished within the request's deadline")
             case _:

@@ -16,7 +16,8 @@ The tree:
     │   │   ├── WorkerSilent                                    or says nothing any more
     │   │   ├── LostByOwnPause                                  or its connection broke while we were stopped
     │   │   └── WorkerUnreached                                 or before any: it has not had the request
-    │   └── Poisonous                                           workers were lost one after the other to this request
+    │   ├── Poisonous                                           workers were lost one after the other to this request
+    │   └── AnotherLife                    FAILED_PRECONDITION  a later life of the worker that was meant answers
     ├── SlowReader                    408  ABORTED              the caller does not read; it may go on where it was
     ├── BodyTooSlow                   408  DEADLINE_EXCEEDED    the caller does not send the rest of its request
     ├── ClientLeft                    499  CANCELLED            the caller has gone before it had sent its request
@@ -182,6 +183,12 @@ class Poisonous(Unavailable):
     """As many workers were lost while they had this request as one request may cost."""
 
     code = "poisonous_request"
+
+
+class AnotherLife(Unavailable):
+    """The worker that was meant is gone, and a later one answers at its address."""
+
+    grpc_code = "FAILED_PRECONDITION"
 
 
 class DeadlineExceeded(OutriderError):

@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from outrider.engine.prefix_cache import check_cache_salt
-from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.errors import AnotherLife, InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
 from outrider.hint_wire import HintDecoder
 from outrider.loop_share import LoopShare
@@ -32,7 +32,7 @@ from outrider.telemetry import TargetMetrics
 from outrider.tracing import OFF, Span, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
-from target_worker.caller_queue import CallerQueue
+from target_worker.caller_queue import CallerQueue, Reminder
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -63,7 +63,7 @@ MAX_FRAME_MESSAGES = 16384
 MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
 WAITING_STALL_MAX_S = 5.0
-WAITING_EVERY_S = 1.0  # how often a caller who waits for its first token hears that somebody is there
+WAITING_EVERY_S = 1.0  # how often a caller who waits hears that somebody is there
 NEWCOMER_S = 1.0  # how long a draft worker's stream shares its part of the loop with all that are as young
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
 
@@ -189,6 +189,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         try:
             if self._is_draining:
                 raise Unavailable("this worker is draining")
+            if request.incarnation and request.incarnation != self._info.incarnation:
+                # Its record is older than this process, whose weights may be others.
+                raise AnotherLife("the worker that this request is for has gone; another one answers here")
             event = parse_generate(request, self._deadline_at(request, context))
             if event.sampling.grammar is not None:
                 self._check_room()  # a refusal comes before any work
@@ -207,24 +210,18 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         actions = CallerQueue()
         self._callers[event.session_id] = actions
         self._names[request.session_id] = event.session_id
-        has_begun = has_ended = False
+        has_ended = False
+        # Not while the model is stuck, though this loop is not: the caller should look elsewhere.
+        reminder = Reminder(actions, WAITING_EVERY_S, lambda: self._stalled_s() < WAITING_STALL_MAX_S)
         try:
             attributes = {"outrider.session_id": request.session_id}
             with self._tracing.span("target.generate", self._tracing.parent_of(context), attributes) as span:
                 self._submit(event)
                 while not has_ended:
-                    if has_begun:
-                        action = await actions.get()
-                    else:
-                        try:
-                            async with asyncio.timeout(WAITING_EVERY_S):
-                                action = await actions.get()
-                        except TimeoutError:
-                            # Not while the model is stuck, though this loop is not: the caller should look elsewhere.
-                            if self._stalled_s() < WAITING_STALL_MAX_S:
-                                yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
-                            continue
-                        has_begun = isinstance(action, TokensCommitted)
+                    action = await actions.get()
+                    if action is None:
+                        yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
+                        continue
                     if isinstance(action, SessionRefused | SessionAborted):
                         has_ended = True
                         raise action.error
@@ -238,6 +235,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         except OutriderError as error:
             await abort(context, error)
         finally:
+            reminder.stop()
             del self._callers[event.session_id]
             del self._names[request.session_id]
             self._num_commit_bytes.pop(event.session_id, None)

@@ -366,6 +366,13 @@ class TestPoison:
             assert answer.status_code == 200, answer.text
             assert len(targets[0].requests) + len(targets[1].requests) >= 8
 
+    async def test_sequences_side_by_side_lose_their_worker_once(self, clusters: ClusterFactory) -> None:
+        dying, others = FakeTarget([11], dies_at=2), [FakeTarget([11]), FakeTarget([11])]
+        async with clusters.open([dying, *others], settings={"quarantine_s": 30.0}) as cluster:
+            while not dying.num_died:
+                answer = await cluster.complete(n=6)
+                assert answer.status_code == 200, answer.text
+
     async def test_losses_are_remembered_across_coordinators(self, clusters: ClusterFactory) -> None:
         memory = Memory()
         async with clusters.open(

@@ -192,6 +192,10 @@ class Worker(Process, ABC):
     def start_draining(self) -> None:
         """Refuses new sessions from now on."""
 
+    @property
+    def is_draining(self) -> bool:
+        return self._stopping.is_set()
+
     def stop(self) -> None:
         """SIGTERM."""
         self._stopping.set()

@@ -45,10 +45,6 @@ _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
 _WAITED_S: Final = 0.5
 
-PREEMPTED_ARE_SILENT: Final = True
-"""A sequence that waits because its KV was taken hears nothing meanwhile, and its coordinator takes that for its
-target's silence. Once a target tells those that wait that it is there, this is False."""
-
 Prompt = tuple[int, ...]
 
 
@@ -140,9 +136,6 @@ class Judge:
 
     def on_blame(self, coordinator: Coordinator, worker: WorkerRecord) -> None:
         names = (coordinator.name, worker.worker_id)
-        target = self.network.processes.get(worker.address.partition(":")[0])
-        if PREEMPTED_ARE_SILENT and isinstance(target, Target) and target.scheduler.num_preemptions:
-            return
         if worker.pool == "target" and coordinator.is_alive and not any(map(self._is_disturbed, names)):
             self.wrong(f"I10: {names[0]} blames {names[1]}, which is well")
 
@@ -232,6 +225,8 @@ class Judge:
             return
         target.is_doomed = True
         self._disturb(target.name[:2], _RESTART_S)
+        if target.is_draining:
+            return  # it was leaving anyway: nobody can tell
         self._num_kills[request.number] += 1
         self._world.tell(f"request {request.number} is the end of {target.name}")
         if self._num_kills[request.number] > _LOST_WORKERS_MAX * self.clients[request.number].num_tries:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from outrider.randomness import mix
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import Step, StepItem, StepResult
-from tests.simulation.clock import SimulatedLoop
 from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, seed_of
 
 NO_LETTER_TWICE = GrammarSpec(GrammarKind.REGEX, "no letter twice")
@@ -103,18 +101,22 @@ class Grammar:
     """`GrammarState` for either of the grammars above."""
 
     is_complete = False
+    is_too_slow = False
+    affords_hints = True
 
-    def __init__(self, before: int | None = None) -> None:
+    def __init__(self, before: int | None = None, num_committed: int = 0) -> None:
         self._before = before
+        self.num_committed = num_committed
 
     def fork(self) -> Grammar:
-        return Grammar(self._before)
+        return Grammar(self._before, self.num_committed)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         if self.num_valid(token_ids) < len(token_ids):
             raise GrammarViolation("a letter came twice")
         if token_ids:
             self._before = token_ids[-1]
+            self.num_committed += len(token_ids)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         before = self._before
@@ -137,15 +139,14 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """`outrider.grammar.GrammarCompiler` for them; runs where threads would."""
+    """`outrider.grammar.GrammarCompiler` for them, in simulated time."""
 
     def __init__(self, *, is_coordinator: bool = False) -> None:
         self._is_coordinator = is_coordinator
 
-    def check(self, spec: GrammarSpec) -> None:
-        self.compile(spec)
+    async def check_async(self, spec: GrammarSpec, owner: str = "") -> None:
+        await self.compile_async(spec)
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        loop = cast(SimulatedLoop, asyncio.get_running_loop())
-        loop.work_s = COMPILE_S if spec == SLOW_TO_COMPILE and not self._is_coordinator else 0.05
+    async def compile_async(self, spec: GrammarSpec) -> Grammar:
+        await asyncio.sleep(COMPILE_S if spec == SLOW_TO_COMPILE and not self._is_coordinator else 0.05)
         return Grammar()

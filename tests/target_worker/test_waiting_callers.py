@@ -1,4 +1,4 @@
-"""A caller whose session waits for its turn hears that somebody is there, and no more of it once the text has begun."""
+"""A caller whose session waits, for its turn or because it was preempted, hears that somebody is there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Slow:
     stalled_for_s = 0.0
 
 
-async def test_a_caller_that_waits_hears_so_until_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_waits_hears_so_before_its_first_token_and_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A session that was preempted waits as one that has not begun: its target is well, and nobody should leave it."""
     monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
     grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
     servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), grammars)
@@ -62,10 +65,43 @@ async def test_a_caller_that_waits_hears_so_until_its_first_token(monkeypatch: p
             while event.WhichOneof("event") == "waiting":  # one may have been on its way
                 event = await call.read()
             assert list(event.step.token_ids) == [7]
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await call.read()
+            assert (await call.read()).WhichOneof("event") == "waiting"
             call.cancel()
+    finally:
+        await server.stop(None)
+
+
+async def test_a_request_for_an_earlier_life_of_the_worker_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever sent it knows the record of a worker that has gone; this one may have other weights."""
+    grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
+    info = common_pb2.WorkerInfo(vocab_size=100, incarnation="second")
+    servicer = TargetServicer(info, TargetMetrics("tiny", "t"), grammars)
+    servicer.bind(Slow())  # type: ignore[arg-type]
+    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = target_pb2_grpc.TargetStub(channel)
+            for incarnation, code in (
+                ("first", grpc.StatusCode.FAILED_PRECONDITION),
+                ("second", None),
+                ("", None),
+            ):
+                request = target_pb2.GenerateRequest(
+                    session_id=f"s{incarnation}", token_ids=[5], sampling=sampling, incarnation=incarnation
+                )
+                call = stub.Generate(request, timeout=10)
+                if code is None:
+                    assert (await call.read()).WhichOneof("event") == "waiting"
+                    call.cancel()
+                else:
+                    assert await call.code() is code
     finally:
         await server.stop(None)
 

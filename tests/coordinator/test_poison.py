@@ -1,0 +1,47 @@
+"""What is remembered of requests that bring workers down, and whom their neighbours are kept apart from."""
+
+from __future__ import annotations
+
+from coordinator.poison import CONVICTED_S, CONVICTIONS_MAX, PoisonRecord, Trials
+from tests.coordinator.fakes import record_of
+
+
+class TestRecord:
+    def test_a_prompt_is_refused_for_a_while(self) -> None:
+        record = PoisonRecord()
+        record.convict("a", 10.0)
+        assert record.time_left_s("a", 10.0) == CONVICTED_S
+        assert record.time_left_s("b", 10.0) == 0
+        assert record.convicted(10.0 + CONVICTED_S / 2) == ["a"]
+        assert record.convicted(10.0 + CONVICTED_S) == []
+        assert record.time_left_s("a", 10.0 + CONVICTED_S) == 0
+
+    def test_whoever_completes_it_clears_it(self) -> None:
+        record = PoisonRecord()
+        record.convict("a", 0.0)
+        assert record.acquit("a")
+        assert not record.acquit("a")
+        assert record.time_left_s("a", 1.0) == 0
+
+    def test_the_latest_ones_are_remembered(self) -> None:
+        record = PoisonRecord()
+        for number in range(CONVICTIONS_MAX + 3):
+            record.convict(str(number), 0.0)
+        record.convict("3", 0.0)
+        record.convict("new", 0.0)
+        assert len(record) == CONVICTIONS_MAX
+        assert record.time_left_s("3", 1.0) > 0
+        assert record.time_left_s("4", 1.0) == 0
+
+
+def test_a_target_tries_one_run_at_a_time() -> None:
+    trials, one, other = Trials(), record_of("target", "h:1", "f"), record_of("target", "h:2", "f")
+    assert trials.may_begin(one)
+    trials.begin(one)
+    assert not trials.may_begin(one)
+    assert trials.may_begin(other)
+    restarted = record_of("target", "h:1", "f", incarnation="2")
+    assert trials.may_begin(restarted)
+    trials.end(one)
+    trials.end(one)
+    assert trials.may_begin(one)

@@ -60,6 +60,9 @@ class Surroundings(Protocol):
     def weights_of(self, request: Request) -> Sequence[int]:
         """By which its text may have been made."""
 
+    def on_tokens(self, request: Request) -> None:
+        """Some of it has come."""
+
     def num_attempts(self, request: Request) -> int:
         """At targets, by all coordinators."""
 
@@ -109,6 +112,7 @@ class Client:
             answer = Answer.to(self.request, 0, self.request.seed, 0)
             first = answer.token_ids[:1]
             self._choices = [_Choice(list(first), letters(first), has_begun=True)]
+            self._run = "0" * 12 + "-" + "0" * 12  # which looks as those do that coordinators make
 
     @property
     def num_tokens(self) -> int:
@@ -175,6 +179,8 @@ class Client:
         choice.has_begun = True
         self._run = chunk.run
         choice.token_ids += chunk.token_ids
+        if chunk.token_ids:
+            self.world.on_tokens(self.request)
         choice.text += chunk.text
         if self.request.has_logprobs:
             got = [each.logprob for each in chunk.logprobs]
@@ -267,7 +273,9 @@ class Client:
     def _may_be_given_up(self) -> bool:
         """Whether a sequence that has begun may end: after as many lost workers as one may have, or where none is left
         that has its weights."""
-        num_attempts = self.world.num_attempts(self.request) - self._attempts_before
+        # What the journal knows of a run that goes on counts, and with another coordinator too.
+        num_before = 0 if self._has_begun else self._attempts_before
+        num_attempts = self.world.num_attempts(self.request) - num_before
         return num_attempts >= _LOST_WORKERS_MAX or len(self.world.weights_of(self.request)) > 1
 
     def _may_be_stranded(self) -> bool:

@@ -174,6 +174,10 @@ class Judge:
                     f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
                 )
 
+    def on_tokens(self, request: Request) -> None:
+        """Its client has some: a sequence may have ended in its first step, and no target knows of it any more."""
+        self.begun.add(request.prompt)
+
     def on_admitted(self, coordinator: Coordinator, request: generation_pb2.GenerationRequest) -> None:
         limit = self._scenario.requests_per_minute
         if limit is None or request.resume_from:

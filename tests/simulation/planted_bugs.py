@@ -6,10 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator import grpc_api
+from coordinator.client_pace import StallWatch
 from coordinator.generation_request import GenerationSpec
 from coordinator.journal import Journal, JournalEntry
 from coordinator.rate_limits import RateLimits
+from coordinator.resumption import NOTHING_SEEN, Claim, Resumption
+from coordinator.run_identity import RunIdentity
+from coordinator.service import GenerationService, Recollection
+from outrider.loop_lag import LoopLag
 from outrider.sampling_params import SamplingParams
+from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2
 from target_worker import server
 from target_worker.messages import StartSession
@@ -45,6 +51,41 @@ def announce_the_same_weights(weights: int) -> str:
     return "the same"
 
 
+def go_on_with_whatever_is_there(
+    self: GenerationService, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
+) -> tuple[GenerationSpec, Resumption]:
+    """As `resume`, without a look at whose run that is."""
+    known = () if recollection.entry is None else recollection.entry.token_ids
+    points = (NOTHING_SEEN,) * spec.num_choices if claim is None else claim.points
+    return spec, Resumption(points, (*known, *((),) * spec.num_choices)[: spec.num_choices])
+
+
+class Believed(Resumption):
+    def has_begun(self, index: int) -> bool:
+        return self.points[index].num_tokens > 0
+
+
+def believe_the_client(
+    self: GenerationService, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
+) -> tuple[GenerationSpec, Resumption]:
+    points = (NOTHING_SEEN,) * spec.num_choices if claim is None else claim.points
+    return spec, Believed(points, ((),) * spec.num_choices)
+
+
+def take_any_weights(self: RunIdentity, target: WorkerRecord) -> bool:
+    return True
+
+
+def wait_for_the_client(self: StallWatch) -> None: ...
+
+
+def forget_what_was_lost(self: RunIdentity, sequence: int, target: WorkerRecord) -> None: ...
+
+
+def blame_others(self: LoopLag, since_s: float, now_s: float) -> float:
+    return now_s - since_s
+
+
 PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "all choices have one seed": (
         *(Feature.CHOICES, GenerationSpec, "sampling_of", sample_all_choices_alike, "tokens"),
@@ -58,6 +99,28 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "a tenant's limit is not kept": (*(Feature.KEYS, RateLimits, "admit", let_everybody_in, "its limit"),),
     "a stream that the journal has lost is gone on with": (
         *(Feature.JOURNAL_LOSS, Journal, "load", make_up_what_is_not_there, "failed"),
+    ),
+    "a stream goes on with another request's tokens": (
+        *(Feature.REUSED_ID, GenerationService, "resume", go_on_with_whatever_is_there, "I2"),
+    ),
+    "a drawn seed is drawn again": (
+        *(Feature.DRAWN_SEEDS, GenerationService, "resume", go_on_with_whatever_is_there, "I2"),
+    ),
+    "a client's word makes its request urgent": (
+        *(Feature.LIAR, GenerationService, "resume", believe_the_client, "I9"),
+    ),
+    "a sequence goes on at whatever target there is": (
+        *(Feature.WEIGHTS, RunIdentity, "accepts", take_any_weights, "I2"),
+    ),
+    "nobody looks whether a client reads": (
+        *(Feature.STALLED_READER, StallWatch, "start", wait_for_the_client, "I10"),
+    ),
+    "the workers that a request brings down are not counted": (
+        *(Feature.POISON, RunIdentity, "lose", forget_what_was_lost, "brought down"),
+    ),
+    "a target that compiles says nothing": (*(Feature.SLOW_GRAMMAR, server, "WAITING_EVERY_S", 1e9, "I10"),),
+    "a coordinator that was stopped blames its targets": (
+        *(Feature.LONG_STOP, LoopLag, "silence_s", blame_others, "I10"),
     ),
     "a worker announces other weights than it has": (
         *(Feature.WEIGHTS, Target, "fingerprint_of", staticmethod(announce_the_same_weights), "I2"),

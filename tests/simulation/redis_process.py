@@ -23,7 +23,6 @@ class Redis(Process):
         super().__init__(REDIS, network.loop, host)
         self._on_wrong = on_wrong
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
-        self._holders: set[str] = set()  # incarnations that have had their worker's id
         self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
 
@@ -48,13 +47,14 @@ class Redis(Process):
 
     def ask(self, pool: Pool, work: Callable[[PoolModel, float], Any], reply: Callable[[Any], None]) -> None:
         model = self.pools[pool]
-        self._holders |= {record.incarnation for record in model.records.values()}
         held = {id: record for id, record in model.records.items() if model.leases[id] > self.now_s()}
+        joined_at_us = dict(model.joined_at_us)
         reply(work(model, self.now_s()))
         for worker_id, before in held.items():
             after = model.records.get(worker_id, before)
-            # One that had never had it has joined just now, whenever it started.
-            if _life(after) < _life(before) and after.incarnation in self._holders:
+            # Whichever started first: one that Redis had not heard of, or has forgotten, joins anew.
+            has_joined_later = model.joined_at_us[worker_id] > joined_at_us[worker_id]
+            if _life(after) < _life(before) and not has_joined_later:
                 self._on_wrong(f"an earlier life of {worker_id} took its record back")
         waiting, self._waiting = self._waiting, []
         for each in waiting:

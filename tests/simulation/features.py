@@ -49,9 +49,7 @@ _CHANCES: Final[dict[Feature, float]] = {
     Feature.LONG_STOP: 0.06,
 }
 
-WAITING_FOR_A_MEND: Final = frozenset({Feature.SHARES})
-"""What the product does not stand yet. Whoever mends it takes the feature out of here."""
-ENABLED: frozenset[Feature] = frozenset(Feature) - WAITING_FOR_A_MEND
+ENABLED: Final = frozenset(Feature)
 
 
 def draw_features(seed: int, enabled: frozenset[Feature]) -> frozenset[Feature]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator import grpc_api
 from coordinator.client_pace import StallWatch
+from coordinator.fair_queue import FairQueue
 from coordinator.generation_request import GenerationSpec
 from coordinator.journal import Journal, JournalEntry
 from coordinator.rate_limits import RateLimits
@@ -82,6 +83,10 @@ def wait_for_the_client(self: StallWatch) -> None: ...
 def forget_what_was_lost(self: RunIdentity, sequence: int, target: WorkerRecord) -> None: ...
 
 
+def find_nobody_beyond(self: FairQueue, tenants: object) -> frozenset[str]:
+    return frozenset()
+
+
 def blame_others(self: LoopLag, since_s: float, now_s: float) -> float:
     return now_s - since_s
 
@@ -121,6 +126,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "a target that compiles says nothing": (*(Feature.SLOW_GRAMMAR, server, "WAITING_EVERY_S", 1e9, "I10"),),
     "a coordinator that was stopped blames its targets": (
         *(Feature.LONG_STOP, LoopLag, "silence_s", blame_others, "I10"),
+    ),
+    "a tenant takes more than its share of the slots": (
+        *(Feature.SHARES, FairQueue, "_beyond_share", find_nobody_beyond, "gets a slot"),
     ),
     "a worker announces other weights than it has": (
         *(Feature.WEIGHTS, Target, "fingerprint_of", staticmethod(announce_the_same_weights), "I2"),

@@ -157,12 +157,8 @@ class Judge:
     def _check_share(self, coordinator: Coordinator, tenant: str, priority: int) -> None:
         """Of slots, as one more is given out: nobody has more than a share while others wait that have less. One that
         was asked for while Redis was slow was due to somebody as things stood then."""
-        if any(map(self._is_disturbed, (coordinator.name, REDIS))):
-            return
-        held: Counter[str] = Counter()
-        for (each, prompt), calls in self._open.items():
-            if each is coordinator:
-                held[self._tenants[prompt]] += sum(not call.is_over for call in calls)
+        if any(map(self._is_disturbed, (coordinator.name, REDIS))) or len(set(self._scenario.weights)) > 1:
+            return  # where targets differ, one tenant's sequences may fit where others' do not
         now_s = coordinator.now_s()
         for line in coordinator.service.environment.admission._lines.values():
             waiting = {
@@ -170,6 +166,8 @@ class Judge:
                 for ticket, (wish, answer) in line.waiting.items()
                 if ticket.priority == priority and not answer.done() and now_s - wish.since_s > _WAITED_S
             }
+            # As the coordinator counts them, which gives a slot back before its call is over.
+            held = line.queue._num_held_of - Counter([tenant])
             sharing = waiting | {tenant}
             share = (sum(held[each] for each in sharing) + 1) / len(sharing)
             owed = [each for each in waiting if each != tenant and held[each] + 1 <= share]

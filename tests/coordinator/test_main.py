@@ -229,7 +229,9 @@ class TestUnderRayServe:
             begun = await client.post("/v1/completions", json=body)
             path = f"/v1/streams/{quote(str(body['request_id']), safe='')}"
             # What was generated is in the journal within a moment; until then it is generated again.
-            answer = await client.get(path, headers={"Last-Event-ID": "3"})
+            first = re.search(r"^id: (.*):", begun.text, re.MULTILINE)
+            assert first is not None
+            answer = await client.get(path, headers={"Last-Event-ID": f"{first[1]}:3"})
         assert answer.status_code == 200, answer.text
         assert "data: [DONE]" in begun.text
         assert "data: [DONE]" in answer.text

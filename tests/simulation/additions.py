@@ -63,7 +63,7 @@ def _is_plain(request: Request) -> bool:
 
 def _own_prompt(number: int) -> tuple[int, ...]:
     """One that no other request has."""
-    return 3, 3, number // 4 % 4, number % 4
+    return 3, 3, number // 16 % 4, number // 4 % 4, number % 4
 
 
 def _add_rush(scenario: Scenario, chance: random.Random) -> Scenario:

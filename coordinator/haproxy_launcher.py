@@ -41,6 +41,9 @@ _SPLICE = re.compile(r"^\s*option\s+splice-\w+[^\S\n]*\n", re.MULTILINE)
 _GLOBAL = re.compile(r"^global[^\S\n]*$", re.MULTILINE)
 _DEFAULTS = re.compile(r"^defaults[^\S\n]*$", re.MULTILINE)
 _TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s"
+# What the system keeps of an answer between a replica and a client that reads slowly: without a bound it grows to tens
+# of megabytes, and the replica takes the client for one that has read them.
+_BUFFERS = "    tune.rcvbuf.server 131072\n    tune.sndbuf.client 131072"
 # Bytes that a client does not take, not even into its system's buffers.
 _UNREAD = "tcp-ut 2m"
 _ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
@@ -80,13 +83,14 @@ def rewritten(
     )
     if not num_changed:
         raise ValueError("HAProxy's configuration has no defaults section")
+    options = _BUFFERS
     if tls_folder:
         # The key has a file of its own, named as the certificate's without the last part.
-        options = "    ssl-load-extra-del-ext\n    ssl-load-extra-files key\n"
+        options += "\n    ssl-load-extra-del-ext\n    ssl-load-extra-files key\n"
         options += "    ssl-default-bind-options ssl-min-ver TLSv1.2"
-        configuration, num_changed = _GLOBAL.subn(f"global\n{options}", configuration, count=1)
-        if not num_changed:
-            raise ValueError("HAProxy's configuration has no global section")
+    configuration, num_changed = _GLOBAL.subn(f"global\n{options}", configuration, count=1)
+    if not num_changed:
+        raise ValueError("HAProxy's configuration has no global section")
     return configuration
 
 

@@ -337,11 +337,11 @@ class TestUnderRayServe:
     async def test_clients_that_do_not_read_are_let_go(self, running: Running) -> None:
         """Serve's own proxy reads for them, and keeps what it has read."""
         is_held_up = running.ready["proxy"] == "haproxy"
-        body = {"prompt": "x", "temperature": 0, "max_tokens": 900, "n": 8, "logprobs": 20, "stream": True}
+        body = {"prompt": "x", "temperature": 0, "max_tokens": 900, "n": 32, "logprobs": 20, "stream": True}
         address = ("127.0.0.1", int(running.ready["http"].rpartition(":")[2]))
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1, num_logprobs=20)
-        asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling, n=8)
+        asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling, n=32)
 
         async def num_slow() -> list[float]:
             text = (await client.get("/metrics")).text

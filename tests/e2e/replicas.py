@@ -18,6 +18,7 @@ import httpx
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.journal import unpack
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from outrider.free_ports import free_ports
 from outrider.redis_server import EmbeddedRedis
@@ -105,7 +106,12 @@ class Replicas:
     def num_journaled(self, request_id: str) -> int:
         """Tokens of a stream of one text that its coordinator has shown, as far as the journal has them."""
         fields: Any = self.redis.hgetall(f"or:journal:{request_id}")
-        return sum(len(tokens.split()) for name, tokens in fields.items() if b":" in name)
+        num_tokens = 0
+        for name, text in fields.items():
+            index, is_tokens, chunk = name.decode().partition(":")
+            if is_tokens:
+                num_tokens += len(unpack(int(index), int(chunk), text.decode()))
+        return num_tokens
 
     def num_requests(self) -> list[int]:
         """Of each coordinator."""

@@ -54,7 +54,7 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
     settings: dict[str, Any] = dict(_SETTINGS)
     settings["seed_requests"] = Feature.DRAWN_SEEDS in scenario.features
     if scenario.weights:
-        settings["target_wait_max_s"] = 8.0
+        settings["target_wait_max_s"] = 16.0  # longer than any target is away
     if "client_stall_max_s" in {field.name for field in dataclasses.fields(CoordinatorSettings)}:
         settings["client_stall_max_s"] = _CLIENT_STALL_MAX_S
     return CoordinatorSettings(**settings)

@@ -45,6 +45,10 @@ class Surroundings(Protocol):
 
     network: Network
 
+    @property
+    def waits_briefly(self) -> bool:
+        """Whether a sequence that has begun may be given up, for want of a target."""
+
     def find_coordinator(self) -> str | None:
         """What a load balancer knows."""
 
@@ -276,7 +280,8 @@ class Client:
         # What the journal knows of a run that goes on counts, and with another coordinator too.
         num_before = 0 if self._has_begun else self._attempts_before
         num_attempts = self.world.num_attempts(self.request) - num_before
-        return num_attempts >= _LOST_WORKERS_MAX or len(self.world.weights_of(self.request)) > 1
+        has_several = len(self.world.weights_of(self.request)) > 1
+        return num_attempts >= _LOST_WORKERS_MAX or has_several or self.world.waits_briefly
 
     def _may_be_stranded(self) -> bool:
         self._num_stranded += len(self.world.weights_of(self.request)) > 1

@@ -45,6 +45,7 @@ _DISTURBED_S: Final = 15.0
 _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
 _WAITED_S: Final = 0.5
+_BRIEF_S: Final = 8.0  # a target may be away for longer, and may come back with other weights
 
 Prompt = tuple[int, ...]
 
@@ -54,7 +55,7 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
     settings: dict[str, Any] = dict(_SETTINGS)
     settings["seed_requests"] = Feature.DRAWN_SEEDS in scenario.features
     if scenario.weights:
-        settings["target_wait_max_s"] = 16.0  # longer than any target is away
+        settings["target_wait_max_s"] = _BRIEF_S
     if "client_stall_max_s" in {field.name for field in dataclasses.fields(CoordinatorSettings)}:
         settings["client_stall_max_s"] = _CLIENT_STALL_MAX_S
     return CoordinatorSettings(**settings)
@@ -175,6 +176,11 @@ class Judge:
                 self.wrong(
                     f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
                 )
+
+    @property
+    def waits_briefly(self) -> bool:
+        """Whether a sequence may be given up while its target is on its way back."""
+        return bool(self._scenario.weights)
 
     def on_tokens(self, request: Request) -> None:
         """Its client has some: a sequence may have ended in its first step, and no target knows of it any more."""

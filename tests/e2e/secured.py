@@ -146,6 +146,7 @@ class SecuredSystem:
             except StartError:  # on a busy machine half a minute is not much
                 if attempt == RAY_STARTS_MAX - 1:
                     raise
+                await self.children[name].stop()  # which closes its log
                 self._add(name, "coordinator", self.children[name].spec.command)
 
     def _add(self, name: str, role: str, words: tuple[str, ...]) -> None:

@@ -5,7 +5,6 @@ Knows what really happens everywhere, which none of the processes does.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -56,8 +55,7 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
     settings["seed_requests"] = Feature.DRAWN_SEEDS in scenario.features
     if scenario.weights:
         settings["target_wait_max_s"] = _BRIEF_S
-    if "client_stall_max_s" in {field.name for field in dataclasses.fields(CoordinatorSettings)}:
-        settings["client_stall_max_s"] = _CLIENT_STALL_MAX_S
+    settings["client_stall_max_s"] = _CLIENT_STALL_MAX_S
     return CoordinatorSettings(**settings)
 
 

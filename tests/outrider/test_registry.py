@@ -382,7 +382,7 @@ async def test_a_directory_goes_on_after_an_error_that_nobody_foresaw(
         await eventually(lambda: not faulty.fails_in, "it was called")
         await registry.write(RECORD)
         await eventually(lambda: directory.snapshot.targets == (RECORD,), "the worker is seen")
-        assert not directory.snapshot.degraded
+        await eventually(lambda: not directory.snapshot.degraded, "both pools are read again")
     assert "failed; it begins again" in caplog.text
 
 

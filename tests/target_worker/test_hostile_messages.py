@@ -21,7 +21,7 @@ GREEDY = target_pb2.GenerateRequest(
 )
 REFUSALS = {
     grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION,
 }  # fmt: skip
 
 
@@ -87,7 +87,10 @@ NEARLY_RIGHT = st.builds(
 )
 # Should such a one be right, too, it is not to generate for long.
 ANY = messages(
-    target_pb2.GenerateRequest, sampling=messages(common_pb2.SamplingParams, max_tokens=st.integers(0, 9))
+    target_pb2.GenerateRequest,
+    sampling=messages(common_pb2.SamplingParams, max_tokens=st.integers(0, 9)),
+    # A request for another life is not looked at any further.
+    incarnation=st.sampled_from(["", "", "", "another life"]),
 )
 
 

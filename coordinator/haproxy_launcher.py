@@ -18,8 +18,8 @@ nothing of its answer: the replica has given it up by then, and HAProxy would ke
 A request whose replica is lost before the first byte of its answer goes to another one, and its client notices nothing
 but time: nobody has seen anything of the answer, and workers end what the lost replica had begun. For that HAProxy
 keeps requests up to REQUEST_BYTES_MAX with their heads; the client of a longer one is told with 502. RETRIES others are
-asked at most, for a request may be what brings replicas down. What HAProxy itself refuses it refuses in the words of the
-API, with a time to come back, where Serve would have it say 500 in plain text.
+asked at most, for a request may be what brings replicas down. What HAProxy itself refuses it refuses in the words of
+the API, with a time to come back, where Serve would have it say 500 in plain text.
 
 Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
 a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
@@ -53,17 +53,19 @@ BODY_TIME_S = 60
 """For as much of a body as is kept; the replica has the same bound for all of it."""
 _OWN = re.compile(r"^\s*(?:retry-on|retries|tune\.bufsize|errorfile\s+50[234])\s.*\n", re.MULTILINE)
 _BACKEND = re.compile(r"^(backend\s+\S+)[^\S\n]*$", re.MULTILINE)
-_BUFFERED = f"    option http-buffer-request\n    timeout http-request {BODY_TIME_S}s"
+# `option http-buffer-request` with a `timeout http-request` of the backend would give heads as long.
+_BUFFERED = f"    http-request wait-for-body time {BODY_TIME_S}s"
 
 
-def _error(status: int, message: str, retry_after_s: int) -> str:
-    body = f'{{"error":{{"message":"{message}","type":"server_error","param":null,"code":null}}}}'
+def _error(status: int, message: str, retry_after_s: int, kind: str = "server_error") -> str:
+    body = f'{{"error":{{"message":"{message}","type":"{kind}","param":null,"code":null}}}}'
     described = f"http-error status {status} content-type application/json string '{body}'"
     return f"    {described} hdr Retry-After {retry_after_s}"
 
 
 _ERRORS = "\n".join(
     (
+        _error(408, "the request has not come in time", 1, "timeout_error"),
         _error(502, "the replica that had the request was lost", 1),
         _error(503, "no replica is ready; try again soon", 5),
         _error(504, "the replica did not answer in time", 1),

@@ -157,7 +157,7 @@ class TestLauncher:
         assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
-        assert len(added) == 12
+        assert len(added) == 13
 
     def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
         text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))

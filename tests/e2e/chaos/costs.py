@@ -1,0 +1,13 @@
+"""What a fault may cost clients at most, beside time."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Costs(Enum):
+    """Anything else that a client meets is a failure of the system."""
+
+    NOTHING = "nothing"
+    CONNECTIONS = "connections"  # they break, or nobody takes them; clients come back and go on
+    CAPACITY = "capacity"  # beside that, requests are refused with the cause, and repeated by their clients

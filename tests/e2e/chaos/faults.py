@@ -18,6 +18,7 @@ from typing import ClassVar, Final
 import psutil
 
 from tests.e2e.chaos.clocks import TAKES_S, find_library
+from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fleet import Fleet, Worker
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.links import Link
@@ -30,6 +31,8 @@ class Fault(ABC):
     name: ClassVar[str]
     part: ClassVar[str]
     """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
+    costs: ClassVar[Costs] = Costs.NOTHING
+    """What clients may meet, beside time."""
     is_rare: ClassVar[bool] = False
     """Whether it comes only where it is asked for by name."""
     needs_ranks: ClassVar[bool] = False
@@ -260,11 +263,12 @@ class HintsStalled(_Network):
 class ReplicaKilled(Fault):
     """A coordinator replica dies with all its connections; clients come back and go on at another."""
 
-    name, part = "coordinator replica SIGKILL", "coordinator"
+    name, part, costs = "coordinator replica SIGKILL", "coordinator", Costs.CONNECTIONS
 
     async def run(self, worker: Worker | None) -> None:
-        self.describe(f"one of {len(self.fleet.replicas())}")
-        self.fleet.kill_replica(self.rng)
+        replicas = self.fleet.replicas()
+        self.describe(f"one of {len(replicas)}")
+        self.rng.choice(replicas).kill()
         await asyncio.sleep(1.0)  # until it is missed
 
 
@@ -276,10 +280,10 @@ class RedisKilled(Fault):
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.choice((0.0, 1.0, 4.0, 9.0))  # less and more than a lease
         self.describe("", seconds)
-        self.fleet.send_redis(signal.SIGKILL)
-        self.fleet.bury_redis()
+        self.fleet.redis.send(signal.SIGKILL)
+        self.fleet.redis.bury()
         await asyncio.sleep(seconds)
-        self.fleet.start_redis()
+        await self.fleet.redis.begin()
 
 
 class RedisStopped(Fault):
@@ -290,9 +294,9 @@ class RedisStopped(Fault):
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.uniform(0.5, 9.0)
         self.describe("", seconds)
-        self.fleet.send_redis(signal.SIGSTOP)
+        self.fleet.redis.send(signal.SIGSTOP)
         await asyncio.sleep(seconds)
-        self.fleet.send_redis(signal.SIGCONT)
+        self.fleet.redis.send(signal.SIGCONT)
 
 
 class RedisCut(_Network):
@@ -301,7 +305,7 @@ class RedisCut(_Network):
     name, part, seconds = "Redis connections cut", "redis", (0.0, 9.0)
 
     async def run(self, worker: Worker | None) -> None:
-        link = self.fleet.redis_link
+        link = self.fleet.redis.link
         await self.hold(link, f"{link.refuse()} connections")
 
 
@@ -317,7 +321,7 @@ class RedisStalled(_Network):
     name, part, seconds = "Redis connections blackholed", "redis", (0.5, 9.0)
 
     async def run(self, worker: Worker | None) -> None:
-        link = self.fleet.redis_link
+        link = self.fleet.redis.link
         await self.hold(link, f"{link.stall()} connections")
 
 
@@ -362,9 +366,9 @@ class RedisClockStepped(Fault):
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.choice((-86_400, -3600, -10, 10, 3600, 86_400))
         self.describe(f"by {seconds:+d} s")
-        self.fleet.redis_clock.set(seconds)
+        self.fleet.redis.clock.set(seconds)
         await asyncio.sleep(TAKES_S + self.rng.uniform(0.0, 6.0))
-        self.fleet.redis_clock.set(0)
+        self.fleet.redis.clock.set(0)
         await asyncio.sleep(TAKES_S)
 
     @classmethod

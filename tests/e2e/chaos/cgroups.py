@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +24,16 @@ ROOT: Final = Path("/sys/fs/cgroup")
 PERIOD_US: Final = 100_000
 GONE_S: Final = 5.0
 """For members of a group that have just been killed to leave it."""
+
+
+_NEIGHBOUR: Final = """
+import time
+open({group!r}, "w").write("0")
+taken = []
+while sum(map(len, taken)) < {num_bytes}:
+    taken.append(bytearray(b"x" * (1 << 18)))
+time.sleep(600)
+"""
 
 
 class Controller(Enum):
@@ -100,6 +112,19 @@ class Group:
     def take(self, pid: int) -> None:
         """The process with all of its threads, and what it starts from now on. Raises OSError."""
         (self._folder / "cgroup.procs").write_text(str(pid))
+
+    @contextmanager
+    def crowded(self, num_bytes: int) -> Iterator[None]:
+        """While the context is open another member takes so much memory; those that there are die for it first."""
+        for pid in self.members():
+            Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+        code = _NEIGHBOUR.format(group=str(self._folder / "cgroup.procs"), num_bytes=num_bytes)
+        neighbour = subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
+        try:
+            yield
+        finally:
+            neighbour.kill()
+            neighbour.wait()
 
     def members(self) -> list[int]:
         return [int(pid) for pid in (self._folder / "cgroup.procs").read_text().split()]

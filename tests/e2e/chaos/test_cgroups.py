@@ -82,6 +82,16 @@ def test_a_process_that_outgrows_its_group_is_killed_and_no_other() -> None:
         assert "survived" in other.communicate("\n", timeout=30)[0]
 
 
+@needs_memory
+def test_a_process_is_killed_for_what_its_neighbour_takes() -> None:
+    with python(GROWS) as stays, group(Controller.MEMORY) as made:
+        made.take(stays.pid)
+        made.limit_memory(16 << 20)
+        with made.crowded(64 << 20):
+            assert stays.wait(30) == -9
+        assert made.num_killed() >= 1
+
+
 @needs_cpu
 def test_a_process_gets_the_share_of_a_core_that_its_group_has() -> None:
     with python(BURNS) as burns, group(Controller.CPU) as made:

@@ -141,13 +141,15 @@ def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
         ("Wrong", outcome.ledger.failures),
         ("Ended by itself", outcome.surprises),
         ("Left behind", outcome.leaks),
+        ("A stranger could not know", outcome.strangers.silent),
     ):
         for line in found:
             say(f"{title}: {line}")
-    if given.markdown:
-        print(outcome.ledger.markdown(), flush=True)
-    else:
-        say(outcome.ledger.markdown())
+    for table in (outcome.ledger.markdown(), outcome.strangers.markdown()):
+        if given.markdown:
+            print(f"{table}\n", flush=True)
+        else:
+            say(table)
     total = outcome.ledger.total()
     say(f"  {outcome.saturation}")
     say(

@@ -22,7 +22,8 @@ from pathlib import Path
 from outrider.cli.system import run_until_signalled
 from outrider.errors import OutriderError
 from tests.e2e.chaos.experiment import Experiment, Outcome, Plan
-from tests.e2e.chaos.faults import FAULTS, Fault
+from tests.e2e.chaos.fault import Fault
+from tests.e2e.chaos.faults import FAULTS
 from tests.e2e.chaos.fleet import FleetOptions
 from tests.e2e.chaos.load import NotReproducible
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in given.kinds if given.only else FAULTS:
             missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
             print(
-                f"{kind.name:<32}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}"
+                f"{kind.name:<36}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}"
             )
         return 0
     kinds = [kind for kind in given.kinds if kind.why_not() is None]

@@ -16,7 +16,7 @@ from outrider.background import end_tasks
 from outrider.tls import Role
 from tests.e2e.chaos import footprint, saturation
 from tests.e2e.chaos.cases import Case, make_cases
-from tests.e2e.chaos.faults import Fault
+from tests.e2e.chaos.fault import Fault
 from tests.e2e.chaos.fleet import Fleet, FleetOptions
 from tests.e2e.chaos.ledger import Injection, Ledger, in_words
 from tests.e2e.chaos.load import Learner, Load

@@ -20,7 +20,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -339,6 +339,20 @@ class Fleet:
         self._expected_ends.add(name)
         if name in self.workers:
             self.workers[name].is_ready = False
+
+    @contextlib.contextmanager
+    def may_end(self, name: str) -> Iterator[None]:
+        """While the context is open an end of this process is no surprise, and need not come."""
+        self._expected_ends.add(name)
+        try:
+            yield
+        finally:
+            self._expected_ends.discard(name)
+
+    @property
+    def borrowed_names(self) -> frozenset[str]:
+        """Workers that faults have in their hands."""
+        return frozenset(self._borrowed)
 
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
         """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""

@@ -125,6 +125,30 @@ class TestRegistry:
             assert await workers(registry) == (RECORD,)
         assert "odd" in caplog.text
 
+    async def test_a_record_with_bytes_that_are_no_text_spoils_no_other(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        await registry.write(RECORD)
+        await registry.write(replace(RECORD, worker_id="t1"))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("{or:target}:w:t1", mapping={"vocab_size": b"\xff\xfe1"})
+        assert await workers(registry) == (RECORD,)
+
+    async def test_a_record_under_the_id_of_another_worker_is_left_out(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        await registry.write(RECORD)
+        await registry.write(replace(RECORD, worker_id="t1", address="127.0.0.1:7001", incarnation="b"))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("{or:target}:w:t1", mapping={"worker_id": "t0"})
+        assert await workers(registry) == (RECORD,)
+
+    async def test_a_record_of_the_other_pool_is_left_out(self, registry: Registry, redis_url: str) -> None:
+        await registry.write(RECORD)
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("{or:target}:w:t0", mapping={"pool": "draft"})
+        assert await workers(registry) == ()
+
     async def test_pools_do_not_mix(self, registry: Registry) -> None:
         draft = replace(RECORD, pool="draft", worker_id="d0")
         await registry.write(RECORD)

@@ -7,6 +7,7 @@
         seed, max_tokens  as they are for this run, whoever chose them
         weights         digest of weights and numerics, with the first token
         losses          workers lost while they had this run
+        check           checksum of those above that never change, so that damage to them is not taken for a request
         INDEX:CHUNK     CHUNK_TOKENS tokens of a sequence at most: three bytes each, little endian, in base64, followed
                         by their checksum
 
@@ -52,6 +53,7 @@ CHUNK_TOKENS: Final = 256
 _TOKEN_BYTES: Final = 3
 _TOKEN_CHARS: Final = 4  # in base64
 _CHECKSUM_CHARS: Final = 8
+_CHECKED: Final = ("kind", "payload", "request", "seed", "max_tokens")
 
 Kind = Literal["grpc", "completions", "chat"]
 
@@ -287,16 +289,24 @@ def _checksum(index: int, chunk: int, raw: bytes) -> str:
 def _header(entry: JournalEntry) -> dict[str, str]:
     """What is known of a stream from its beginning."""
     numbers = {"seed": entry.seed, "max_tokens": entry.max_tokens, "losses": entry.num_losses}
-    return {
+    fields = {
         "kind": entry.kind,
         "payload": base64.b64encode(entry.payload).decode(),
         "request": entry.request_digest,
         **{name: str(value) for name, value in numbers.items() if value is not None},
     }
+    return fields | {"check": _header_checksum(fields)}
+
+
+def _header_checksum(fields: Mapping[str, str]) -> str:
+    told = repr([fields.get(name) for name in _CHECKED]).encode()
+    return f"{zlib.crc32(told):0{_CHECKSUM_CHARS}x}"
 
 
 def _parse(stored: Mapping[str, str]) -> JournalEntry | None:
     try:
+        if stored["check"] != _header_checksum(stored):
+            raise ValueError("it is damaged")
         kind = cast(Kind, stored["kind"])
         if kind not in get_args(Kind):
             raise ValueError(f"kind is {kind!r}")

@@ -109,8 +109,17 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
         ("seed", "seven"),
         ("losses", ""),
         ("payload", "é"),
+        ("payload", "eyJw"),
+        ("kind", "completions"),
+        ("request", "00"),
+        ("seed", "8"),
+        ("max_tokens", "1"),
+        ("check", ""),
     ],
-    ids=["a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "payload"],
+    ids=[
+        *("a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "payload"),
+        *("part of the payload", "kind", "digest", "another seed", "a limit", "the checksum"),
+    ],
 )
 async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: str, value: str) -> None:
     async with Journal(registry, 0.01) as journal:

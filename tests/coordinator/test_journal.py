@@ -108,6 +108,7 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
         ("-1:0", pack(-1, 0, [1])),
         ("seed", "seven"),
         ("losses", ""),
+        ("losses", "2 f4dbdf21"),
         ("payload", "é"),
         ("payload", "eyJw"),
         ("kind", "completions"),
@@ -117,7 +118,7 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
         ("check", ""),
     ],
     ids=[
-        *("a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "payload"),
+        *("a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "more losses", "payload"),
         *("part of the payload", "kind", "digest", "another seed", "a limit", "the checksum"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a fault may cost clients at most."""
+"""What a fault may cost clients at most, beside time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from enum import Enum
 
 
 class Costs(Enum):
+    """Anything else that a client meets is a failure of the system."""
+
     NOTHING = "nothing"
-    CONNECTIONS = "connections"  # streams may break, and go on where they were
-    CAPACITY = "capacity"  # requests may be refused, each explicitly
+    CONNECTIONS = "connections"  # they break, or nobody takes them; clients come back and go on
+    CAPACITY = "capacity"  # beside that, requests are refused with the cause, and repeated by their clients

@@ -9,75 +9,20 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from random import Random
 from typing import ClassVar, Final
 
 import psutil
 
 from tests.e2e.chaos.clocks import TAKES_S, find_library
-from tests.e2e.chaos.fleet import Fleet, Worker
-from tests.e2e.chaos.ledger import Injection
-from tests.e2e.chaos.links import Link
-from tests.e2e.chaos.load import Load
+from tests.e2e.chaos.fault import Fault, NetworkFault, WorkerFault
+from tests.e2e.chaos.faults_of_clients import FAULTS_OF_CLIENTS
+from tests.e2e.chaos.faults_of_data import FAULTS_OF_DATA
+from tests.e2e.chaos.faults_of_redis import FAULTS_OF_REDIS
+from tests.e2e.chaos.fleet import Worker
 
 
-class Fault(ABC):
-    """One injection."""
-
-    name: ClassVar[str]
-    part: ClassVar[str]
-    """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
-    is_rare: ClassVar[bool] = False
-    """Whether it comes only where it is asked for by name."""
-    needs_ranks: ClassVar[bool] = False
-    """Whether a target has to be of several processes for it."""
-
-    def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
-        self.fleet = fleet
-        self.load = load
-        self.rng = rng
-        self._injection = injection
-
-    @classmethod
-    def why_not(cls) -> str | None:
-        """What is missing on this machine, if something is."""
-        return None
-
-    @asynccontextmanager
-    async def victim(self) -> AsyncIterator[Worker | None]:
-        """Takes what it breaks, so that no other fault has it, until everything is well again."""
-        if self.part in ("target", "draft"):
-            async with self.fleet.borrowed(self.part, self.rng) as worker:
-                yield worker
-        else:
-            async with self.fleet.only_one(self.part):
-                yield None
-
-    @abstractmethod
-    async def run(self, worker: Worker | None) -> None:
-        """Breaks and mends. Afterwards it is a matter of time until everything is as it was."""
-
-    def describe(self, what: str, seconds: float | None = None) -> None:
-        """Says what was hit, and for how long."""
-        times = [] if seconds is None else [f"{seconds:.1f} s"]
-        self._injection.detail = ", ".join([*([what] if what else []), *times])
-
-
-class _WorkerFault(Fault):
-    """Of one worker, of the kind that `part` says."""
-
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
-        await self.hit(worker)
-
-    @abstractmethod
-    async def hit(self, worker: Worker) -> None: ...
-
-
-class _Killed(_WorkerFault):
+class _Killed(WorkerFault):
     """SIGKILL; it is started again at once."""
 
     async def hit(self, worker: Worker) -> None:
@@ -85,7 +30,7 @@ class _Killed(_WorkerFault):
         self.fleet.send(worker, signal.SIGKILL)
 
 
-class _Stopped(_WorkerFault):
+class _Stopped(WorkerFault):
     """SIGSTOP, and SIGCONT some time later: before anybody could notice, or long after everybody has."""
 
     seconds: ClassVar[tuple[float, float]]
@@ -98,24 +43,12 @@ class _Stopped(_WorkerFault):
         self.fleet.send(worker, signal.SIGCONT)
 
 
-class _Terminated(_WorkerFault):
+class _Terminated(WorkerFault):
     """SIGTERM: it drains, leaves, and is started again."""
 
     async def hit(self, worker: Worker) -> None:
         self.describe(worker.name)
         self.fleet.send(worker, signal.SIGTERM)
-
-
-class _Network(Fault):
-    """Something with a link that is mended by opening it."""
-
-    seconds: ClassVar[tuple[float, float]]
-
-    async def hold(self, link: Link, what: str) -> None:
-        seconds = self.rng.uniform(*self.seconds)
-        self.describe(what, seconds)
-        await asyncio.sleep(seconds)
-        link.open()
 
 
 class TargetKilled(_Killed):
@@ -130,7 +63,7 @@ class TargetStopped(_Stopped):
     name, part, seconds = "target SIGSTOP", "target", (0.5, 9.0)
 
 
-class TargetStoppedAndKilled(_WorkerFault):
+class TargetStoppedAndKilled(WorkerFault):
     """A target that hangs and is put down, as a liveness probe would."""
 
     name, part = "target SIGSTOP, SIGKILL", "target"
@@ -143,7 +76,7 @@ class TargetStoppedAndKilled(_WorkerFault):
         self.fleet.send(worker, signal.SIGKILL)
 
 
-class RankKilled(_WorkerFault):
+class RankKilled(WorkerFault):
     """A process of a target that is not its first one dies: all of them go, and come back as another incarnation."""
 
     name, part, needs_ranks = "target rank SIGKILL", "target", True
@@ -153,7 +86,7 @@ class RankKilled(_WorkerFault):
         self.fleet.send_to_another_rank(worker, signal.SIGKILL, self.rng)
 
 
-class RankStopped(_WorkerFault):
+class RankStopped(WorkerFault):
     """One hangs, and with it the target, for less or for more than the silence that the coordinator bears."""
 
     name, part, needs_ranks = "target rank SIGSTOP", "target", True
@@ -173,7 +106,7 @@ class TargetTerminated(_Terminated):
     name, part = "target SIGTERM", "target"
 
 
-class TargetCut(_Network):
+class TargetCut(NetworkFault):
     """Every connection to a target is reset, once or for a while."""
 
     name, part, seconds = "target connections cut", "target", (0.0, 3.0)
@@ -186,7 +119,7 @@ class TargetCut(_Network):
             await self.hold(worker.link, f"{worker.name}, {worker.link.refuse()} connections")
 
 
-class TargetStalled(_Network):
+class TargetStalled(NetworkFault):
     """Nothing passes to or from a target, which runs on."""
 
     name, part, seconds = "target connections blackholed", "target", (0.5, 9.0)
@@ -196,7 +129,7 @@ class TargetStalled(_Network):
         await self.hold(worker.link, f"{worker.name}, {worker.link.stall()} connections")
 
 
-class TargetDelayed(_Network):
+class TargetDelayed(NetworkFault):
     """Everything to and from a target takes longer, each way."""
 
     name, part, seconds = "target connections delayed", "target", (1.0, 4.0)
@@ -225,7 +158,7 @@ class DraftTerminated(_Terminated):
     name, part = "draft SIGTERM", "draft"
 
 
-class DraftCut(_Network):
+class DraftCut(NetworkFault):
     """Every connection of the coordinator to a draft worker is reset, once or for a while."""
 
     name, part, seconds = "draft connections cut", "draft", (0.0, 3.0)
@@ -235,7 +168,7 @@ class DraftCut(_Network):
         await self.hold(worker.link, f"{worker.name}, {worker.link.refuse()} connections")
 
 
-class HintsCut(_Network):
+class HintsCut(NetworkFault):
     """The hint streams of all draft workers to one target are reset; the coordinator's calls to it are not."""
 
     name, part, seconds = "hint links cut", "target", (0.0, 3.0)
@@ -246,7 +179,7 @@ class HintsCut(_Network):
         await self.hold(worker.link, f"to {worker.name}, {worker.link.refuse(callers)} streams")
 
 
-class HintsStalled(_Network):
+class HintsStalled(NetworkFault):
     """Nothing passes on the hint streams of all draft workers to one target."""
 
     name, part, seconds = "hint links blackholed", "target", (0.5, 6.0)
@@ -295,7 +228,7 @@ class RedisStopped(Fault):
         self.fleet.send_redis(signal.SIGCONT)
 
 
-class RedisCut(_Network):
+class RedisCut(NetworkFault):
     """Every connection to Redis is reset, those that come as well."""
 
     name, part, seconds = "Redis connections cut", "redis", (0.0, 9.0)
@@ -311,7 +244,7 @@ class RedisCutForAMinute(RedisCut):
     name, seconds, is_rare = "Redis cut for a minute", (60.0, 60.0), True
 
 
-class RedisStalled(_Network):
+class RedisStalled(NetworkFault):
     """Nothing passes to or from Redis."""
 
     name, part, seconds = "Redis connections blackholed", "redis", (0.5, 9.0)
@@ -377,6 +310,7 @@ FAULTS: Final[tuple[type[Fault], ...]] = (
     TargetCut, TargetStalled, TargetDelayed,
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled, ReplicaKilled,
     RedisKilled, RedisStopped, RedisCut, RedisCutForAMinute, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
+    *FAULTS_OF_CLIENTS, *FAULTS_OF_DATA, *FAULTS_OF_REDIS,
 )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from outrider.cli.deployment import (
 )
 from outrider.free_ports import free_ports
 from outrider.redis_server import EmbeddedRedis
+from tests.e2e.chaos import poison
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
 from tests.e2e.chaos.client import Client
 from tests.e2e.chaos.clocks import Clock, find_library
@@ -62,6 +63,7 @@ class FleetOptions:
     num_replicas: int = 2
     num_clients: int = 12  # one target alone must have room for all of them
     target_silence_max_s: float = 4.0
+    client_stall_max_s: float = 8.0
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
     num_ranks: int = 1  # processes of each target worker
@@ -198,7 +200,7 @@ class Fleet:
             *flatten(flags),
         )
         environment = self._environment() | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
-        environment |= rank_environment(num_ranks)
+        environment |= rank_environment(num_ranks) | (poison.environment() if role == "target" else {})
         spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)
@@ -210,6 +212,7 @@ class Fleet:
             "--grpc-port": grpc_port,
             "--num-replicas": self.options.num_replicas,
             "--target-silence-max": self.options.target_silence_max_s,
+            "--client-stall-max": self.options.client_stall_max_s,
             "--ray-temp-dir": self._scratch / "r",
         }
         words = (*module("coordinator"), *flatten(flags))
@@ -326,6 +329,11 @@ class Fleet:
         """An empty one, behind the same link."""
         url = self._redis.start()
         self.redis_link.server_address = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
+
+    @property
+    def redis_url(self) -> str:
+        """Past the link, as administrator."""
+        return self._redis.url
 
     def send_redis(self, number: signal.Signals) -> None:
         assert self._redis.pid is not None

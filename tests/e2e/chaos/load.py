@@ -81,8 +81,8 @@ class Load:
         on_answer: OnAnswer,
     ) -> None:
         self._client = client
-        self._cases = cases
-        self._known = known
+        self.cases = cases
+        self.known = known
         self._rng = rng
         self._on_answer = on_answer
         self._asked_s: dict[int, float] = {}  # requests under way, by client
@@ -112,7 +112,7 @@ class Load:
 
     async def _keep_asking(self, index: int) -> None:
         while not self._is_ending:
-            case = self._rng.choice(self._cases)
+            case = self._rng.choice(self.cases)
             edge = self._rng.choice(("http", "grpc"))
             speculation = self._rng.choice(("on", "on", "always", "off"))
             leave_after_s = None
@@ -125,6 +125,6 @@ class Load:
             )
             del self._asked_s[index]
             self._leaving.pop(index, None)
-            self._on_answer(case, answer, judge(answer, self._known[case.name]))
+            self._on_answer(case, answer, judge(answer, self.known[case.name]))
             if answer.error is not None:
                 await asyncio.sleep(0.2)  # as a client that was refused would

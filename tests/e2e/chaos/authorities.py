@@ -1,0 +1,21 @@
+"""What a folder of certificates trusts, changed in steps while it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from outrider.tls import AUTHORITY
+
+
+def trust(folders: Iterable[Path], authorities: Sequence[x509.Certificate]) -> None:
+    """Has each folder trust these authorities and no other, from one moment to the next."""
+    pem = b"".join(each.public_bytes(Encoding.PEM) for each in authorities)
+    for folder in folders:
+        path = folder / f".{AUTHORITY}"
+        path.write_bytes(pem)
+        os.replace(path, folder / AUTHORITY)

@@ -118,8 +118,18 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
         ("check", ""),
     ],
     ids=[
-        *("a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "more losses", "payload"),
-        *("part of the payload", "kind", "digest", "another seed", "a limit", "the checksum"),
+        *(
+            "a token",
+            "its place",
+            "nothing",
+            "no index",
+            "far out",
+            "below 0",
+            "seed",
+            "losses",
+            "more losses",
+        ),
+        *("payload", "part of the payload", "kind", "digest", "another seed", "a limit", "the checksum"),
     ],
 )
 async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: str, value: str) -> None:

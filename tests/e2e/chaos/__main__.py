@@ -1,9 +1,10 @@
 """`python -m tests.e2e.chaos`: breaks a running system at random and compares every answer with the right one.
 
-A fleet of real processes (Redis, target and draft workers of the demo pair, a coordinator on Ray Serve) is started,
-with a relay of ours on every connection between them. Clients ask all the time, over HTTP and gRPC; what is right was
-learned from the same fleet before anything was broken, without speculation. Meanwhile one fault after the other is
-injected at a random moment and mended. At the end nothing may be left: no session, no KV block, no descriptor, no key.
+A fleet of real processes (HAProxy, two coordinators on Ray Serve, target and draft workers of the demo pair, Redis) is
+started, with certificates and API keys, and a relay of ours on every connection between its parts. More clients than
+there are places ask all the time, over HTTP and gRPC; what is right was learned from the same fleet before anything was
+broken, without speculation. Meanwhile one fault after the other is injected at a random moment and mended. At the end
+nothing may be left: no session, no KV block, no descriptor, no key.
 
 Exit status: 0 when every answer was right and nothing was left behind, 1 when not, 2 for a wrong command line.
 """
@@ -21,7 +22,8 @@ from pathlib import Path
 from outrider.cli.system import run_until_signalled
 from outrider.errors import OutriderError
 from tests.e2e.chaos.experiment import Experiment, Outcome, Plan
-from tests.e2e.chaos.faults import FAULTS, Fault
+from tests.e2e.chaos.fault import Fault
+from tests.e2e.chaos.faults import FAULTS
 from tests.e2e.chaos.fleet import FleetOptions
 from tests.e2e.chaos.load import NotReproducible
 
@@ -53,13 +55,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                       help="faults that may overlap; there is always a target that none of them touches "
                       "(default: %(default)s)")  # fmt: skip
     fleet = parser.add_argument_group("the fleet")
-    fleet.add_argument("--clients", type=int, default=12, help="that ask all the time (default: %(default)s)")
+    fleet.add_argument("--clients", type=int, default=20, help="that ask all the time (default: %(default)s)")
     fleet.add_argument("--targets", type=int, default=3, help="target workers (default: %(default)s)")
     fleet.add_argument(
         "--ranks", type=int, default=1, help="processes of each target worker (default: %(default)s)"
     )
     fleet.add_argument("--drafts", type=int, default=2, help="draft workers (default: %(default)s)")
-    fleet.add_argument("--replicas", type=int, default=2, help="of the coordinator (default: %(default)s)")
+    fleet.add_argument("--coordinators", type=int, default=2, help="with a Ray each (default: %(default)s)")
+    fleet.add_argument("--replicas", type=int, default=2, help="of each coordinator (default: %(default)s)")
     fleet.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s"
     )
@@ -108,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet=FleetOptions(
             num_targets=given.targets,
             num_drafts=given.drafts,
+            num_coordinators=given.coordinators,
             num_replicas=given.replicas,
             num_clients=given.clients,
             dtype=given.dtype,
@@ -145,6 +149,7 @@ def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
     else:
         say(outcome.ledger.markdown())
     total = outcome.ledger.total()
+    say(f"  {outcome.saturation}")
     say(
         f"{total.num_injected} faults in {outcome.seconds:.0f} s, {outcome.ledger.num_answers} answers: "
         f"{'every one of them right' if outcome.is_clean else 'NOT CLEAN, see above'} (seed {plan.seed})."

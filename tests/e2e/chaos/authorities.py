@@ -1,4 +1,4 @@
-"""What a folder of certificates trusts, changed in steps while it is read."""
+"""Whom folders of certificates trust, changed in steps while they are read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outrider.tls import AUTHORITY
 
 
 def trust(folders: Iterable[Path], authorities: Sequence[x509.Certificate]) -> None:
-    """Has each folder trust these authorities and no other, from one moment to the next."""
+    """Has each folder name these authorities and no other, from one moment to the next."""
     pem = b"".join(each.public_bytes(Encoding.PEM) for each in authorities)
     for folder in folders:
-        path = folder / f".{AUTHORITY}"
+        path = folder / f".{AUTHORITY}.next"
         path.write_bytes(pem)
         os.replace(path, folder / AUTHORITY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ class Case:
     max_tokens: int
     sampling: dict[str, Any] = field(default_factory=dict)  # fields that HTTP and gRPC call the same
     stop: tuple[str, ...] = ()
+    n: int = 1  # texts
+    schema: dict[str, Any] | None = None  # of the JSON that the text has to be
+    regex: str = ""  # that the text has to match
 
     def body(self, speculation: str = "on") -> dict[str, Any]:
         """Of a streamed completion, with token ids. `speculation` is on, always or off."""
@@ -30,6 +34,9 @@ class Case:
             "temperature": 0,
             **self.sampling,
             **({"stop": list(self.stop)} if self.stop else {}),
+            **({"n": self.n} if self.n > 1 else {}),
+            **({"structured_outputs": {"json": self.schema}} if self.schema else {}),
+            **({"structured_outputs": {"regex": self.regex}} if self.regex else {}),
             "speculation": {"enabled": speculation != "off", "always": speculation == "always"},
             "stream": True,
             "return_token_ids": True,
@@ -41,6 +48,7 @@ class Case:
             prompt=self.prompt,
             sampling=self.sampling_message(),
             stop=self.stop,
+            n=self.n,
             speculation=common_pb2.SpeculationParams(
                 enabled=speculation != "off", always=speculation == "always"
             ),
@@ -48,36 +56,59 @@ class Case:
 
     def sampling_message(self) -> common_pb2.SamplingParams:
         fields = {"temperature": 0.0, "top_p": 1.0, "max_tokens": self.max_tokens} | self.sampling
-        return common_pb2.SamplingParams(**fields)
+        message = common_pb2.SamplingParams(**fields)
+        if self.schema:
+            message.grammar.json_schema = json.dumps(self.schema)
+        elif self.regex:
+            message.grammar.regex = self.regex
+        return message
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 6},
+        "is_open": {"type": "boolean"},
+    },
+    "required": ["name", "sizes", "is_open"],
+    "additionalProperties": False,
+}
+REGEX = r"(def|class) [a-z_]{3,20}\([a-z]{1,8}(, [a-z]{1,8}){0,4}\):\n    return [a-z]{1,9}( [-+*] [a-z]{1,9}){0,9}\n"
 STOPS = (")\n", "return ", ":\n", "self.")
 
 
 def make_cases(num_cases: int, rng: random.Random) -> list[Case]:
-    """Greedy and seeded ones, short and long ones, some with parameters that look back, some with stop strings."""
-    cases = []
-    for index, prompt in enumerate(held_out_prompts(num_cases, seed=rng.randrange(1 << 30), chars_max=400)):
-        sampling: dict[str, Any] = {}
-        words = []
-        if index % 2:
-            sampling |= {"temperature": rng.choice((0.6, 0.9, 1.2)), "seed": rng.randrange(1 << 40)}
-            words.append("seeded")
-        else:
-            words.append("greedy")
-        if index % 5 == 3:
-            sampling |= {"repetition_penalty": 1.3, "presence_penalty": 0.5}
-            words.append("penalties")
-        if index % 7 == 2:
-            sampling |= {"top_p": 0.8}
-            words.append("top-p")
-        has_stop = index % 4 == 2
-        max_tokens = rng.choice((8, 60, 150, 300, 500))
-        if max_tokens > 100 and not has_stop:
-            sampling |= {"ignore_eos": True}
-        words.append(str(max_tokens))
-        stop = (rng.choice(STOPS),) if has_stop else ()
-        cases.append(
-            Case(f"{index}-{'-'.join(words)}{'-stop' if stop else ''}", prompt, max_tokens, sampling, stop)
-        )
-    return cases
+    """Greedy and seeded ones, short and long ones, some with parameters that look back, with stop strings, of several
+    texts, or bound to a grammar."""
+    prompts = held_out_prompts(num_cases, seed=rng.randrange(1 << 30), chars_max=400)
+    return [_make_case(index, prompt, rng) for index, prompt in enumerate(prompts)]
+
+
+def _make_case(index: int, prompt: str, rng: random.Random) -> Case:
+    sampling: dict[str, Any] = {}
+    words = []
+    if index % 2:
+        sampling |= {"temperature": rng.choice((0.6, 0.9, 1.2)), "seed": rng.randrange(1 << 40)}
+        words.append("seeded")
+    else:
+        words.append("greedy")
+    if index % 5 == 3:
+        sampling |= {"repetition_penalty": 1.3, "presence_penalty": 0.5}
+        words.append("penalties")
+    if index % 7 == 2:
+        sampling |= {"top_p": 0.8}
+        words.append("top-p")
+    if index % 6 == 5:
+        is_json = index % 12 == 5
+        words.append("json" if is_json else "regex")
+        grammar: dict[str, Any] = {"schema": SCHEMA} if is_json else {"regex": REGEX}
+        return Case(f"{index}-{'-'.join(words)}", prompt, 150, sampling, **grammar)
+    n = rng.choice((2, 3)) if index % 8 == 1 else 1
+    has_stop = index % 4 == 2
+    max_tokens = rng.choice((8, 60, 150, 300, 500)) if n == 1 else rng.choice((8, 60, 150))
+    if max_tokens > 100 and not has_stop:
+        sampling |= {"ignore_eos": True}
+    words += [str(max_tokens), *([f"n{n}"] if n > 1 else []), *(["stop"] if has_stop else [])]
+    stop = (rng.choice(STOPS),) if has_stop else ()
+    return Case(f"{index}-{'-'.join(words)}", prompt, max_tokens, sampling, stop, n)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -15,25 +18,67 @@ import httpx
 
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.chaos.cases import Case
-from tests.e2e.chaos.verdict import Answer
+from tests.e2e.chaos.certificates import TENANTS
+from tests.e2e.chaos.verdict import Answer, Choice, Incident
 
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 """For the whole answer. Who has none by then counts as hung."""
 RECONNECT_S = 0.3
-LOST_FOR_S = 20.0
-"""For so long after a replica's death a connection may break, or find nobody."""
+RETRY_AFTER_S_MAX = 2.0
+_REFUSALS = frozenset(
+    {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED}
+)
+_PASSING = frozenset({"overloaded", "unavailable", "slow_reader"})
+"""Codes of errors that another attempt may not meet."""
+_NOBODY_THERE = frozenset(
+    {httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT}
+)
+"""What the load balancer says for itself."""
+_TRANSPORT_WORDS = (
+    "failed to connect", "connection reset", "socket closed", "connection closed", "stream removed", "rst_stream",
+    "goaway", "received http2 header", "broken pipe", "endpoint closing", "recvmsg", "keepalive", "tls handshake",
+    "handshake", "channel is closed", "peer closed",
+)  # fmt: skip
+"""What gRPC itself says, in lower case, where UNAVAILABLE is not the system's word."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is asked for, over all attempts, and what has come of it."""
+
+    case: Case
+    tenant: str
+    speculation: str
+    request_id: str
+    answer: Answer
 
 
 class Client:
-    """A connection pool for HTTP and a channel for gRPC, for as long as the context is open."""
+    """A connection pool for HTTP and a channel for gRPC, for as long as the context is open.
 
-    def __init__(self, http_url: str, grpc_address: str) -> None:
+    It asks as an application does that wants its text: where a connection breaks, or the system says that it has no
+    room, it asks again and goes on where it was; what it met on the way is in the answer. Anything else ends it.
+    """
+
+    def __init__(
+        self,
+        http_url: str,
+        grpc_address: str,
+        trust: ssl.SSLContext,
+        credentials: grpc.ChannelCredentials,
+        keys: Mapping[str, str],
+    ) -> None:
+        """`keys`: by tenant."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        self._http = httpx.AsyncClient(base_url=http_url, timeout=PATIENCE_S, limits=limits, trust_env=False)
-        self._channel = grpc.aio.insecure_channel(grpc_address)
+        self._http = httpx.AsyncClient(
+            base_url=http_url, timeout=PATIENCE_S, limits=limits, trust_env=False, verify=trust
+        )
+        self._channel = grpc.aio.secure_channel(
+            grpc_address, credentials, options=[("grpc.max_reconnect_backoff_ms", 1000)]
+        )
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._stack = AsyncExitStack()
-        self.replica_lost_s = float("-inf")  # when a replica of the coordinator was last killed
+        self._keys = keys
 
     async def __aenter__(self) -> Client:
         await self._stack.enter_async_context(self._http)
@@ -43,37 +88,41 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def get(self, path: str, timeout_s: float = 2.0) -> httpx.Response:
-        return await self._http.get(path, timeout=timeout_s)
-
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """An answer that has to come."""
-        response = await self._http.post(path, json=body, timeout=10.0)
+        response = await self._http.post(path, json=body, timeout=10.0, headers=self._headers(TENANTS[0]))
         response.raise_for_status()
         answer: dict[str, Any] = response.json()
         return answer
+
+    def _headers(self, tenant: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._keys[tenant]}"}
 
     async def ask(
         self,
         case: Case,
         *,
         edge: str = "http",
+        tenant: str = TENANTS[0],
         speculation: str = "on",
         leave_after_s: float | None = None,
         leave: asyncio.Event | None = None,
     ) -> Answer:
         """The answer, complete or not. Raises nothing that a server can cause; the client hangs up in between
         `leave_after_s` after asking, or when `leave` is set."""
-        answer = Answer(time.monotonic())
-        reading = asyncio.create_task(self._read(case, edge, speculation, answer))
+        answer = Answer(time.monotonic(), [Choice() for _ in range(case.n)])
+        call = _Call(case, tenant, speculation, uuid.uuid4().hex, answer)
+        reading = asyncio.create_task(self._read(call, edge))
         leaving = asyncio.create_task((leave or asyncio.Event()).wait())
         patience_s = PATIENCE_S if leave_after_s is None else leave_after_s
-        await asyncio.wait((reading, leaving), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        is_hung = not reading.done() and leave_after_s is None and not leaving.done()
-        answer.has_left = not reading.done() and not is_hung
-        for task in (reading, leaving):
-            task.cancel()
-        await asyncio.gather(reading, leaving, return_exceptions=True)
+        try:
+            await asyncio.wait((reading, leaving), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            is_hung = not reading.done() and leave_after_s is None and not leaving.done()
+            answer.has_left = not reading.done() and not is_hung
+        finally:
+            for task in (reading, leaving):
+                task.cancel()
+            await asyncio.gather(reading, leaving, return_exceptions=True)
         if not reading.cancelled() and (bug := reading.exception()) is not None:
             raise bug
         if is_hung:
@@ -81,31 +130,31 @@ class Client:
         answer.ended_s = time.monotonic()
         return answer
 
-    async def _read(self, case: Case, edge: str, speculation: str, answer: Answer) -> None:
-        """Goes on where it stopped, at another replica, when its own has died; gives up at any other error."""
+    async def _read(self, call: _Call, edge: str) -> None:
+        """Asks until there is an answer, or something that asking again does not help."""
         ask = self._ask_http if edge == "http" else self._ask_grpc
-        request_id = uuid.uuid4().hex
         while True:
             try:
-                await ask(case, speculation, answer, request_id)
+                await ask(call)
                 return
-            except (httpx.HTTPError, grpc.aio.AioRpcError, _Refused) as error:
-                if time.monotonic() - self.replica_lost_s > LOST_FOR_S:
-                    answer.error = _in_words(error)
+            except (httpx.HTTPError, grpc.aio.AioRpcError, _Refused, _Broken) as error:
+                is_refusal = _is_refusal(error)
+                if is_refusal is None:
+                    call.answer.error = _in_words(error)
                     return
-                answer.num_reconnects += 1
-                await asyncio.sleep(RECONNECT_S)
+                call.answer.incidents.append(Incident(time.monotonic(), is_refusal, _in_words(error)))
+                after_s = error.retry_after_s if isinstance(error, _Refused) else RECONNECT_S
+                await asyncio.sleep(min(after_s, RETRY_AFTER_S_MAX))
 
-    async def _ask_http(self, case: Case, speculation: str, answer: Answer, request_id: str) -> None:
-        body = case.body(speculation) | {"stream_options": {"include_event_ids": True}}
-        headers = {"X-Request-Id": request_id}
+    async def _ask_http(self, call: _Call) -> None:
+        answer = call.answer
+        body = call.case.body(call.speculation) | {"stream_options": {"include_event_ids": True}}
+        headers = self._headers(call.tenant) | {"X-Request-Id": call.request_id}
         if answer.event_id:
             headers["Last-Event-ID"] = answer.event_id
         async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
-                raise _Refused(
-                    f"{response.status_code} {(await response.aread()).decode(errors='replace')[:300]}"
-                )
+                raise _refusal(response.status_code, response.headers, await response.aread())
             event_id = ""
             async for line in response.aiter_lines():
                 if line.startswith("id: "):
@@ -115,68 +164,117 @@ class Client:
                 elif line:
                     self._take_event(json.loads(line.removeprefix("data: ")), answer)
                     answer.event_id = event_id
-        raise _Refused("the stream ended without [DONE]")
+        raise _Broken("the stream ended without [DONE]")
 
     def _take_event(self, event: dict[str, Any], answer: Answer) -> None:
         if "error" in event:
-            raise _Refused(f"in the stream: {event['error'].get('message')}")
-        for choice in event["choices"]:
-            if new_ids := choice.get("token_ids") or []:
+            raise _Refused.of_body(httpx.codes.OK, event, RECONNECT_S)
+        for each in event["choices"]:
+            choice = answer.choices[each["index"]]
+            choice.has_begun = True
+            if new_ids := each.get("token_ids") or []:
                 answer.chunk_times_s.append(time.monotonic())
-                answer.token_ids += new_ids
-            answer.text += choice.get("text") or ""
-            if choice.get("finish_reason") is not None:
-                answer.finish_reason, answer.stop_string = choice["finish_reason"], choice.get("stop_reason")
+                choice.token_ids += new_ids
+            choice.text += each.get("text") or ""
+            if each.get("finish_reason") is not None:
+                choice.finish_reason, choice.stop_string = each["finish_reason"], each.get("stop_reason")
 
-    async def _ask_grpc(self, case: Case, speculation: str, answer: Answer, request_id: str) -> None:
-        message = case.message(speculation)
-        message.request_id = request_id
-        if not answer.token_ids:
-            await self._read_chunks(message, case, answer)
+    async def _ask_grpc(self, call: _Call) -> None:
+        answer = call.answer
+        message = call.case.message(call.speculation)
+        message.request_id = call.request_id
+        if not any(choice.has_begun for choice in answer.choices):
+            await self._read_chunks(message, call)
             return
-        message.resume_from.add(num_tokens=len(answer.token_ids), has_begun=True)
+        for choice in answer.choices:
+            message.resume_from.add(
+                num_tokens=len(choice.token_ids),
+                has_begun=choice.has_begun,
+                has_ended=choice.finish_reason is not None,
+            )
         message.run = answer.run
         by_id = generation_pb2.GenerationRequest(
-            request_id=request_id, resume_from=message.resume_from, run=answer.run
+            request_id=call.request_id, resume_from=message.resume_from, run=answer.run
         )
         try:
-            await self._read_chunks(by_id, case, answer)
+            await self._read_chunks(by_id, call)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
-            await self._read_chunks(message, case, answer)  # its replica died before the journal had it
+            await self._read_chunks(message, call)  # its replica died before the journal had it
 
-    async def _read_chunks(
-        self, message: generation_pb2.GenerationRequest, case: Case, answer: Answer
-    ) -> None:
-        call = self._stub.Generate(message, timeout=PATIENCE_S)
+    async def _read_chunks(self, message: generation_pb2.GenerationRequest, call: _Call) -> None:
+        metadata = tuple(self._headers(call.tenant).items())
+        stream = self._stub.Generate(message, timeout=PATIENCE_S, metadata=metadata)
         try:
-            async for chunk in call:
-                self._take_chunk(chunk, case, answer)
+            async for chunk in stream:
+                self._take_chunk(chunk, call)
         finally:
-            call.cancel()
-        if answer.finish_reason is None:
-            raise _Refused("the call ended without its last chunk")
+            stream.cancel()
+        if not call.answer.is_complete:
+            raise _Broken("the call ended without its last chunk")
 
-    def _take_chunk(self, chunk: generation_pb2.GenerationChunk, case: Case, answer: Answer) -> None:
+    def _take_chunk(self, chunk: generation_pb2.GenerationChunk, call: _Call) -> None:
+        answer, choice = call.answer, call.answer.choices[chunk.index]
+        choice.has_begun = True
         if chunk.token_ids:
             answer.chunk_times_s.append(time.monotonic())
-            answer.token_ids += chunk.token_ids
-        answer.text += chunk.text
+            choice.token_ids += chunk.token_ids
+        choice.text += chunk.text
         answer.run = chunk.run
         if chunk.HasField("finished"):
-            answer.finish_reason = chunk.finished.finish_reason
+            choice.finish_reason = chunk.finished.finish_reason
             # Over gRPC a stop token's number stands here too.
-            answer.stop_string = (
-                chunk.finished.stop_reason if chunk.finished.stop_reason in case.stop else None
-            )
+            stop_reason = chunk.finished.stop_reason
+            choice.stop_string = stop_reason if stop_reason in call.case.stop else None
+
+
+class _Broken(Exception):
+    """The connection ended as if all had been said."""
 
 
 class _Refused(Exception):
-    """The server said something else than an answer."""
+    """Somebody said something else than an answer."""
+
+    def __init__(self, words: str, status: int, code: str | None, retry_after_s: float) -> None:
+        super().__init__(words)
+        self.status = status  # 200 in the middle of a stream
+        self.code = code  # of the system's errors; nobody else's have one
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of_body(cls, status: int, body: Any, retry_after_s: float) -> _Refused:
+        """From an error body."""
+        error = body.get("error") if isinstance(body, dict) else None
+        code = error.get("code") if isinstance(error, dict) else None
+        message = error.get("message") if isinstance(error, dict) else str(body)[:300]
+        return cls(f"{status} {code}: {message}", status, code, retry_after_s)
+
+
+def _refusal(status: int, headers: Mapping[str, str], content: bytes) -> _Refused:
+    try:
+        body = json.loads(content)
+    except ValueError:
+        body = content.decode(errors="replace")
+    return _Refused.of_body(status, body, float(headers.get("retry-after", RECONNECT_S)))
+
+
+def _is_refusal(error: Exception) -> bool | None:
+    """Whether this is the system's word that it has no room or lost a part. False: a connection broke, or nobody was
+    there to take it. None: it is neither, and asking again would not help."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() not in _REFUSALS:
+            return None
+        words = (error.details() or "").lower()
+        return not any(each in words for each in _TRANSPORT_WORDS)
+    if isinstance(error, _Refused):
+        if error.code is None and error.status in _NOBODY_THERE:
+            return False
+        return True if error.code in _PASSING else None
+    return False
 
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
-    return f"{type(error).__name__}: {error}".removeprefix("_Refused: ")
+    return f"{type(error).__name__}: {error}".removeprefix("_Refused: ").removeprefix("_Broken: ")

@@ -6,23 +6,28 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.e2e.chaos import footprint
+from outrider.background import end_tasks
+from outrider.tls import Role
+from tests.e2e.chaos import footprint, saturation
 from tests.e2e.chaos.cases import Case, make_cases
-from tests.e2e.chaos.faults import Fault
+from tests.e2e.chaos.fault import Fault
 from tests.e2e.chaos.fleet import Fleet, FleetOptions
 from tests.e2e.chaos.ledger import Injection, Ledger, in_words
 from tests.e2e.chaos.load import Learner, Load
-from tests.e2e.chaos.verdict import Answer, Kind, Verdict
+from tests.e2e.chaos.saturation import Saturation
+from tests.e2e.chaos.verdict import Answer, Kind, Right, Verdict
 
 RECOVERY_S_MAX = 60.0
 IDLE_S_MAX = 30.0
 NOTICE_S_MAX = 15.0  # of a lease that runs out
 WARM_UP_S = 8.0
+CROWDED_S, CALM_S = 45.0, 15.0  # with all clients, and with a third of them
 LAG_S_MAX = 1.0
 PAUSE_S = (0.1, 1.0)  # between two faults: the moment is chosen by chance
 
@@ -48,6 +53,7 @@ class Outcome:
     surprises: list[str]
     leaks: list[str]
     footprints: list[str]
+    saturation: Saturation
     seconds: float  # of the part with faults
 
     @property
@@ -62,6 +68,7 @@ class Outcome:
             "processes_that_ended_by_themselves": self.surprises,
             "leaks": self.leaks,
             "footprints": self.footprints,
+            "saturation": self.saturation.to_json(),
         }
 
 
@@ -73,6 +80,7 @@ class Experiment:
         self._log_dir = log_dir
         self._say = say
         self._ledger = Ledger()
+        self._saturation = Saturation(plan.fleet.num_slots)
         self._num_begun = 0
         self._deadline_s = float("inf")
 
@@ -85,10 +93,9 @@ class Experiment:
             self._say(
                 f"Everything is up after {time.monotonic() - began_s:.0f} s; logs are in {self._log_dir}."
             )
-            addresses = [worker.link.address for worker in fleet.of_role("target")]
-            known = await Learner(fleet.client, addresses).learn(cases)
-            num_tokens = sum(len(right.token_ids) for right in known.values())
-            self._say(f"Learned {len(known)} right answers of {num_tokens} tokens, each from two workers.")
+            known = await self._learn(fleet, cases)
+            for kind in plan.faults:
+                await kind.prepare(fleet, cases)
             warm_up = Load(fleet.client, cases, known, Random(f"{plan.seed} warm-up"), self._take_quiet)
             async with warm_up.asking(plan.fleet.num_clients):
                 await asyncio.sleep(WARM_UP_S)
@@ -102,23 +109,42 @@ class Experiment:
             leaks += await self._left_behind(fleet, before)
             leaks += await self._unwatched(fleet)
             footprints = footprint.table(before, await footprint.measure(fleet))
-        return Outcome(self._ledger, fleet.surprises, leaks, footprints, seconds)
+        return Outcome(self._ledger, fleet.surprises, leaks, footprints, self._saturation, seconds)
 
-    async def _break_things(self, fleet: Fleet, cases: Sequence[Case], known: dict[str, Any]) -> float:
+    async def _learn(self, fleet: Fleet, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
+        async with AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(
+                    fleet.certificates.channel(worker.link.address, "coordinator", Role.TARGET)
+                )
+                for worker in fleet.of_role("target")
+            ]
+            known = await Learner(fleet.client, channels).learn(cases)
+        num_tokens = sum(len(right.token_ids) for rights in known.values() for right in rights)
+        self._say(f"Learned {len(known)} right answers of {num_tokens} tokens, each twice.")
+        return known
+
+    async def _break_things(
+        self, fleet: Fleet, cases: Sequence[Case], known: dict[str, tuple[Right, ...]]
+    ) -> float:
         plan = self._plan
         load = Load(
             fleet.client, cases, known, Random(f"{plan.seed} load"), lambda *told: self._take(load, *told)
         )
         began_s = time.monotonic()
         self._deadline_s = began_s + plan.seconds_max
-        watch = asyncio.create_task(self._watch_ourselves())
+        watches = [
+            asyncio.create_task(self._watch_ourselves()),
+            asyncio.create_task(saturation.watch(self._saturation, fleet.target_pages)),
+            asyncio.create_task(self._vary(load)),
+        ]
         try:
             async with load.asking(plan.fleet.num_clients), asyncio.TaskGroup() as lanes:
                 for lane in range(plan.num_at_once):
                     rng = Random(f"{plan.seed} faults {lane}")
                     lanes.create_task(self._inject_all(fleet, load, rng, began_s))
         finally:
-            watch.cancel()
+            await end_tasks(*watches)
         return time.monotonic() - began_s
 
     async def _inject_all(self, fleet: Fleet, load: Load, rng: Random, began_s: float) -> None:
@@ -130,7 +156,7 @@ class Experiment:
             kind = bag.pop()
             await asyncio.sleep(rng.uniform(*PAUSE_S))
             self._num_begun += 1
-            injection = Injection(self._num_begun, kind.name, 0.0)
+            injection = Injection(self._num_begun, kind.name, 0.0, kind.costs)
             fault = kind(fleet, load, rng, injection)
             async with fault.victim() as worker:
                 injection.began_s = time.monotonic()
@@ -140,6 +166,15 @@ class Experiment:
                 problem = await fleet.until_whole(RECOVERY_S_MAX, None if worker is None else worker.name)
                 self._ledger.end(injection, time.monotonic(), problem)
             self._tell(injection, began_s)
+
+    async def _vary(self, load: Load) -> None:
+        """More clients than places for most of the time, fewer in between: what is full shows other things than what
+        is not."""
+        num_clients = self._plan.fleet.num_clients
+        while True:
+            for num_asking, seconds in ((num_clients, CROWDED_S), (max(1, num_clients // 3), CALM_S)):
+                load.ask_with(num_asking)
+                await asyncio.sleep(seconds)
 
     async def _watch_ourselves(self) -> None:
         """The relays and the clients run here: when this process does not, everybody else seems to hang."""
@@ -169,9 +204,10 @@ class Experiment:
         self._take_one(case, answer, verdict, min(load.oldest_open_s, answer.asked_s))
 
     def _take_one(self, case: Case, answer: Answer, verdict: Verdict, oldest_open_s: float) -> None:
+        num_failures = len(self._ledger.failures)
         self._ledger.add(case.name, answer, verdict, oldest_open_s)
-        if verdict.kind is not Kind.RIGHT:
-            self._say(f"!! {self._ledger.failures[-1]}")
+        for failure in self._ledger.failures[num_failures:]:
+            self._say(f"!! {failure}")
 
     async def _left_behind(self, fleet: Fleet, before: footprint.Footprint) -> list[str]:
         """What does not come back within its time."""
@@ -191,10 +227,13 @@ class Experiment:
         fleet.send(worker := fleet.of_role("draft")[0], signal.SIGSTOP)
         try:
             deadline_s = time.monotonic() + NOTICE_S_MAX
-            while (await fleet.health()).get("num_draft_workers") != len(fleet.of_role("draft")) - 1:
-                if time.monotonic() > deadline_s:
-                    return [f"nobody noticed within {NOTICE_S_MAX:g} s that {worker.name} was gone"]
-                await asyncio.sleep(0.1)
+            for index in range(len(fleet.coordinators)):
+                while (await fleet.health(index)).get("num_draft_workers") != len(fleet.of_role("draft")) - 1:
+                    if time.monotonic() > deadline_s:
+                        return [
+                            f"coordinator-{index} has not noticed within {NOTICE_S_MAX:g} s that {worker.name} is gone"
+                        ]
+                    await asyncio.sleep(0.1)
         finally:
             fleet.send(worker, signal.SIGCONT)
         problem = await fleet.until_whole(RECOVERY_S_MAX)

@@ -15,7 +15,9 @@ from typing import ClassVar, Final
 import psutil
 
 from tests.e2e.chaos.clocks import TAKES_S, find_library
+from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault, NetworkFault, WorkerFault
+from tests.e2e.chaos.faults_of_certificates import FAULTS_OF_CERTIFICATES
 from tests.e2e.chaos.faults_of_clients import FAULTS_OF_CLIENTS
 from tests.e2e.chaos.faults_of_data import FAULTS_OF_DATA
 from tests.e2e.chaos.faults_of_redis import FAULTS_OF_REDIS
@@ -193,11 +195,12 @@ class HintsStalled(NetworkFault):
 class ReplicaKilled(Fault):
     """A coordinator replica dies with all its connections; clients come back and go on at another."""
 
-    name, part = "coordinator replica SIGKILL", "coordinator"
+    name, part, costs = "coordinator replica SIGKILL", "coordinator", Costs.CONNECTIONS
 
     async def run(self, worker: Worker | None) -> None:
-        self.describe(f"one of {len(self.fleet.replicas())}")
-        self.fleet.kill_replica(self.rng)
+        replicas = self.fleet.replicas()
+        self.describe(f"one of {len(replicas)}")
+        self.rng.choice(replicas).kill()
         await asyncio.sleep(1.0)  # until it is missed
 
 
@@ -209,10 +212,10 @@ class RedisKilled(Fault):
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.choice((0.0, 1.0, 4.0, 9.0))  # less and more than a lease
         self.describe("", seconds)
-        self.fleet.send_redis(signal.SIGKILL)
-        self.fleet.bury_redis()
+        self.fleet.redis.send(signal.SIGKILL)
+        self.fleet.redis.bury()
         await asyncio.sleep(seconds)
-        self.fleet.start_redis()
+        await self.fleet.redis.begin()
 
 
 class RedisStopped(Fault):
@@ -223,9 +226,9 @@ class RedisStopped(Fault):
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.uniform(0.5, 9.0)
         self.describe("", seconds)
-        self.fleet.send_redis(signal.SIGSTOP)
+        self.fleet.redis.send(signal.SIGSTOP)
         await asyncio.sleep(seconds)
-        self.fleet.send_redis(signal.SIGCONT)
+        self.fleet.redis.send(signal.SIGCONT)
 
 
 class RedisCut(NetworkFault):
@@ -234,7 +237,7 @@ class RedisCut(NetworkFault):
     name, part, seconds = "Redis connections cut", "redis", (0.0, 9.0)
 
     async def run(self, worker: Worker | None) -> None:
-        link = self.fleet.redis_link
+        link = self.fleet.redis.link
         await self.hold(link, f"{link.refuse()} connections")
 
 
@@ -250,7 +253,7 @@ class RedisStalled(NetworkFault):
     name, part, seconds = "Redis connections blackholed", "redis", (0.5, 9.0)
 
     async def run(self, worker: Worker | None) -> None:
-        link = self.fleet.redis_link
+        link = self.fleet.redis.link
         await self.hold(link, f"{link.stall()} connections")
 
 
@@ -295,9 +298,9 @@ class RedisClockStepped(Fault):
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.choice((-86_400, -3600, -10, 10, 3600, 86_400))
         self.describe(f"by {seconds:+d} s")
-        self.fleet.redis_clock.set(seconds)
+        self.fleet.redis.clock.set(seconds)
         await asyncio.sleep(TAKES_S + self.rng.uniform(0.0, 6.0))
-        self.fleet.redis_clock.set(0)
+        self.fleet.redis.clock.set(0)
         await asyncio.sleep(TAKES_S)
 
     @classmethod
@@ -310,7 +313,7 @@ FAULTS: Final[tuple[type[Fault], ...]] = (
     TargetCut, TargetStalled, TargetDelayed,
     DraftKilled, DraftStopped, DraftTerminated, DraftCut, HintsCut, HintsStalled, ReplicaKilled,
     RedisKilled, RedisStopped, RedisCut, RedisCutForAMinute, RedisStalled, RedisClockStepped, LogsFull, ClientsLeave,
-    *FAULTS_OF_CLIENTS, *FAULTS_OF_DATA, *FAULTS_OF_REDIS,
+    *FAULTS_OF_CERTIFICATES, *FAULTS_OF_CLIENTS, *FAULTS_OF_DATA, *FAULTS_OF_REDIS,
 )  # fmt: skip
 
 

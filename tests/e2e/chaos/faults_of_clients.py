@@ -207,11 +207,7 @@ class OneIdTwice(Fault):
 
     def _draw(self) -> list[_Twin]:
         own_doors = doors(self.fleet, self.rng)
-        cases = [
-            (case, self.load.known[case.name])
-            for case in self.load.cases
-            if not case.name.startswith("n") and "n" not in case.sampling
-        ]
+        cases = [(case, self.load.known[case.name][0]) for case in self.load.cases if case.n == 1]
         is_same = self.rng.random() < 0.5
         first = self.rng.choice(cases)
         picked = [first, first if is_same else self.rng.choice(cases)]

@@ -28,7 +28,7 @@ class RedisSlow(Fault):
     costs: ClassVar[Costs] = Costs.NOTHING
 
     async def run(self, worker: Worker | None) -> None:
-        link, seconds = self.fleet.redis_link, self.rng.uniform(5.0, 15.0)
+        link, seconds = self.fleet.redis.link, self.rng.uniform(5.0, 15.0)
         link.delay_s = self.rng.choice((0.08, 0.5))
         self.describe(f"by {link.delay_s * 1e3:.0f} ms each way", seconds)
         try:
@@ -47,7 +47,7 @@ class RedisFull(Fault):
         seconds = self.rng.uniform(5.0, 15.0)
         self.describe("", seconds)
         # Administrators reach it past the link, which another fault may have broken.
-        client = redis.asyncio.Redis.from_url(self.fleet.redis_url, socket_timeout=5.0)
+        client = redis.asyncio.Redis.from_url(self.fleet.redis.url, socket_timeout=5.0)
         async with client:
             try:
                 until_s = time.monotonic() + seconds

@@ -1,11 +1,12 @@
-"""The system under test: Redis, workers and a coordinator as processes, every connection between them over a link.
+"""The system under test, every part of it a process, every connection between them over a link, all with certificates:
 
-    coordinator ──┬── link ──► target-0, target-1, ...      (each worker announces its link, so that draft workers
-                  ├── link ──► draft-0, draft-1, ...         dial targets through it as well)
-    all of these ─┴── link ──► Redis
+    clients ── TLS, keys ──► HAProxy ──► coordinator-0, -1 ──┬── link ──► target-0, -1, -2
+                                                             ├── link ──► draft-0, -1
+                                      all of these, over TLS ┴── link ──► Redis
 
-A worker that ends is started again under the same id and address, at once; who did not expect its end finds it among
-`surprises`. Faults borrow what they break, so that there is always a target that nobody has touched.
+Each worker announces its link, so that draft workers dial targets through it as well. Whoever ends is started again
+under the same id and address, at once; who did not expect that end finds it among `surprises`. Faults borrow what they
+break, so that there is always a target that nobody has touched.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-import redis
-import redis.asyncio
 
-from outrider.child import Child
+from coordinator.settings import METRICS_PORTS
+from outrider.child import Child, StartError
 from outrider.child_log import ChildLog
 from outrider.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
 from outrider.cli.deployment import (
@@ -43,15 +43,18 @@ from outrider.cli.deployment import (
     rank_environment,
 )
 from outrider.free_ports import free_ports
-from outrider.redis_server import EmbeddedRedis
 from tests.e2e.chaos import poison
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
+from tests.e2e.chaos.certificates import OPERATOR, Certificates, make_keys
 from tests.e2e.chaos.client import Client
-from tests.e2e.chaos.clocks import Clock, find_library
 from tests.e2e.chaos.links import Callers, Link
+from tests.e2e.chaos.redis_front import RedisBehindTls
+from tests.e2e.load_balancers import Backend
+from tests.e2e.rollout.balancer import SecuredHAProxy
 
 RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
 READY_TIMEOUT_S = 120.0
+RAY_STARTS_MAX = 3  # half a minute is not much for it on a busy machine
 NICENESS = 7
 SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's snapshot
 
@@ -60,10 +63,14 @@ SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's sn
 class FleetOptions:
     num_targets: int = 3
     num_drafts: int = 2
-    num_replicas: int = 2
-    num_clients: int = 12  # one target alone must have room for all of them
+    num_coordinators: int = 2
+    num_replicas: int = 2  # of each coordinator
+    num_clients: int = 20
+    num_slots: int = 4  # of each target: together fewer than clients
+    kv_cache_gib: float = 0.005  # of each target: 1,310 tokens in bfloat16, of which one text may need 1,024
     target_silence_max_s: float = 4.0
-    client_stall_max_s: float = 8.0
+    client_stall_max_s: float = 5.0
+    queue_wait_max_s: float = 60.0
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
     num_ranks: int = 1  # processes of each target worker
@@ -81,6 +88,7 @@ class Worker:
     is_ready: bool = False
     ready_at_s: float = 0.0
     num_lives: int = 0
+    environment: dict[str, str] = field(default_factory=dict)  # of lives to come, on top of the usual one
 
     @property
     def pid(self) -> int:
@@ -88,7 +96,7 @@ class Worker:
 
     @property
     def metrics_url(self) -> str:
-        return f"http://127.0.0.1:{self.child.ready_line['metrics_port']}/metrics"
+        return f"https://127.0.0.1:{self.child.ready_line['metrics_port']}/metrics"
 
 
 class Fleet:
@@ -99,21 +107,28 @@ class Fleet:
         self.options = options
         self.log_dir = log_dir
         self.workers: dict[str, Worker] = {}
+        self.coordinators: list[Child] = []
         self.surprises: list[str] = []
-        self.redis_link = Link("redis")
         self._say = say
         self._stack = AsyncExitStack()
-        self._worker_keys: set[str] = set()
         self._borrowed: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._expected_ends: set[str] = set()
         self._is_stopping = False
         # Sockets of Ray lie below it, and their names are bounded.
-        self._scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-        self.redis_clock = Clock(self._scratch / "clock", find_library())
-        self._redis = EmbeddedRedis(self._scratch, self.redis_clock.environment)
-        self.coordinator: Child | None = None
+        self.scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+        self.certificates = Certificates(self.scratch / "certificates")
+        self.public_authority = (
+            self.certificates.authority
+        )  # of what clients believe, whatever becomes of the other
+        self._keys_file = self.scratch / "keys.toml"
+        self.keys = make_keys(self._keys_file)
+        self.redis = RedisBehindTls(self.scratch, self.certificates)
+        self.balancer: SecuredHAProxy
         self.client: Client
+        self.backends: list[Backend] = []
+        self._operator: httpx.AsyncClient  # with a key, for public ports
+        self._watcher: httpx.AsyncClient  # with a certificate, for the ports of metrics
 
     async def __aenter__(self) -> Fleet:
         try:
@@ -129,35 +144,28 @@ class Fleet:
         for worker in self.workers.values():
             with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(worker.pid, signal.SIGCONT)
-        if self.coordinator is not None:
-            await self.coordinator.stop()
+        await asyncio.gather(*(child.stop() for child in self.coordinators))
         await asyncio.gather(*(worker.child.stop() for worker in self.workers.values()))
-        for link in self.links():
-            await link.stop()
-        if self._redis.pid is not None:
-            os.kill(self._redis.pid, signal.SIGCONT)
-        self._redis.stop()
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def links(self) -> list[Link]:
-        return [self.redis_link, *(worker.link for worker in self.workers.values())]
+        for worker in self.workers.values():
+            await worker.link.stop()
+        await self.redis.stop()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     async def _start(self) -> None:
+        options = self.options
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        await self.redis_link.start()
-        self.start_redis()
-        ports = free_ports(self.options.num_targets + self.options.num_drafts)
-        for role, count in (("target", self.options.num_targets), ("draft", self.options.num_drafts)):
+        for name in ("coordinator", OPERATOR):
+            self.certificates.issue(name)
+        await self.redis.start()
+        num_workers = options.num_targets + options.num_drafts
+        # All at once: what nobody listens at yet could be chosen again.
+        balancer_port, *ports = free_ports(1 + num_workers + 3 * options.num_coordinators)
+        for role, count in (("target", options.num_targets), ("draft", options.num_drafts)):
             for index in range(count):
-                await self._add_worker(role, f"{role}-{index}", ports.pop())
-        http_port, grpc_port = free_ports(2)
-        self.coordinator = Child(
-            self._coordinator_spec(http_port, grpc_port),
-            ChildLog("coordinator", self.log_dir),
-            RESTART,
-            self._hear,
-        )
-        await self.coordinator.start()  # before the others: Ray gives up where it takes half a minute
+                await self._add_worker(role, f"{role}-{index}", ports.pop(), {})
+        # Before the others and one by one: Ray gives up where it takes half a minute.
+        for index in range(options.num_coordinators):
+            await self._start_coordinator(index, ports.pop(), ports.pop(), ports.pop())
         starts = [asyncio.create_task(worker.child.start()) for worker in self.workers.values()]
         try:
             await asyncio.gather(*starts)
@@ -165,28 +173,67 @@ class Fleet:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-        ready = self.coordinator.ready_line
-        self.client = await self._stack.enter_async_context(Client(str(ready["http"]), str(ready["grpc"])))
-        await self.until_whole(60.0)
-        # What workers say of themselves, whatever else is stored for a while.
-        self._worker_keys = {key for key in await self.redis_keys() if key.rpartition(":")[2] in self.workers}
-        assert len(self._worker_keys) == len(self.workers), self._worker_keys
+        context = self.certificates.context()
+        context.check_hostname = False  # a worker's certificate names the part, not the machine
+        self._watcher = await self._stack.enter_async_context(
+            httpx.AsyncClient(verify=context, trust_env=False)
+        )
+        self._operator = await self._stack.enter_async_context(
+            httpx.AsyncClient(
+                verify=self.certificates.context(),
+                headers={"Authorization": f"Bearer {self.keys[OPERATOR]}"},
+                trust_env=False,
+            )
+        )
+        await self._start_balancer(balancer_port)
+        self.client = await self._stack.enter_async_context(
+            self._client(self.balancer.url, self.balancer.address)
+        )
+        problem = await self.until_whole(60.0)
+        if problem is not None:
+            raise StartError(problem)
 
-    async def _add_worker(self, role: str, name: str, port: int) -> None:
+    async def _start_balancer(self, port: int) -> None:
+        folder = self.scratch / "balancer"
+        folder.mkdir()
+        authority = self.certificates.authority
+        self.balancer = SecuredHAProxy(
+            folder, port, self.backends, authority, self.certificates.authority_path
+        )
+        self._stack.push_async_callback(asyncio.to_thread, self.balancer.stop)
+        await asyncio.to_thread(self.balancer.start)
+
+    def _client(self, http_url: str, grpc_address: str) -> Client:
+        trust = self.certificates
+        return Client(http_url, grpc_address, trust.context(None), trust.credentials(), self.keys)
+
+    async def client_of(self, index: int) -> Client:
+        """Straight to one coordinator; open for as long as the fleet is."""
+        backend = self.backends[index]
+        client = self._client(f"https://127.0.0.1:{backend.http_port}", f"127.0.0.1:{backend.grpc_port}")
+        return await self._stack.enter_async_context(client)
+
+    async def _add_worker(
+        self, role: str, name: str, port: int, other: dict[str, object], model: Path | None = None
+    ) -> Worker:
         link = Link(name, ("127.0.0.1", port))
         await link.start()
         log_path = self.log_dir / f"{name}.stderr.log"
         options = self.options
         num_ranks = options.num_ranks if role == "target" else 1
+        self.certificates.issue(name)
         flags = {
-            "--model": DEMO_TARGET if role == "target" else DEMO_DRAFT,
+            "--model": model or (DEMO_TARGET if role == "target" else DEMO_DRAFT),
             "--port": port,
             "--announce": link.address,
             "--worker-id": name,
+            "--tls-dir": self.certificates.folder(name),
             "--dtype": options.dtype,
-            "--max-num-seqs": options.num_clients + 8,
+            "--max-num-seqs": options.num_slots if role == "target" else options.num_clients + 8,
             "--max-model-len": MAX_MODEL_LEN,
-            "--kv-cache-gib": 0.25,
+            "--kv-cache-gib": (
+                options.kv_cache_gib * (1 if options.dtype == "bfloat16" else 2) if role == "target" else 0.25
+            ),
             "--num-threads": 1,
             "--drain-grace-s": options.drain_grace_s,
         }
@@ -197,31 +244,47 @@ class Fleet:
             'exec "$@" 2>>"$CHAOS_LOG"',
             "sh",
             *launcher(f"{role}_worker", num_ranks),
-            *flatten(flags),
+            *flatten(flags | other),
         )
-        environment = self._environment() | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
+        environment = self._environment(name) | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
         environment |= rank_environment(num_ranks) | (poison.environment() if role == "target" else {})
         spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)
+        return self.workers[name]
 
-    def _coordinator_spec(self, http_port: int, grpc_port: int) -> ChildSpec:
+    async def _start_coordinator(self, index: int, http_port: int, grpc_port: int, metrics_port: int) -> None:
+        name = f"coordinator-{index}"
         flags = {
             "--tokenizer": DEMO_TARGET,
             "--port": http_port,
             "--grpc-port": grpc_port,
+            "--metrics-port": metrics_port,
+            "--tls-dir": self.certificates.folder("coordinator"),
+            "--api-keys": self._keys_file,
             "--num-replicas": self.options.num_replicas,
             "--target-silence-max": self.options.target_silence_max_s,
             "--client-stall-max": self.options.client_stall_max_s,
-            "--ray-temp-dir": self._scratch / "r",
+            "--max-queue-wait": self.options.queue_wait_max_s,
+            "--ray-temp-dir": self.scratch / f"r{index}",
         }
-        words = (*module("coordinator"), *flatten(flags))
-        return ChildSpec("coordinator", "coordinator", words, self._environment(), READY_TIMEOUT_S, 15.0)
+        words = (*module("coordinator"), *flatten(flags), "--require-worker-ids")
+        spec = ChildSpec(name, "coordinator", words, self._environment("coordinator"), READY_TIMEOUT_S, 15.0)
+        self.backends.append(Backend(http_port, grpc_port))
+        for attempt in range(RAY_STARTS_MAX):
+            child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
+            try:
+                await child.start()
+                break
+            except StartError:
+                await child.stop()
+                if attempt == RAY_STARTS_MAX - 1:
+                    raise
+        self.coordinators.append(child)
 
-    def _environment(self) -> dict[str, str]:
-        password = self._redis.url.removeprefix("redis://").partition("@")[0]
+    def _environment(self, name: str) -> dict[str, str]:
         return {
-            "OUTRIDER_REDIS_URL": f"redis://{password}@{self.redis_link.address}/0",
+            "OUTRIDER_REDIS_URL": self.redis.url_for(name),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
@@ -275,38 +338,56 @@ class Fleet:
         async with self._locks.setdefault(part, asyncio.Lock()):
             yield
 
+    def expect_end(self, name: str) -> None:
+        """The next end of this process, a worker or `coordinator-0`, is no surprise; it is started again at once."""
+        self._expected_ends.add(name)
+        if name in self.workers:
+            self.workers[name].is_ready = False
+
+    async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
+        """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""
+        flags = {f"--{flag.replace('_', '-')}": value for flag, value in other.items()}
+        worker = await self._add_worker(role, name, free_ports(1)[0], flags, model)
+        await worker.child.start()
+        return worker
+
+    async def retire(self, name: str) -> None:
+        """Ends a worker that was added, as Kubernetes does. Nobody starts it again."""
+        worker = self.workers.pop(name)
+        await worker.child.stop()
+        await worker.link.stop()
+
     def send(self, worker: Worker, number: signal.Signals) -> None:
         """Sends it to the worker itself. What ends it is expected to."""
         if number in (signal.SIGKILL, signal.SIGTERM):
-            self._expected_ends.add(worker.name)
-            worker.is_ready = False
+            self.expect_end(worker.name)
         with contextlib.suppress(ProcessLookupError):  # it has just died by itself, which is told elsewhere
             os.kill(worker.pid, number)
 
     def send_to_another_rank(self, worker: Worker, number: signal.Signals, rng: random.Random) -> None:
         """To one of the processes of the worker that do what the first one says. All end with one that does."""
         if number is signal.SIGKILL:
-            self._expected_ends.add(worker.name)
-            worker.is_ready = False
+            self.expect_end(worker.name)
         with contextlib.suppress(psutil.Error):
             ranks = psutil.Process(psutil.Process(worker.pid).ppid()).children()
             rng.choice([rank for rank in ranks if rank.pid != worker.pid]).send_signal(number)
 
-    def replicas(self) -> list[psutil.Process]:
-        """The coordinator's, that live."""
-        assert self.coordinator is not None
-        found = []
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(int(self.coordinator.ready_line["pid"])).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if any("ServeReplica" in word for word in process.cmdline()):
-                        found.append(process)
-        return found
+    def ray_processes(self, index: int) -> list[psutil.Process]:
+        """All that a coordinator has started, of Ray and of Serve, that live."""
+        with contextlib.suppress(psutil.Error, KeyError):
+            pid = int(self.coordinators[index].ready_line["pid"])
+            return psutil.Process(pid).children(recursive=True)
+        return []
 
-    def kill_replica(self, rng: random.Random) -> None:
-        """One of them; Serve starts another. Clients may come back to any, from now on for as long as it takes."""
-        self.client.replica_lost_s = time.monotonic()
-        rng.choice(self.replicas()).kill()
+    def replicas(self, index: int | None = None) -> list[psutil.Process]:
+        """A coordinator's, or all coordinators', that live."""
+        indices = range(len(self.coordinators)) if index is None else (index,)
+        found = []
+        for process in (each for one in indices for each in self.ray_processes(one)):
+            with contextlib.suppress(psutil.Error):
+                if any("ServeReplica" in word for word in process.cmdline()):
+                    found.append(process)
+        return found
 
     def callers_from(self, workers: Iterable[Worker], link: Link) -> Callers:
         """The connections that these workers have made to the link."""
@@ -325,49 +406,47 @@ class Fleet:
     def of_role(self, role: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.role == role]
 
-    def start_redis(self) -> None:
-        """An empty one, behind the same link."""
-        url = self._redis.start()
-        self.redis_link.server_address = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
-
-    @property
-    def redis_url(self) -> str:
-        """Past the link, as administrator."""
-        return self._redis.url
-
-    def send_redis(self, number: signal.Signals) -> None:
-        assert self._redis.pid is not None
-        os.kill(self._redis.pid, number)
-
-    def bury_redis(self) -> None:
-        """After it was killed."""
-        self._redis.stop()
-
     async def redis_keys(self) -> set[str]:
-        """What is stored, past the link. A run's incarnation is left out of it. Nothing when Redis does not answer."""
-        client = redis.asyncio.Redis.from_url(
-            self._redis.url, decode_responses=True, socket_timeout=1.0, socket_connect_timeout=1.0
-        )
-        with contextlib.suppress(redis.RedisError, OSError):  # one that is stopped fails the closing, too
-            async with client:
-                # A stream's journal goes by itself some time after its end.
-                keys = [
-                    key
-                    for key in map(str, await client.keys("*"))
-                    if not (key.startswith("or:journal:") and await client.pttl(key) > 0)
-                ]
-                return {re.sub(r"[0-9a-f]{32}", "*", key) for key in keys}
-        return set()
+        """What is stored, past the link. A run's incarnation is left out of it."""
+        return {re.sub(r"[0-9a-f]{32}", "*", key) for key in await self.redis.keys()}
 
     # What it looks like from outside.
 
-    async def health(self) -> dict[str, Any]:
-        """The coordinator's own view; empty when it does not answer."""
+    async def health(self, index: int) -> dict[str, Any]:
+        """A coordinator's own view; an `error` when it does not answer."""
         try:
-            found: dict[str, Any] = (await self.client.get("/health")).json()
+            url = f"https://127.0.0.1:{self.backends[index].http_port}/health"
+            found: dict[str, Any] = (await self._operator.get(url, timeout=2.0)).json()
         except (httpx.HTTPError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return found
+
+    async def metrics_pages(self) -> dict[str, str]:
+        """By name, the page of every worker and of every coordinator replica; an empty one of who does not answer."""
+        urls = {name: worker.metrics_url for name, worker in self.workers.items() if worker.is_ready}
+        for index, child in enumerate(self.coordinators):
+            first = int(child.ready_line["metrics_port"])
+            for process in self.replicas(index):
+                with contextlib.suppress(psutil.Error):
+                    for each in process.net_connections("tcp"):
+                        if each.status == psutil.CONN_LISTEN and each.laddr.port in range(
+                            first, first + METRICS_PORTS
+                        ):
+                            url = f"https://127.0.0.1:{each.laddr.port}/metrics"
+                            urls[f"coordinator-{index} {process.pid}"] = url
+        pages = await asyncio.gather(*(self._page(url) for url in urls.values()))
+        return dict(zip(urls, pages, strict=True))
+
+    async def target_pages(self) -> dict[str, str]:
+        """Of the targets alone, whoever answers."""
+        urls = {each.name: each.metrics_url for each in self.of_role("target") if each.is_ready}
+        pages = await asyncio.gather(*(self._page(url) for url in urls.values()))
+        return dict(zip(urls, pages, strict=True))
+
+    async def _page(self, url: str) -> str:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await self._watcher.get(url, timeout=5.0)).text
+        return ""
 
     async def until_whole(self, timeout_s: float, own: str | None = None) -> str | None:
         """Waits until everything serves again, but for what others than `own`'s borrower have borrowed. Returns None,
@@ -384,23 +463,27 @@ class Fleet:
         for worker in self.workers.values():
             if worker.name not in aside and not (worker.is_ready and now_s - worker.ready_at_s >= SETTLED_S):
                 return f"{worker.name} is not ready"
-        unannounced = {key.rpartition(":")[2] for key in self._worker_keys - await self.redis_keys()} - aside
-        if unannounced:
-            return f"Redis knows nothing of {', '.join(sorted(unannounced))}"
-        if len(self.replicas()) < self.options.num_replicas:
-            return "a replica of the coordinator is missing"
-        health = await self.health()
-        wanted = {
-            role: sum(worker.name not in aside for worker in self.of_role(role))
-            for role in ("target", "draft")
-        }
-        is_whole = (
-            health.get("registry") == "ok"
-            and health["num_target_workers"] >= wanted["target"]
-            and health["num_draft_workers"] >= wanted["draft"]
-            and not {each["worker_id"] for each in health["excluded_workers"]} - aside
-        )
-        return None if is_whole else f"/health says {health}"
+        keys = await self.redis_keys()
+        for worker in self.workers.values():
+            if worker.name not in aside and f"{{or:{worker.role}}}:w:{worker.name}" not in keys:
+                return f"Redis knows nothing of {worker.name}"
+        for index in range(len(self.coordinators)):
+            if len(self.replicas(index)) < self.options.num_replicas:
+                return f"a replica of coordinator-{index} is missing"
+            health = await self.health(index)
+            wanted = {
+                role: sum(worker.name not in aside for worker in self.of_role(role))
+                for role in ("target", "draft")
+            }
+            is_whole = (
+                health.get("registry") == "ok"
+                and health["num_target_workers"] >= wanted["target"]
+                and health["num_draft_workers"] >= wanted["draft"]
+                and not {each["worker_id"] for each in health["excluded_workers"]} - aside
+            )
+            if not is_whole:
+                return f"/health of coordinator-{index} says {health}"
+        return None
 
 
 def _has_missed_redis(log_path: Path) -> bool:

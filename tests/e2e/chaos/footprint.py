@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -51,24 +50,19 @@ async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
 
 
 async def _busy(fleet: Fleet) -> list[str]:
-    pages = [(worker.name, worker.role, worker.metrics_url) for worker in fleet.workers.values()]
-    assert fleet.coordinator is not None
-    pages.append(("coordinator", "coordinator", f"{fleet.coordinator.ready_line['http']}/metrics"))
     busy = []
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-        for name, role, url in pages:
-            try:
-                text = (await client.get(url)).text
-            except httpx.HTTPError as error:
-                busy.append(f"{name} does not tell its metrics: {type(error).__name__}")
-                continue
-            values = {
-                sample.name: sample.value
-                for family in text_string_to_metric_families(text)
-                for sample in family.samples
-                if sample.name in IDLE_METRICS[role]
-            }
-            busy += [f"{name} {metric} is {value:g}" for metric, value in values.items() if value]
+    for name, text in (await fleet.metrics_pages()).items():
+        if not text:
+            busy.append(f"{name} does not tell its metrics")
+            continue
+        idle = IDLE_METRICS[name.partition("-")[0]]
+        values = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name in idle
+        }
+        busy += [f"{name} {metric} is {value:g}" for metric, value in values.items() if value]
     busy += [f"Redis has {key}" for key in sorted(await fleet.redis_keys()) if ":r:" in key]
     return busy
 
@@ -76,15 +70,14 @@ async def _busy(fleet: Fleet) -> list[str]:
 async def measure(fleet: Fleet) -> Footprint:
     """Now."""
     found = Footprint(redis_keys=await fleet.redis_keys())
-    assert fleet.coordinator is not None
     processes = {worker.name: psutil.Process(worker.pid) for worker in fleet.workers.values()}
-    coordinator = psutil.Process(int(fleet.coordinator.ready_line["pid"]))
-    processes["coordinator"] = coordinator
     processes["this one"] = psutil.Process(os.getpid())
-    for child in coordinator.children(recursive=True):
-        with suppress(psutil.Error):
-            words = child.cmdline()
-            processes[f"{_short(words)} {child.pid}"] = child
+    for index, coordinator in enumerate(fleet.coordinators):
+        name = f"coordinator-{index}"
+        processes[name] = psutil.Process(int(coordinator.ready_line["pid"]))
+        for child in fleet.ray_processes(index):
+            with suppress(psutil.Error):
+                processes[f"{name} {_short(child.cmdline())} {child.pid}"] = child
     for name, process in processes.items():
         with suppress(psutil.Error):
             found.pids[name] = process.pid
@@ -99,7 +92,7 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
     found = []
     for name in before.num_descriptors.keys() & after.num_descriptors.keys():
         then, now = before.num_descriptors[name], after.num_descriptors[name]
-        if now > then + DESCRIPTORS_MORE and not name.startswith(NOT_OURS):
+        if now > then + DESCRIPTORS_MORE and not any(each in name for each in NOT_OURS):
             found.append(f"{name} holds {now} file descriptors, {then} before")
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.e2e.chaos.verdict import Answer, Kind, Verdict
+from tests.e2e.chaos.costs import Costs
+from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict
 
 QUIET = "(no fault)"
+LATE_S = 10.0
+"""After a fault is over, what it has cost may still come to light: a connection that nobody used meanwhile."""
 
 
 @dataclass
@@ -20,6 +23,7 @@ class Injection:
     number: int
     name: str
     began_s: float
+    costs: Costs = Costs.NOTHING
     detail: str = ""
     mended_s: float = float("inf")  # from here on it is a matter of time
     recovered_s: float = float("inf")  # everything serves again
@@ -33,6 +37,13 @@ class Injection:
         """Whether the request was under way at any moment until everything served again."""
         return answer.asked_s <= self.recovered_s and answer.ended_s >= self.began_s
 
+    def explains(self, incident: Incident) -> bool:
+        """Whether the client had to bear with it for this fault's sake."""
+        is_allowed = self.costs is Costs.CAPACITY or (
+            self.costs is Costs.CONNECTIONS and not incident.is_refusal
+        )
+        return is_allowed and self.began_s <= incident.at_s <= self.recovered_s + LATE_S
+
 
 @dataclass
 class Row:
@@ -42,7 +53,9 @@ class Row:
     num_injected: int = 0
     num_requests: int = 0  # that were under way when it began, or came before it was mended
     num_tokens: Counter[Kind] = field(default_factory=Counter)
-    num_refused: int = 0
+    num_refused: int = 0  # and never answered
+    num_refusals: int = 0  # that the client got over by asking again
+    num_breaks: int = 0  # of connections, likewise
     gaps_s: list[float] = field(default_factory=list)  # longest of each request that met it
     recovery_s: list[float] = field(default_factory=list)
 
@@ -55,7 +68,6 @@ class Ledger:
         self.failures: list[str] = []
         self.num_answers = 0
         self.num_left = 0
-        self.num_reconnects = 0
         self._recent: list[Injection] = []
 
     def begin(self, injection: Injection) -> None:
@@ -81,13 +93,14 @@ class Ledger:
         under way was asked, are forgotten."""
         self.num_answers += 1
         self.num_left += answer.has_left
-        self.num_reconnects += answer.num_reconnects
         for injection in self._recent:
             if injection.hits(answer):
                 row = self.row(injection.name)
                 row.num_requests += 1
                 if not answer.has_left and answer.error is None:
                     row.gaps_s.append(longest_gap_s(answer, injection.began_s, injection.recovered_s))
+        for incident in answer.incidents:
+            self._take_incident(name, incident)
         if verdict.kind is not Kind.RIGHT:
             met = [injection for injection in self._recent if injection.overlaps(answer)]
             # With several at once the one that began last is the likeliest.
@@ -98,7 +111,22 @@ class Ledger:
                 row.num_tokens[verdict.kind] += verdict.num_tokens
             during = ", ".join(f"{each.number} {each.name} ({each.detail})" for each in met) or QUIET
             self.failures.append(f"{name}: {verdict.kind.value}: {verdict.detail}; during {during}")
-        self._recent = [each for each in self._recent if each.recovered_s >= oldest_open_s]
+        self._recent = [each for each in self._recent if each.recovered_s + LATE_S >= oldest_open_s]
+
+    def _take_incident(self, name: str, incident: Incident) -> None:
+        causes = [each for each in self._recent if each.explains(incident)]
+        row = self.row(causes[-1].name if causes else QUIET)
+        if incident.is_refusal:
+            row.num_refusals += 1
+        else:
+            row.num_breaks += 1
+        if not causes:
+            what = "refused" if incident.is_refusal else "a connection broke"
+            during = [
+                each for each in self._recent if each.began_s <= incident.at_s <= each.recovered_s + LATE_S
+            ]
+            about = ", ".join(f"{each.number} {each.name} ({each.detail})" for each in during) or QUIET
+            self.failures.append(f"{name}: {what} without need: {incident.words}; during {about}")
 
     def row(self, name: str) -> Row:
         return self.rows.setdefault(name, Row(name))
@@ -110,6 +138,8 @@ class Ledger:
             total.num_injected += row.num_injected
             total.num_requests += row.num_requests
             total.num_refused += row.num_refused
+            total.num_refusals += row.num_refusals
+            total.num_breaks += row.num_breaks
             total.num_tokens += row.num_tokens
             total.gaps_s += row.gaps_s
             total.recovery_s += row.recovery_s
@@ -121,20 +151,21 @@ class Ledger:
             "faults": [_row_to_json(row) for row in rows],
             "num_answers": self.num_answers,
             "num_clients_that_left": self.num_left,
-            "num_reconnects": self.num_reconnects,
             "failures": self.failures,
         }
 
     def markdown(self) -> str:
         """The table of the README."""
         lines = [
-            "| Fault | injected | requests in flight | lost | repeated | wrong | refused | next token p50 / p99 |",
-            "|---|---|---|---|---|---|---|---|",
+            "| Fault | injected | requests in flight | lost | repeated | wrong | never answered "
+            "| asked again: refused / broken | next token p50 / p99 |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in [*(self.rows[name] for name in sorted(self.rows)), self.total()]:
             counts = [row.num_tokens[kind] for kind in (Kind.LOST, Kind.REPEATED, Kind.WRONG)]
             times = f"{in_words(percentile(row.gaps_s, 50))} / {in_words(percentile(row.gaps_s, 99))}"
-            cells = [row.name, row.num_injected, row.num_requests, *counts, row.num_refused, times]
+            again = f"{row.num_refusals} / {row.num_breaks}"
+            cells = [row.name, row.num_injected, row.num_requests, *counts, row.num_refused, again, times]
             lines.append(f"| {' | '.join(map(str, cells))} |")
         return "\n".join(lines)
 
@@ -176,6 +207,8 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "num_repeated_tokens": row.num_tokens[Kind.REPEATED],
         "num_wrong_tokens": row.num_tokens[Kind.WRONG],
         "num_refused_requests": row.num_refused,
+        "num_refusals_repeated": row.num_refusals,
+        "num_connections_broken": row.num_breaks,
         "time_to_next_token_p50_s": next_p50,
         "time_to_next_token_p99_s": next_p99,
         "time_to_next_token_max_s": next_max,

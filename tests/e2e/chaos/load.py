@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -14,11 +14,13 @@ import grpc.aio
 
 from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from tests.e2e.chaos.cases import Case
+from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.client import Client
-from tests.e2e.chaos.verdict import Answer, Right, Verdict, common_len, judge
+from tests.e2e.chaos.verdict import SEVERITY, Answer, Kind, Right, Verdict, common_len, judge
 
 LEAVING_SHARE = 0.08  # of requests whose client goes away in between
 LEAVING_AFTER_S = (0.0, 1.5)
+LEARNED_AT_ONCE = 6
 
 OnAnswer = Callable[[Case, Answer, Verdict], None]
 
@@ -30,30 +32,45 @@ class NotReproducible(Exception):
 class Learner:
     """Finds out what is right on a fleet that nobody disturbs, without speculation."""
 
-    def __init__(self, client: Client, worker_addresses: Sequence[str]) -> None:
-        """Every answer that the client gets is compared with that of some worker asked directly, each in turn."""
+    def __init__(self, client: Client, targets: Sequence[grpc.aio.Channel]) -> None:
+        """Every answer that the client gets is compared with that of a worker asked directly, each in turn; one of
+        several texts, which are the coordinator's to make, with another answer of the client's."""
         self._client = client
-        self._addresses = worker_addresses
+        self._targets = targets
 
-    async def learn(self, cases: Sequence[Case]) -> dict[str, Right]:
-        """By the cases' names. Raises NotReproducible."""
-        known = {}
-        for index, case in enumerate(cases):
-            answer = await self._client.ask(case, speculation="off")
-            if answer.error is not None or answer.finish_reason is None:
-                raise NotReproducible(f"{case.name}: {answer.error}")
-            address = self._addresses[index % len(self._addresses)]
-            again = await self._ask_worker(address, case)
-            num_same = common_len(answer.token_ids, again)
+    async def learn(self, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
+        """The texts of each case, by the cases' names. Raises NotReproducible."""
+        turns = asyncio.Semaphore(LEARNED_AT_ONCE)
+
+        async def learn(index: int, case: Case) -> tuple[str, tuple[Right, ...]]:
+            async with turns:
+                return case.name, await self._learn(case, index)
+
+        return dict(await asyncio.gather(*(learn(index, case) for index, case in enumerate(cases))))
+
+    async def _learn(self, case: Case, index: int) -> tuple[Right, ...]:
+        answer = await self._ask(case)
+        if case.n > 1:
+            others = [choice.token_ids for choice in (await self._ask(case)).choices]
+        else:
+            others = [await self._ask_worker(self._targets[index % len(self._targets)], case)]
+        for choice, again in zip(answer.choices, others, strict=True):
+            num_same = common_len(choice.token_ids, again)
             # The worker knows nothing of stop strings and goes on.
-            if num_same < len(answer.token_ids) or (not case.stop and len(again) > num_same):
+            if num_same < len(choice.token_ids) or (not case.stop and len(again) > num_same):
                 raise NotReproducible(f"{case.name}: another worker differs from token {num_same} on")
-            known[case.name] = Right(
-                tuple(answer.token_ids), answer.text, answer.finish_reason, answer.stop_string
-            )
-        return known
+        return tuple(
+            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string)
+            for each in answer.choices
+        )
 
-    async def _ask_worker(self, address: str, case: Case) -> list[int]:
+    async def _ask(self, case: Case) -> Answer:
+        answer = await self._client.ask(case, speculation="off")
+        if answer.error is not None or answer.incidents or not answer.is_complete:
+            raise NotReproducible(f"{case.name}: {answer.error} {answer.incidents}")
+        return answer
+
+    async def _ask_worker(self, channel: grpc.aio.Channel, case: Case) -> list[int]:
         prompt = (await self._client.post("/tokenize", {"prompt": case.prompt}))["tokens"]
         request = target_pb2.GenerateRequest(
             session_id=uuid.uuid4().hex,
@@ -63,9 +80,8 @@ class Learner:
             speculation=common_pb2.SpeculationParams(enabled=False, plain=True),
         )
         token_ids: list[int] = []
-        async with grpc.aio.insecure_channel(address) as channel:
-            async for event in target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60):
-                token_ids += event.step.token_ids
+        async for event in target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60):
+            token_ids += event.step.token_ids
         return token_ids
 
 
@@ -76,7 +92,7 @@ class Load:
         self,
         client: Client,
         cases: Sequence[Case],
-        known: dict[str, Right],
+        known: Mapping[str, Sequence[Right]],
         rng: random.Random,
         on_answer: OnAnswer,
     ) -> None:
@@ -88,15 +104,23 @@ class Load:
         self._asked_s: dict[int, float] = {}  # requests under way, by client
         self._leaving: dict[int, asyncio.Event] = {}
         self._is_ending = False
+        # What is right beside what is known: texts of other weights, while there are any.
+        self.other_rights: Callable[[Case, Answer], Sequence[Right] | None] = lambda case, answer: None
+        self._num_asking = 0  # clients whose number is lower may ask
 
     @asynccontextmanager
     async def asking(self, num_clients: int) -> AsyncIterator[None]:
         """Leaving waits until the last answer is complete, unless it is an error that leaves."""
+        self._num_asking = num_clients
         async with asyncio.TaskGroup() as clients:
             for index in range(num_clients):
                 clients.create_task(self._keep_asking(index))
             yield
             self._is_ending = True
+
+    def ask_with(self, num_clients: int) -> None:
+        """No more than so many clients ask from now on; the others finish what they have."""
+        self._num_asking = num_clients
 
     @property
     def oldest_open_s(self) -> float:
@@ -110,10 +134,20 @@ class Load:
             event.set()
         return len(leaving)
 
+    def _judge(self, case: Case, answer: Answer) -> Verdict:
+        verdict = judge(answer, self.known[case.name])
+        if verdict.kind is not Kind.RIGHT and (others := self.other_rights(case, answer)) is not None:
+            return min(verdict, judge(answer, others), key=lambda each: SEVERITY[each.kind])
+        return verdict
+
     async def _keep_asking(self, index: int) -> None:
         while not self._is_ending:
+            if index >= self._num_asking:
+                await asyncio.sleep(0.2)
+                continue
             case = self._rng.choice(self.cases)
             edge = self._rng.choice(("http", "grpc"))
+            tenant = self._rng.choice(TENANTS)
             speculation = self._rng.choice(("on", "on", "always", "off"))
             leave_after_s = None
             if self._rng.random() < LEAVING_SHARE:
@@ -121,10 +155,15 @@ class Load:
             self._asked_s[index] = time.monotonic()
             leave = self._leaving[index] = asyncio.Event()
             answer = await self._client.ask(
-                case, edge=edge, speculation=speculation, leave_after_s=leave_after_s, leave=leave
+                case,
+                edge=edge,
+                tenant=tenant,
+                speculation=speculation,
+                leave_after_s=leave_after_s,
+                leave=leave,
             )
             del self._asked_s[index]
             self._leaving.pop(index, None)
-            self._on_answer(case, answer, judge(answer, self.known[case.name]))
+            self._on_answer(case, answer, self._judge(case, answer))
             if answer.error is not None:
                 await asyncio.sleep(0.2)  # as a client that was refused would

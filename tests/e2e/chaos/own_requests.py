@@ -13,6 +13,7 @@ from typing import Any, Final
 import grpc
 import httpx
 
+from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.fleet import Fleet
 
 TIMEOUT_S: Final = 90.0
@@ -24,24 +25,27 @@ class Door:
 
     http_url: str
     grpc_address: str
-    key: str | None
-    context: ssl.SSLContext | None
-    credentials: grpc.ChannelCredentials | None
+    key: str
+    context: ssl.SSLContext
+    credentials: grpc.ChannelCredentials
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
-        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-        verify = True if self.context is None else self.context
+        headers = {"Authorization": f"Bearer {self.key}"}
         async with httpx.AsyncClient(
-            base_url=self.http_url, headers=headers, verify=verify, timeout=TIMEOUT_S, trust_env=False
+            base_url=self.http_url, headers=headers, verify=self.context, timeout=TIMEOUT_S, trust_env=False
         ) as client:
             yield client
 
 
 def doors(fleet: Fleet, rng: Random) -> list[Door]:
     """One for each coordinator, then the balancer's; of one tenant, drawn by chance."""
-    ready = fleet.coordinator.ready_line  # type: ignore[union-attr]
-    return [Door(str(ready["http"]), str(ready["grpc"]), None, None, None)]
+    key, trust = fleet.keys[rng.choice(TENANTS)], fleet.certificates
+    addresses = [
+        *((f"https://127.0.0.1:{each.http_port}", f"127.0.0.1:{each.grpc_port}") for each in fleet.backends),
+        (fleet.balancer.url, fleet.balancer.address),
+    ]
+    return [Door(*address, key, trust.context(None), trust.credentials()) for address in addresses]
 
 
 @dataclass

@@ -177,7 +177,7 @@ class UnreadGrpc:
         except StopIteration:
             return Ending("complete", "", self._num_bytes)
         except grpc.RpcError as error:
-            code, words = error.code(), f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
+            code, words = error.code(), f"{error.code().name}: {error.details()}"
             if code is grpc.StatusCode.ABORTED:
                 return Ending("told", words, self._num_bytes)
             is_reset = code is grpc.StatusCode.UNAVAILABLE and self._num_bytes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 from tests.e2e.chaos.cases import make_cases
@@ -18,11 +19,14 @@ def test_every_case_has_one_right_answer() -> None:
     assert any(case.stop for case in cases)
     assert any("seed" in case.sampling for case in cases)
     assert any("repetition_penalty" in case.sampling for case in cases)
+    assert any(case.n > 1 for case in cases)
+    assert any(case.schema for case in cases)
+    assert any(case.regex for case in cases)
     assert len({case.name for case in cases}) == len(cases)
 
 
 def test_both_edges_are_asked_for_the_same() -> None:
-    for case in make_cases(10, random.Random(2)):
+    for case in make_cases(20, random.Random(2)):
         body, message = case.body("always"), case.message("always")
         assert (body["prompt"], body["max_tokens"]) == (message.prompt, message.sampling.max_tokens)
         assert abs(body["temperature"] - message.sampling.temperature) < 1e-6
@@ -31,3 +35,7 @@ def test_both_edges_are_asked_for_the_same() -> None:
         assert body["speculation"] == {"enabled": True, "always": True}
         assert message.speculation.enabled
         assert message.speculation.always
+        assert body.get("n", 1) == message.n
+        asked = body.get("structured_outputs", {})
+        assert asked.get("json", {}) == json.loads(message.sampling.grammar.json_schema or "{}")
+        assert asked.get("regex", "") == message.sampling.grammar.regex

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from tests.e2e.chaos.ledger import QUIET, Injection, Ledger, in_words, longest_gap_s, percentile
-from tests.e2e.chaos.verdict import Answer, Kind, Verdict
+import pytest
+
+from tests.e2e.chaos.costs import Costs
+from tests.e2e.chaos.ledger import LATE_S, QUIET, Injection, Ledger, in_words, longest_gap_s, percentile
+from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict
 
 RIGHT = Verdict(Kind.RIGHT)
 
 
 def answer(asked_s: float, *chunk_times_s: float) -> Answer:
     return Answer(asked_s, chunk_times_s=list(chunk_times_s), ended_s=chunk_times_s[-1])
+
+
+def met(at_s: float, *, is_refusal: bool) -> Answer:
+    """An answer whose client met something in between."""
+    found = answer(at_s - 1.0, at_s + 1.0)
+    found.incidents.append(Incident(at_s, is_refusal, "503 unavailable: no target"))
+    return found
 
 
 def test_a_fault_hits_who_was_under_way_and_who_came_before_it_was_mended() -> None:
@@ -62,7 +72,7 @@ def test_the_table_adds_up() -> None:
         ledger.end(injection, 10.0 * number + 2, None)
         ledger.add("x", answer(10.0 * number - 1, 10.0 * number + 1), RIGHT, 0.0)
     lines = ledger.markdown().splitlines()
-    assert lines[2].startswith("| a | 1 | 1 | 0 | 0 | 0 | 0 | 2.0 s / 2.0 s |")
+    assert lines[2].startswith("| a | 1 | 1 | 0 | 0 | 0 | 0 | 0 / 0 | 2.0 s / 2.0 s |")
     assert lines[-1].startswith("| **all** | 3 |")
     assert ledger.to_json()["faults"][-1]["num_injected"] == 3
 
@@ -73,3 +83,39 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([], 50) is None
     assert in_words(0.0123) == "12 ms"
     assert in_words(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("costs", "is_refusal", "is_failure"),
+    [
+        (Costs.NOTHING, True, True),
+        (Costs.NOTHING, False, True),
+        (Costs.CONNECTIONS, True, True),
+        (Costs.CONNECTIONS, False, False),
+        (Costs.CAPACITY, True, False),
+        (Costs.CAPACITY, False, False),
+    ],
+)
+def test_a_client_has_to_bear_with_what_the_fault_may_cost(
+    costs: Costs, is_refusal: bool, is_failure: bool
+) -> None:
+    ledger = Ledger()
+    injection = Injection(1, "a fault", 10.0, costs)
+    ledger.begin(injection)
+    ledger.add("x", met(12.0, is_refusal=is_refusal), RIGHT, 0.0)
+    ledger.end(injection, 20.0, None)
+    assert bool(ledger.failures) == is_failure
+    if not is_failure:
+        row = ledger.row("a fault")
+        assert (row.num_refusals, row.num_breaks) == (int(is_refusal), int(not is_refusal))
+
+
+def test_what_comes_long_after_a_fault_is_not_its_doing() -> None:
+    ledger = Ledger()
+    injection = Injection(1, "all targets lost", 10.0, Costs.CAPACITY)
+    ledger.begin(injection)
+    ledger.end(injection, 20.0, None)
+    ledger.add("x", met(20.0 + LATE_S - 1, is_refusal=True), RIGHT, 15.0)
+    assert not ledger.failures
+    ledger.add("x", met(20.0 + LATE_S + 1, is_refusal=True), RIGHT, 15.0)
+    assert "refused without need: 503 unavailable" in ledger.failures[0]

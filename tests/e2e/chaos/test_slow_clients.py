@@ -104,7 +104,7 @@ class Endless(generation_pb2_grpc.GenerationServicer):
         self.num_sent = 0
         self._num_messages, self._status = num_messages, status
 
-    async def Generate(  # type: ignore[override]
+    async def Generate(
         self,
         request: generation_pb2.GenerationRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
@@ -124,7 +124,7 @@ async def test_over_grpc_what_is_not_read_is_not_taken_and_the_end_is_known(
     status: grpc.StatusCode, what: str
 ) -> None:
     server, servicer = grpc.aio.server(), Endless(2000, status)
-    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     loop = asyncio.get_running_loop()

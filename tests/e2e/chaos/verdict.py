@@ -12,7 +12,7 @@ ALIGNMENT_LEN = 6
 
 @dataclass(frozen=True)
 class Right:
-    """What an undisturbed system says to a request."""
+    """What an undisturbed system says to a request, in one of its texts."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -21,29 +21,59 @@ class Right:
 
 
 @dataclass
+class Choice:
+    """What has come of one text."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_string: str | None = None
+    has_begun: bool = False  # a chunk of it has come, perhaps without a token
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something in between that the client got over by asking again."""
+
+    at_s: float
+    is_refusal: bool  # told by the system, with the cause; otherwise a connection broke or nobody took it
+    words: str
+
+
+@dataclass
 class Answer:
     """What a client has seen, and when. Times are in seconds on the client's monotonic clock."""
 
     asked_s: float
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    choices: list[Choice] = field(default_factory=lambda: [Choice()])
     chunk_times_s: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_string: str | None = None
     has_left: bool = False  # the client, on purpose
-    num_reconnects: int = 0  # after which the rest came from another replica
+    incidents: list[Incident] = field(default_factory=list)
     event_id: str = ""  # of the last event, where there are such
     run: str = ""  # over gRPC: the fingerprint that the chunks carried
     error: str | None = None  # why there is no end
     ended_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
 
 class Kind(Enum):
+    """From best to worst."""
+
     RIGHT = "right"
+    REFUSED = "refused"  # before the first token
     LOST = "lost"
     REPEATED = "repeated"
     WRONG = "wrong"
-    REFUSED = "refused"  # before the first token
+
+
+SEVERITY = {kind: number for number, kind in enumerate(Kind)}
 
 
 @dataclass(frozen=True)
@@ -53,27 +83,39 @@ class Verdict:
     detail: str = ""
 
 
-def judge(answer: Answer, right: Right) -> Verdict:
-    """Compares token by token, then the text, then how it ended. A client that left has to have seen a beginning."""
-    got, known = answer.token_ids, right.token_ids
+def judge(answer: Answer, rights: Sequence[Right]) -> Verdict:
+    """The worst that has happened to any of the texts. A client that left has to have seen beginnings."""
+    verdicts = [
+        _judge_one(choice, right, answer) for choice, right in zip(answer.choices, rights, strict=True)
+    ]
+    worst = max(range(len(verdicts)), key=lambda index: SEVERITY[verdicts[index].kind])
+    kind, detail = verdicts[worst].kind, verdicts[worst].detail
+    if kind is not Kind.RIGHT and len(rights) > 1:
+        detail = f"text {worst} of {len(rights)}: {detail}"
+    return Verdict(kind, sum(each.num_tokens for each in verdicts if each.kind is kind), detail)
+
+
+def _judge_one(choice: Choice, right: Right, answer: Answer) -> Verdict:
+    """Compares token by token, then the text, then how it ended."""
+    got, known = choice.token_ids, right.token_ids
     at = common_len(got, known)
     if at < len(got):
         return _diverged(got, known, at)
-    if not right.text.startswith(answer.text):
-        return Verdict(Kind.WRONG, 1, f"the tokens are right, the text is not: {answer.text[-40:]!r}")
+    if not right.text.startswith(choice.text):
+        return Verdict(Kind.WRONG, 1, f"the tokens are right, the text is not: {choice.text[-40:]!r}")
     if answer.has_left:
         return Verdict(Kind.RIGHT)
     missing = max(1, len(known) - len(got))
-    if answer.error is not None:
-        kind = Kind.LOST if got else Kind.REFUSED
+    if answer.error is not None and choice.finish_reason is None:
+        kind = Kind.LOST if answer.num_tokens else Kind.REFUSED
         return Verdict(kind, missing, f"after {len(got)} of {len(known)} tokens: {answer.error}")
     if len(got) < len(known):
         return Verdict(Kind.LOST, missing, f"complete after {len(got)} of {len(known)} tokens")
-    if answer.text != right.text:
+    if choice.text != right.text:
         return Verdict(
-            Kind.LOST, 1, f"every token came, {len(right.text) - len(answer.text)} characters did not"
+            Kind.LOST, 1, f"every token came, {len(right.text) - len(choice.text)} characters did not"
         )
-    ends = (answer.finish_reason, answer.stop_string), (right.finish_reason, right.stop_string)
+    ends = (choice.finish_reason, choice.stop_string), (right.finish_reason, right.stop_string)
     if ends[0] != ends[1]:
         return Verdict(Kind.WRONG, 1, f"ended by {ends[0]}, not by {ends[1]}")
     return Verdict(Kind.RIGHT)

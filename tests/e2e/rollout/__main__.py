@@ -24,7 +24,7 @@ from demo.corpus import held_out_prompts
 from outrider.cli.deployment import DEMO_TARGET
 from outrider.errors import OutriderError
 from outrider.free_ports import free_ports
-from outrider.tls import Role
+from outrider.tls import AUTHORITY, Role
 from tests.e2e.load_balancers import Backend
 from tests.e2e.rollout.balancer import SecuredHAProxy
 from tests.e2e.rollout.load import Clients, Tally, Traffic, asking, install_node_modules, plain_cases
@@ -106,7 +106,9 @@ async def run(
             Backend(int(system.url(i).rpartition(":")[2]), int(system.grpc_address(i).rpartition(":")[2]))
             for i in range(2)
         ]
-        balancer = SecuredHAProxy(folder / "balancer", port, backends, system)
+        balancer = SecuredHAProxy(
+            folder / "balancer", port, backends, system.authority, system.certificates / AUTHORITY
+        )
         prometheus = None if program is None else Prometheus(program, system, folder / "prometheus")
         try:
             await asyncio.to_thread(balancer.start)

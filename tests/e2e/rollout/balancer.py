@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from outrider.certificate_authority import CertificateAuthority
 from outrider.tls import Role
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import Backend, HAProxy
-from tests.e2e.secured import SecuredSystem
 
 _ENDED_S: Final = 60.0
 
@@ -22,15 +22,23 @@ _ENDED_S: Final = 60.0
 class SecuredHAProxy(HAProxy):
     """Encrypts again behind itself, and knows coordinators by their certificate."""
 
-    def __init__(self, folder: Path, port: int, backends: Sequence[Backend], system: SecuredSystem) -> None:
-        super().__init__(folder, port, backends, Authority(folder, system.authority))
-        self._system = system
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        backends: Sequence[Backend],
+        authority: CertificateAuthority,
+        authority_path: Path,
+    ) -> None:
+        """Everybody's certificates, its own among them, are signed by `authority`; its own file is `authority_path`."""
+        super().__init__(folder, port, backends, Authority(folder, authority))
+        self._authority_path = authority_path
         self._socket = folder / "admin"
 
     def configure(self) -> list[str]:
         words = super().configure()
         path = self.folder / "haproxy.cfg"
-        name, authority = Role.COORDINATOR.value, self._system.certificates / "ca.crt"
+        name, authority = Role.COORDINATOR.value, self._authority_path
         tls = f"ssl verify required ca-file {authority} sni str({name})"
         text = re.sub(
             r"^(    server .*) proto h2( .*)$", rf"\1 alpn h2 {tls}\2", path.read_text(), flags=re.M

@@ -43,6 +43,8 @@ return 1
 class _Corrupted(Fault):
     """Fields of hashes in Redis are damaged: bytes at random, a part of what was there, or nothing."""
 
+    seconds: ClassVar[tuple[float, float]]
+
     async def damage(self, client: redis.asyncio.Redis, keys: Sequence[bytes]) -> int:
         """One field of each hash. Returns how many there were."""
         num_damaged = 0
@@ -61,9 +63,10 @@ class JournalCorrupted(_Corrupted):
     """
 
     name, part, costs = "journal corrupted, replica SIGKILL", "coordinator", Costs.CONNECTIONS
+    seconds = 1.0, 4.0
 
     async def run(self, worker: Worker | None) -> None:
-        seconds, num_damaged = self.rng.uniform(1.0, 4.0), 0
+        seconds, num_damaged = self.rng.uniform(*self.seconds), 0
         async with redis.asyncio.Redis.from_url(self.fleet.redis.url, socket_timeout=5.0) as client:
             until_s = time.monotonic() + seconds
             while time.monotonic() < until_s:
@@ -83,9 +86,10 @@ class WorkerRecordsCorrupted(_Corrupted):
     """
 
     name, part, costs = "worker records corrupted", "redis", Costs.NOTHING
+    seconds = 5.0, 12.0
 
     async def run(self, worker: Worker | None) -> None:
-        seconds, counts = self.rng.uniform(5.0, 12.0), [0, 0]
+        seconds, counts = self.rng.uniform(*self.seconds), [0, 0]
         spared = self.rng.choice(self.fleet.of_role("target")).name
         names = [each.name for each in self.fleet.workers.values() if each.name != spared]
         async with redis.asyncio.Redis.from_url(self.fleet.redis.url, socket_timeout=5.0) as client:

@@ -57,6 +57,11 @@ class Attempt:
         return self._link.worker
 
     @property
+    def is_trial(self) -> bool:
+        """Whether the target is to have no other run that one more loss would end."""
+        return self._request.trial_tokens > 0
+
+    @property
     def is_replay(self) -> bool:
         """Whether it goes on with what another target had begun."""
         return len(self._request.token_ids) > self._request.num_prompt_tokens

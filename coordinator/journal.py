@@ -6,7 +6,8 @@
         request         digest of what the output depends on (`coordinator.run_identity`)
         seed, max_tokens  as they are for this run, whoever chose them
         weights         digest of weights and numerics, with the first token
-        losses          workers lost while they had this run
+        losses          workers lost while they had this run, followed by a checksum
+        check           checksum of those above that never change, so that damage to them is not taken for a request
         INDEX:CHUNK     CHUNK_TOKENS tokens of a sequence at most: three bytes each, little endian, in base64, followed
                         by their checksum
 
@@ -52,6 +53,7 @@ CHUNK_TOKENS: Final = 256
 _TOKEN_BYTES: Final = 3
 _TOKEN_CHARS: Final = 4  # in base64
 _CHECKSUM_CHARS: Final = 8
+_CHECKED: Final = ("kind", "payload", "request", "seed", "max_tokens")
 
 Kind = Literal["grpc", "completions", "chat"]
 
@@ -106,11 +108,12 @@ class JournaledStream:
     @property
     def num_losses(self) -> int:
         """As last told."""
-        return int(self._changed.get("losses", self.entry.num_losses))
+        packed = self._changed.get("losses")
+        return self.entry.num_losses if packed is None else _unpack_losses(packed)
 
     def count_losses(self, num_losses: int) -> None:
         """So many workers were lost while they had this run."""
-        self._changed["losses"] = str(num_losses)
+        self._changed["losses"] = _pack_losses(num_losses)
         self._tell()
 
     def end(self) -> None:
@@ -286,17 +289,39 @@ def _checksum(index: int, chunk: int, raw: bytes) -> str:
 
 def _header(entry: JournalEntry) -> dict[str, str]:
     """What is known of a stream from its beginning."""
-    numbers = {"seed": entry.seed, "max_tokens": entry.max_tokens, "losses": entry.num_losses}
-    return {
+    numbers = {"seed": entry.seed, "max_tokens": entry.max_tokens}
+    fields = {
         "kind": entry.kind,
         "payload": base64.b64encode(entry.payload).decode(),
         "request": entry.request_digest,
+        "losses": _pack_losses(entry.num_losses),
         **{name: str(value) for name, value in numbers.items() if value is not None},
     }
+    return fields | {"check": _header_checksum(fields)}
+
+
+def _pack_losses(num_losses: int) -> str:
+    """As text; `_unpack_losses` reverses it. Read as a larger number, it would end a run that did no harm."""
+    return f"{num_losses} {zlib.crc32(str(num_losses).encode()):0{_CHECKSUM_CHARS}x}"
+
+
+def _unpack_losses(text: str) -> int:
+    """Raises ValueError for what was damaged."""
+    number, _, _ = text.partition(" ")
+    if _pack_losses(int(number)) != text:
+        raise ValueError("its number of losses is damaged")
+    return int(number)
+
+
+def _header_checksum(fields: Mapping[str, str]) -> str:
+    told = repr([fields.get(name) for name in _CHECKED]).encode()
+    return f"{zlib.crc32(told):0{_CHECKSUM_CHARS}x}"
 
 
 def _parse(stored: Mapping[str, str]) -> JournalEntry | None:
     try:
+        if stored["check"] != _header_checksum(stored):
+            raise ValueError("it is damaged")
         kind = cast(Kind, stored["kind"])
         if kind not in get_args(Kind):
             raise ValueError(f"kind is {kind!r}")
@@ -307,7 +332,7 @@ def _parse(stored: Mapping[str, str]) -> JournalEntry | None:
             int(stored["seed"]) if "seed" in stored else None,
             int(stored["max_tokens"]) if "max_tokens" in stored else None,
             stored.get("weights"),
-            int(stored["losses"]),
+            _unpack_losses(stored["losses"]),
             _tokens_of(stored),
         )
     except (KeyError, ValueError) as error:  # another release's, perhaps

@@ -1,7 +1,8 @@
 """Requests that bring target workers down, known by what they had computed. Pure.
 
 With a worker all runs are lost that it had, innocent ones too. So a run that one more loss would end is tried alone: no
-target gets two such runs at a time (`Trials`), and a worker that dies then was brought down by the one that it had.
+target gets two such runs at a time, and a worker that dies then was brought down by the one that it had. A target
+refuses a second one, whichever replica sends it; `Trials` keeps a replica from asking in vain.
 
 A run that loses as many workers as one run may is ended. What it asked for is remembered under a digest of its prompt
 and grammar, so that its client's retries do not cost as many workers again: for CONVICTED_S the same is refused at
@@ -19,6 +20,8 @@ from outrider.worker_record import WorkerRecord
 TRIAL_TOKENS: Final = 8
 """A run has passed its trial when it has so many more tokens than it got at the target that it was lost with."""
 CONVICTED_S: Final = 120.0
+AGAIN_AFTER_S: Final = 0.3
+"""How long a target that tries a run of another replica is not asked to try one of ours."""
 CONVICTIONS_MAX: Final = 16
 """Prompts remembered at once, the latest ones; each is a label of a metric."""
 
@@ -54,14 +57,24 @@ class PoisonRecord:
 
 
 class Trials:
-    """The targets that have a run which one more loss would end, of this replica: at most one at each."""
+    """The targets that have a run which one more loss would end, as far as this replica knows: at most one at each.
+    Times are in seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self._at: set[WorkerKey] = set()
+        self._refused_until_s: dict[WorkerKey, float] = {}
 
-    def may_begin(self, target: WorkerRecord) -> bool:
-        """Whether the target has no such run."""
-        return key_of(target) not in self._at
+    def may_begin(self, target: WorkerRecord, now_s: float) -> bool:
+        """Whether the target seems to have no such run."""
+        key = key_of(target)
+        return key not in self._at and self._refused_until_s.get(key, now_s) <= now_s
+
+    def refuse(self, target: WorkerRecord, now_s: float) -> None:
+        """The target has one of another replica."""
+        self._refused_until_s = {
+            key: until_s for key, until_s in self._refused_until_s.items() if until_s > now_s
+        }
+        self._refused_until_s[key_of(target)] = now_s + AGAIN_AFTER_S
 
     def begin(self, target: WorkerRecord) -> None:
         """It has one from now on, until `end`."""

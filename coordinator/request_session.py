@@ -228,7 +228,13 @@ class RequestSession:
                     environment.metrics.target_replays.inc()
                 if not self._output.token_ids:
                     spec.run.release(self._index)
-                if isinstance(refusal, Overloaded) and not self._output.token_ids:
+                if isinstance(refusal, Overloaded) and attempt.is_trial:
+                    # Or it is full. Another one may be free to try it, and this one before long.
+                    environment.trials.refuse(target, environment.now_s())
+                    self._tried.discard(key_of(target))
+                    if not self._output.token_ids:
+                        continue
+                elif isinstance(refusal, Overloaded) and not self._output.token_ids:
                     # Others have taken what seemed free. Back to the queue, for as long as one may wait there.
                     environment.router.note_full(target, environment.now_s())
                     self._tried.discard(key_of(target))
@@ -342,6 +348,7 @@ class RequestSession:
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
             incarnation=place.target.incarnation,
             cache_salt=spec.cache_salt,
+            trial_tokens=0 if self._trial is None else self._num_tokens_at_loss + TRIAL_TOKENS,
         )
         session = LinkedSession(
             session_id=session_id,
@@ -383,8 +390,8 @@ class RequestSession:
 
     def _takes(self, target: WorkerRecord) -> bool:
         """Whether this sequence can begin at the target, as it does then."""
-        trials = self._environment.trials
-        if (self._is_on_trial and not trials.may_begin(target)) or not self._spec.run.bind(
+        trials, now_s = self._environment.trials, self._environment.now_s()
+        if (self._is_on_trial and not trials.may_begin(target, now_s)) or not self._spec.run.bind(
             self._index, target
         ):
             return False
@@ -407,7 +414,7 @@ class RequestSession:
     def _accepts(self, target: WorkerRecord) -> bool:
         """Whether this sequence may go there now."""
         return self._spec.run.accepts(target) and (
-            not self._is_on_trial or self._environment.trials.may_begin(target)
+            not self._is_on_trial or self._environment.trials.may_begin(target, self._environment.now_s())
         )
 
     def _restrictions(self) -> Restrictions:

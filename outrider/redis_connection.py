@@ -46,6 +46,9 @@ def _open(url: str, timeout_s: float) -> redis.asyncio.Redis:
     """Raises ValueError when `url` is not one."""
     common: dict[str, Any] = {
         "decode_responses": True,
+        # Bytes that are no text are damage to one value. As an error they would fail the whole answer, and with it
+        # everything that is read beside them.
+        "encoding_errors": "backslashreplace",
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "health_check_interval": 15,

@@ -89,7 +89,8 @@ return 1
 """
 
 # KEYS: leases, events. ARGV: the pool's prefix. Drops workers whose lease has ended. Returns the time in ms, the id of
-# the last event and its kind, then for each live worker the number of its reservations and a flat field-value list.
+# the last event and its kind, then for each live worker its id, the number of its reservations and a flat field-value
+# list.
 _READ: Final = f"""{_NOW}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
   redis.call('ZREM', KEYS[1], id)
@@ -103,6 +104,7 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   local record = redis.call('HGETALL', ARGV[1] .. 'w:' .. id)
   if #record > 0 then
     local incarnation = redis.call('HGET', ARGV[1] .. 'w:' .. id, 'incarnation') or ''
+    found[#found + 1] = id
     found[#found + 1] = redis.call('ZCOUNT', ARGV[1] .. 'r:' .. incarnation, '(' .. now, '+inf')
     found[#found + 1] = record
   end
@@ -164,6 +166,8 @@ class PoolView:
     last_event: str = "0-0"  # to wait for the next one after
     last_kind: str = ""  # of that event: joined, left, expired or a new state
     clock_ms: int = 0  # what the registry's clock showed
+    # Workers whose lease lasts and whose record cannot be read: id and, as far as that can be read, incarnation.
+    unreadable: frozenset[tuple[str, str]] = frozenset()
 
 
 class RegistryCalls(Protocol):
@@ -253,20 +257,26 @@ class Registry:
         return bool(await self.ask(self._remove(keys=keys, args=[record.worker_id, record.incarnation])))
 
     async def read(self, pool: Pool) -> PoolView:
-        """The pool's live workers. A record that cannot be read is logged and left out."""
+        """The pool's live workers. A record that cannot be read is logged, and named among those."""
         prefix = _prefix(pool)
         answer = await self.ask(self._read(keys=[f"{prefix}leases", f"{prefix}events"], args=[prefix]))
         clock_ms, last_event, last_kind, *rows = cast("list[Any]", answer)
         found: list[tuple[WorkerRecord, int]] = []
-        for num_reserved, row in zip(rows[::2], rows[1::2], strict=True):
+        unreadable = set()
+        for worker_id, num_reserved, row in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
             stored = dict(zip(row[::2], row[1::2], strict=True))
             try:
-                found.append((WorkerRecord.from_fields(stored), num_reserved))
+                record = WorkerRecord.from_fields(stored)
+                if (record.pool, record.worker_id) != (pool, worker_id):
+                    raise ValueError(f"it is that of {record.pool} worker {record.worker_id}")
             except ValueError as error:
-                _log.warning("ignoring the record of %s worker %s: %s", pool, stored.get("worker_id"), error)
+                _log.warning("ignoring the record of %s worker %s: %s", pool, worker_id, error)
+                unreadable.add((worker_id, stored.get("incarnation", "")))
+            else:
+                found.append((record, num_reserved))
         found.sort(key=lambda each: each[0].worker_id)
         records, counts = tuple(record for record, _ in found), tuple(num for _, num in found)
-        return PoolView(records, counts, last_event, last_kind, clock_ms)
+        return PoolView(records, counts, last_event, last_kind, clock_ms, frozenset(unreadable))
 
     async def next_event(self, pool: Pool, after: str, timeout_s: float) -> bool:
         """Waits until the pool's members change. False when they did not within `timeout_s`, which should stay below

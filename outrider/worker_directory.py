@@ -33,7 +33,8 @@ class Departure:
 
 class WorkerDirectory:
     """A snapshot kept fresh while the context is open: read anew whenever a pool's members change, and every REFRESH_S
-    for the loads, and for events that were missed.
+    for the loads, and for events that were missed. A record that has become unreadable while its worker keeps its lease
+    is damaged: the one from before counts until the worker writes it anew.
 
     A Redis that comes back may have lost everything. Workers known from before stay in the snapshot until
     each has had a lease's time to announce itself again. A restart may be over before anybody has missed it: then there
@@ -105,6 +106,11 @@ class WorkerDirectory:
             self._trusted_until_s[pool] = now_s + self._lease_s if pool in self._views else now_s
         if now_s < self._trusted_until_s[pool]:
             view = replace(view, workers=_with_missing(view.workers, self._views[pool].workers))
+        elif view.unreadable:
+            damaged = [
+                each for each in self._workers(pool) if (each.worker_id, each.incarnation) in view.unreadable
+            ]
+            view = replace(view, workers=_with_missing(view.workers, tuple(damaged)))
         self._note_departures(pool, view, now_s)
         self._views[pool] = view
         self.snapshot = Snapshot(

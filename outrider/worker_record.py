@@ -3,6 +3,7 @@ construction."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, Self, get_args
@@ -12,6 +13,10 @@ WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
 _ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
 """Fields that records of the release before do not have."""
+_CHECK: Final = "check"
+"""Checksum of all fields. A damaged one may read as another value, such as another model or another address."""
+_BESIDE: Final = frozenset({_CHECK, "joined_at_us"})
+"""Fields of a stored hash that are not the worker's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +79,20 @@ class WorkerRecord:
                 raise ValueError(f"field {each.name} is missing")
             value = stored[each.name]
             values[each.name] = int(value) if each.type == "int" else value
+        if stored.get(_CHECK, checksum := _checksum(stored)) != checksum:  # the release before has none
+            raise ValueError("the record is damaged")
         return cls(**values)
 
     def to_fields(self) -> dict[str, str]:
         """The hash to store; `from_fields` reverses it."""
-        return {each.name: str(getattr(self, each.name)) for each in fields(self)}
+        stored = {each.name: str(getattr(self, each.name)) for each in fields(self)}
+        return stored | {_CHECK: _checksum(stored)}
+
+
+def _checksum(stored: Mapping[str, str]) -> str:
+    """Of all that a worker wrote, fields of a later release included."""
+    told = repr(sorted(item for item in stored.items() if item[0] not in _BESIDE)).encode()
+    return f"{zlib.crc32(told):08x}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,20 @@ async def test_what_is_too_long_is_not_kept(registry: Registry) -> None:
         assert journal.begin("r1", JournalEntry("chat", b"x" * (PAYLOAD_BYTES_MAX + 1)), 10) is None
 
 
+@pytest.mark.parametrize("name", ["kind", "payload", "request", "seed", "weights", "losses", "0:0"])
+async def test_bytes_that_are_no_text_are_an_error_of_no_reader(
+    registry: Registry, redis_url: str, name: str
+) -> None:
+    async with Journal(registry, 0.01) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        stream.add(0, [1, 2, 3], "abc")
+        before = await loaded(journal, "r1", 3)
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("or:journal:r1", mapping={name: b"\xff\xfe\x80"})
+        assert await journal.load("r1") != before
+
+
 async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None:
     async with Journal(registry) as journal:
         for fields in (
@@ -94,9 +108,29 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
         ("-1:0", pack(-1, 0, [1])),
         ("seed", "seven"),
         ("losses", ""),
+        ("losses", "2 f4dbdf21"),
         ("payload", "é"),
+        ("payload", "eyJw"),
+        ("kind", "completions"),
+        ("request", "00"),
+        ("seed", "8"),
+        ("max_tokens", "1"),
+        ("check", ""),
     ],
-    ids=["a token", "its place", "nothing", "no index", "far out", "below 0", "seed", "losses", "payload"],
+    ids=[
+        *(
+            "a token",
+            "its place",
+            "nothing",
+            "no index",
+            "far out",
+            "below 0",
+            "seed",
+            "losses",
+            "more losses",
+        ),
+        *("payload", "part of the payload", "kind", "digest", "another seed", "a limit", "the checksum"),
+    ],
 )
 async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: str, value: str) -> None:
     async with Journal(registry, 0.01) as journal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.poison import CONVICTED_S, CONVICTIONS_MAX, PoisonRecord, Trials
+from coordinator.poison import AGAIN_AFTER_S, CONVICTED_S, CONVICTIONS_MAX, PoisonRecord, Trials
 from tests.coordinator.fakes import record_of
 
 
@@ -36,12 +36,20 @@ class TestRecord:
 
 def test_a_target_tries_one_run_at_a_time() -> None:
     trials, one, other = Trials(), record_of("target", "h:1", "f"), record_of("target", "h:2", "f")
-    assert trials.may_begin(one)
+    assert trials.may_begin(one, 0.0)
     trials.begin(one)
-    assert not trials.may_begin(one)
-    assert trials.may_begin(other)
+    assert not trials.may_begin(one, 0.0)
+    assert trials.may_begin(other, 0.0)
     restarted = record_of("target", "h:1", "f", incarnation="2")
-    assert trials.may_begin(restarted)
+    assert trials.may_begin(restarted, 0.0)
     trials.end(one)
     trials.end(one)
-    assert trials.may_begin(one)
+    assert trials.may_begin(one, 0.0)
+
+
+def test_a_target_that_tries_a_run_of_another_replica_is_asked_again_before_long() -> None:
+    trials, one = Trials(), record_of("target", "h:1", "f")
+    trials.refuse(one, 5.0)
+    assert not trials.may_begin(one, 5.0)
+    assert trials.may_begin(record_of("target", "h:2", "f"), 5.0)
+    assert trials.may_begin(one, 5.0 + AGAIN_AFTER_S)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import redis.asyncio
 
+from outrider import worker_record
 from outrider.errors import RegistryUnavailable
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import PoolView, Registry, RegistryCalls
@@ -63,15 +64,27 @@ class TestWorkerRecord:
 
     def test_a_record_of_the_release_before_is_of_unknown_weights_and_numerics(self) -> None:
         stored = RECORD.to_fields()
-        del stored["weights_fingerprint"], stored["numerics"]
+        del stored["weights_fingerprint"], stored["numerics"], stored["check"]
         assert WorkerRecord.from_fields(stored) == replace(RECORD, weights_fingerprint="", numerics="")
 
     def test_a_record_without_any_other_field_is_refused(self) -> None:
-        for name in RECORD.to_fields().keys() - {"weights_fingerprint", "numerics"}:
+        for name in RECORD.to_fields().keys() - {"weights_fingerprint", "numerics", "check"}:
             stored = RECORD.to_fields()
             del stored[name]
             with pytest.raises(ValueError, match=name):
                 WorkerRecord.from_fields(stored)
+
+    def test_a_record_that_was_damaged_is_refused_though_every_field_reads_well(self) -> None:
+        for name, value in (("model_name", "demp"), ("max_num_seqs", "80"), ("zone", "a"), ("numerics", "")):
+            with pytest.raises(ValueError, match="damaged"):
+                WorkerRecord.from_fields(RECORD.to_fields() | {name: value})
+
+    def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known(self) -> None:
+        stored = RECORD.to_fields() | {"colour": "blue"}
+        stored["check"] = worker_record._checksum(stored)
+        assert WorkerRecord.from_fields(stored | {"joined_at_us": "7"}) == RECORD
+        with pytest.raises(ValueError, match="damaged"):
+            WorkerRecord.from_fields(stored | {"colour": "red"})
 
     @pytest.mark.parametrize(
         "changes",
@@ -124,6 +137,30 @@ class TestRegistry:
         with caplog.at_level(logging.WARNING):
             assert await workers(registry) == (RECORD,)
         assert "odd" in caplog.text
+
+    async def test_a_record_with_bytes_that_are_no_text_spoils_no_other(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        await registry.write(RECORD)
+        await registry.write(replace(RECORD, worker_id="t1"))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("{or:target}:w:t1", mapping={"vocab_size": b"\xff\xfe1"})
+        assert await workers(registry) == (RECORD,)
+
+    async def test_a_record_under_the_id_of_another_worker_is_left_out(
+        self, registry: Registry, redis_url: str
+    ) -> None:
+        await registry.write(RECORD)
+        await registry.write(replace(RECORD, worker_id="t1", address="127.0.0.1:7001", incarnation="b"))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("{or:target}:w:t1", mapping={"worker_id": "t0"})
+        assert await workers(registry) == (RECORD,)
+
+    async def test_a_record_of_the_other_pool_is_left_out(self, registry: Registry, redis_url: str) -> None:
+        await registry.write(RECORD)
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset("{or:target}:w:t0", mapping={"pool": "draft"})
+        assert await workers(registry) == ()
 
     async def test_pools_do_not_mix(self, registry: Registry) -> None:
         draft = replace(RECORD, pool="draft", worker_id="d0")
@@ -314,6 +351,36 @@ async def test_a_redis_that_forgets_everything_in_between_is_survived(
             await asyncio.sleep(0.02)
         await eventually(lambda: directory.snapshot.targets == (), "it did not come back within a lease")
     await quick.close()
+
+
+async def test_a_worker_whose_record_was_damaged_stays_as_it_was_until_its_lease_ends(
+    registry: Registry, redis_url: str
+) -> None:
+    quick = Registry(redis_url, lease_s=1.0)
+    await quick.write(RECORD)
+    async with (
+        redis.asyncio.Redis.from_url(redis_url) as client,
+        WorkerDirectory(quick, refresh_s=0.02, lease_s=0.1) as directory,
+    ):
+        await client.hset("{or:target}:w:t0", mapping={"model_name": b"\xffother"})
+        until_s = time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            assert directory.snapshot.targets == (RECORD,)
+            await asyncio.sleep(0.02)
+        await eventually(lambda: directory.snapshot.targets == (), "its lease ended")
+    await quick.close()
+
+
+async def test_another_run_of_a_worker_is_not_taken_for_the_one_before_it(
+    registry: Registry, redis_url: str
+) -> None:
+    await registry.write(RECORD)
+    async with (
+        redis.asyncio.Redis.from_url(redis_url) as client,
+        WorkerDirectory(registry, refresh_s=0.02, lease_s=0.1) as directory,
+    ):
+        await client.hset("{or:target}:w:t0", mapping={"incarnation": "b"})  # of a release we cannot read
+        await eventually(lambda: directory.snapshot.targets == (), "the earlier run is not there")
 
 
 async def test_leases_that_all_end_at_once_are_given_another_one(registry: Registry, redis_url: str) -> None:

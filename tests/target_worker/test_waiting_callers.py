@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import grpc.aio
@@ -102,6 +103,58 @@ async def test_a_request_for_an_earlier_life_of_the_worker_is_refused(
                     call.cancel()
                 else:
                     assert await call.code() is code
+    finally:
+        await server.stop(None)
+
+
+async def test_one_request_that_workers_were_lost_to_is_tried_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever sends them: of two that are there when the worker dies, one would be blamed for the other."""
+    grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
+    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), grammars)
+    servicer.bind(Slow())  # type: ignore[arg-type]
+    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=40)
+
+    def request(session_id: str, trial_tokens: int) -> target_pb2.GenerateRequest:
+        return target_pb2.GenerateRequest(
+            session_id=session_id, token_ids=[5], sampling=sampling, trial_tokens=trial_tokens
+        )
+
+    def committed(session_id: str) -> TokensCommitted:
+        return TokensCommitted(session_id, [7, 8], [common_pb2.TOKEN_ORIGIN_PLAIN] * 2, 0, 0, 1.0)
+
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = target_pb2_grpc.TargetStub(channel)
+            first = stub.Generate(request("first", 4), timeout=10)
+            assert (await first.read()).WhichOneof("event") == "waiting"
+            other = stub.Generate(request("other", 0), timeout=10)
+            assert (await other.read()).WhichOneof("event") == "waiting"
+            for num_steps in range(3):
+                second = stub.Generate(request(f"second-{num_steps}", 4), timeout=10)
+                if num_steps < 2:
+                    assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    servicer.dispatch([committed("first"), committed("other")])
+                    while (await first.read()).WhichOneof("event") == "waiting":
+                        pass
+                else:
+                    assert (await second.read()).WhichOneof("event") == "waiting", "the first has passed"
+            second.cancel()
+            async with asyncio.timeout(5):
+                while True:  # it is free again once the call has ended
+                    third = stub.Generate(request("third", 4), timeout=10)
+                    with suppress(grpc.aio.AioRpcError):
+                        assert (await third.read()).WhichOneof("event") == "waiting"
+                        break
+            first.cancel()
+            other.cancel()
+            third.cancel()
     finally:
         await server.stop(None)
 

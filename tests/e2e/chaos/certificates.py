@@ -27,6 +27,7 @@ class Certificates:
         """`folder` is ours; a new authority is made in it."""
         self._folder = folder
         self.authority = CertificateAuthority.open(folder, now=_some_time_ago())
+        self._contexts: list[tuple[str, ssl.SSLContext]] = []  # that show a certificate
 
     @property
     def authority_path(self) -> Path:
@@ -55,7 +56,14 @@ class Certificates:
         context = ssl.create_default_context(cafile=str(self.authority_path))
         if name is not None:
             context.load_cert_chain(self.folder(name) / CERTIFICATE, self.folder(name) / PRIVATE_KEY)
+            self._contexts.append((name, context))
         return context
+
+    def refresh_contexts(self) -> None:
+        """Has our own connections to come show the newest certificates, and believe whom the newest file names."""
+        for name, context in self._contexts:
+            context.load_verify_locations(self.authority_path)
+            context.load_cert_chain(self.folder(name) / CERTIFICATE, self.folder(name) / PRIVATE_KEY)
 
     def credentials(self, name: str | None = None) -> grpc.ChannelCredentials:
         """For gRPC, likewise."""

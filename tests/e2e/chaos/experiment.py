@@ -103,6 +103,8 @@ class Experiment:
                 f"Everything is up after {time.monotonic() - began_s:.0f} s; logs are in {self._log_dir}."
             )
             known = await self._learn(fleet, cases)
+            for kind in plan.faults:
+                await kind.prepare(fleet, cases)
             warm_up = Load(fleet.client, cases, known, Random(f"{plan.seed} warm-up"), self._take_quiet)
             async with warm_up.asking(plan.fleet.num_clients):
                 await asyncio.sleep(WARM_UP_S)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import ClassVar
 
+from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fleet import Fleet, Worker
 from tests.e2e.chaos.ledger import Injection
@@ -41,6 +42,11 @@ class Fault(ABC):
     def why_not(cls) -> str | None:
         """What is missing on this machine, if something is."""
         return None
+
+    @classmethod
+    async def prepare(cls, fleet: Fleet, cases: Sequence[Case]) -> None:
+        """Finds out what has to be known before the load begins."""
+        return
 
     @asynccontextmanager
     async def victim(self) -> AsyncIterator[Worker | None]:

@@ -43,6 +43,7 @@ from outrider.cli.deployment import (
     rank_environment,
 )
 from outrider.free_ports import free_ports
+from tests.e2e.chaos import poison
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
 from tests.e2e.chaos.certificates import OPERATOR, Certificates, make_keys
 from tests.e2e.chaos.client import Client
@@ -117,12 +118,15 @@ class Fleet:
         # Sockets of Ray lie below it, and their names are bounded.
         self.scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
         self.certificates = Certificates(self.scratch / "certificates")
+        self.public_authority = (
+            self.certificates.authority
+        )  # of what clients believe, whatever becomes of the other
         self._keys_file = self.scratch / "keys.toml"
         self.keys = make_keys(self._keys_file)
         self.redis = RedisBehindTls(self.scratch, self.certificates)
         self.balancer: SecuredHAProxy
         self.client: Client
-        self._backends: list[Backend] = []
+        self.backends: list[Backend] = []
         self._operator: httpx.AsyncClient  # with a key, for public ports
         self._watcher: httpx.AsyncClient  # with a certificate, for the ports of metrics
 
@@ -194,7 +198,7 @@ class Fleet:
         folder.mkdir()
         authority = self.certificates.authority
         self.balancer = SecuredHAProxy(
-            folder, port, self._backends, authority, self.certificates.authority_path
+            folder, port, self.backends, authority, self.certificates.authority_path
         )
         self._stack.push_async_callback(asyncio.to_thread, self.balancer.stop)
         await asyncio.to_thread(self.balancer.start)
@@ -205,7 +209,7 @@ class Fleet:
 
     async def client_of(self, index: int) -> Client:
         """Straight to one coordinator; open for as long as the fleet is."""
-        backend = self._backends[index]
+        backend = self.backends[index]
         client = self._client(f"https://127.0.0.1:{backend.http_port}", f"127.0.0.1:{backend.grpc_port}")
         return await self._stack.enter_async_context(client)
 
@@ -243,7 +247,7 @@ class Fleet:
             *flatten(flags | other),
         )
         environment = self._environment(name) | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
-        environment |= rank_environment(num_ranks)
+        environment |= rank_environment(num_ranks) | (poison.environment() if role == "target" else {})
         spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)
@@ -266,7 +270,7 @@ class Fleet:
         }
         words = (*module("coordinator"), *flatten(flags), "--require-worker-ids")
         spec = ChildSpec(name, "coordinator", words, self._environment("coordinator"), READY_TIMEOUT_S, 15.0)
-        self._backends.append(Backend(http_port, grpc_port))
+        self.backends.append(Backend(http_port, grpc_port))
         for attempt in range(RAY_STARTS_MAX):
             child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
             try:
@@ -425,7 +429,7 @@ class Fleet:
     async def health(self, index: int) -> dict[str, Any]:
         """A coordinator's own view; an `error` when it does not answer."""
         try:
-            url = f"https://127.0.0.1:{self._backends[index].http_port}/health"
+            url = f"https://127.0.0.1:{self.backends[index].http_port}/health"
             found: dict[str, Any] = (await self._operator.get(url, timeout=2.0)).json()
         except (httpx.HTTPError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}

@@ -48,11 +48,21 @@ class RedisBehindTls:
             f"frontend f\n    bind 127.0.0.1:{port} ssl crt {folder}/tls.crt ca-file {folder}/ca.crt verify required\n"
             f"    default_backend b\nbackend b\n    retries 0\n    server redis {self._door.address}\n"
         )
-        with (self._scratch / "redis-front.log").open("wb") as log:
-            words = [str(find_haproxy(self._scratch)), "-f", str(path), "-db"]
-            self._front = subprocess.Popen(words, stdout=log, stderr=log)
+        self._start_front()
         self.link.server_address = ("127.0.0.1", port)
         await self.begin()
+
+    def _start_front(self) -> None:
+        with (self._scratch / "redis-front.log").open("ab") as log:
+            words = [str(find_haproxy(self._scratch)), "-f", str(self._scratch / "redis.cfg"), "-db"]
+            self._front = subprocess.Popen(words, stdout=log, stderr=log)
+
+    async def show_certificate(self) -> None:
+        """Has the front read its files anew, which costs everybody a connection."""
+        if self._front is not None:
+            self._front.kill()
+            await asyncio.to_thread(self._front.wait)
+        self._start_front()
 
     async def stop(self) -> None:
         for each in (self.link, self._door):

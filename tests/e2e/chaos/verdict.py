@@ -73,7 +73,7 @@ class Kind(Enum):
     WRONG = "wrong"
 
 
-_SEVERITY = {kind: number for number, kind in enumerate(Kind)}
+SEVERITY = {kind: number for number, kind in enumerate(Kind)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def judge(answer: Answer, rights: Sequence[Right]) -> Verdict:
     verdicts = [
         _judge_one(choice, right, answer) for choice, right in zip(answer.choices, rights, strict=True)
     ]
-    worst = max(range(len(verdicts)), key=lambda index: _SEVERITY[verdicts[index].kind])
+    worst = max(range(len(verdicts)), key=lambda index: SEVERITY[verdicts[index].kind])
     kind, detail = verdicts[worst].kind, verdicts[worst].detail
     if kind is not Kind.RIGHT and len(rights) > 1:
         detail = f"text {worst} of {len(rights)}: {detail}"

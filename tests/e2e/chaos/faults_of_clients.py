@@ -1,0 +1,268 @@
+"""Clients that do not read, that read too slowly, that share a request id, and one whose text kills."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import httpx
+
+from demo.corpus import held_out_prompts
+from tests.e2e.chaos import poison
+from tests.e2e.chaos.cases import Case
+from tests.e2e.chaos.costs import Costs
+from tests.e2e.chaos.fault import Fault
+from tests.e2e.chaos.fleet import Worker
+from tests.e2e.chaos.own_requests import Door, Refusal, doors, events
+from tests.e2e.chaos.slow_clients import Ending, Unread, UnreadGrpc, UnreadHttp
+from tests.e2e.chaos.verdict import Right
+
+BYTES_PER_S: Final = 100
+READ_AFTER: Final = 1.9
+"""Times the limit of a client's pace. At twice the limit a connection may be cut; until then its client is told."""
+REST_S: Final = 60.0
+LOOK_EVERY_S: Final = 0.05
+MAX_LOST: Final = 3  # workers, to one request
+ATTEMPTS_MAX: Final = 40
+EXPLICIT: Final = frozenset({429, 503})
+
+
+class _SlowReaders(Fault):
+    """Requests for much output whose clients hold the connection and hardly read, enough of them to fill a target.
+
+    Each ends by what it reads at last: `slow_reader` (ABORTED), or all of its output where it came to read in time.
+    What others may see is a wait or a refusal, for these requests take slots for as long as the limit says.
+    """
+
+    part, costs = "clients", Costs.CAPACITY
+    bytes_per_s: ClassVar[int] = 0
+
+    async def run(self, worker: Worker | None) -> None:
+        num_clients = self.rng.randint(3, 5)
+        own_doors = doors(self.fleet, self.rng)
+        prompts = held_out_prompts(num_clients, seed=self.rng.randrange(1 << 30), chars_max=200)
+        plans = [(self.rng.choice(own_doors), self.rng.random() < 0.5, prompt) for prompt in prompts]
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(num_clients) as threads:
+            endings = await asyncio.gather(
+                *(loop.run_in_executor(threads, self._ask, *plan) for plan in plans)
+            )
+        counts = Counter(ending.what for ending in endings)
+        kinds = Counter("gRPC" if over_grpc else "HTTP" for _, over_grpc, _ in plans)
+        self.describe(", ".join(f"{count} {what}" for what, count in (kinds + counts).items()))
+        for ending in endings:
+            if ending.what in ("cut", "hung") or (ending.what == "refused" and not _is_explicit(ending)):
+                self.fleet.surprises.append(f"{self.name}: a client was not told why: {ending}")
+
+    def _ask(self, door: Door, over_grpc: bool, prompt: str) -> Ending:
+        limit_s = self.fleet.options.client_stall_max_s
+        client: Unread
+        if over_grpc:
+            client = UnreadGrpc(door.grpc_address, door.key, door.credentials, prompt)
+        else:
+            client = UnreadHttp(door.http_url, door.key, door.context, prompt)
+        try:
+            ending = client.read_beginning(REST_S)
+            if ending is None:
+                until_s = time.monotonic() + READ_AFTER * limit_s
+                ending = client.read_slowly(self.bytes_per_s, until_s)
+            return ending or client.read_rest(REST_S)
+        finally:
+            client.close()
+
+
+class ClientsDoNotRead(_SlowReaders):
+    """Clients that ask for eight sequences of 500 tokens with log probabilities and read none of it."""
+
+    name = "clients do not read"
+
+
+class ClientsReadSlowly(_SlowReaders):
+    """The same, reading 100 bytes a second, which is less than is generated."""
+
+    name, bytes_per_s = "clients read slowly", BYTES_PER_S
+
+
+def _is_explicit(ending: Ending) -> bool:
+    return any(word in ending.words for word in ("429", "503", "RESOURCE_EXHAUSTED", "UNAVAILABLE"))
+
+
+class _Poison(Fault):
+    """A prompt that kills whichever target computes it.
+
+    Its client is told so after three workers at most (503 `poisonous_request`). Others lose no token; new requests may
+    wait or be refused while the targets that died start again.
+    """
+
+    part, costs = "targets", Costs.CAPACITY
+    num_steps: ClassVar[int]
+
+    async def run(self, worker: Worker | None) -> None:
+        body = {
+            "prompt": poison.prompt(self.num_steps, self.rng),
+            "max_tokens": 50,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        door = self.rng.choice(doors(self.fleet, self.rng))
+        refusal, num_tokens = None, 0
+        async with self._deaths() as deaths, door.http() as http:
+            for _ in range(ATTEMPTS_MAX):
+                refusal, num_tokens = await _refusal_of(http, body)
+                if refusal is None or refusal.code == "poisonous_request" or deaths:
+                    break
+                await asyncio.sleep(0.5)  # there was no room for it yet
+        self.describe(f"{len(deaths)} targets lost, {num_tokens} tokens")
+        if refusal is None or refusal.code != "poisonous_request":
+            self.fleet.surprises.append(f"{self.name}: its client was not told: {refusal}; lost {deaths}")
+        if not 1 <= len(deaths) <= MAX_LOST:
+            self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
+
+    @asynccontextmanager
+    async def _deaths(self) -> AsyncIterator[list[str]]:
+        """The targets that die meanwhile, each of which is expected to."""
+        names, deaths = {worker.name for worker in self.fleet.of_role("target")}, list[str]()
+
+        async def watch() -> None:
+            while True:
+                self.fleet._expected_ends |= names
+                await asyncio.sleep(LOOK_EVERY_S)
+                deaths.extend(sorted(names - self.fleet._expected_ends))
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield deaths
+            await asyncio.sleep(2 * LOOK_EVERY_S)
+        finally:
+            watching.cancel()
+            self.fleet._expected_ends -= names
+
+
+class PoisonAtOnce(_Poison):
+    """A text that kills whichever target has it, before its first token."""
+
+    name, num_steps = "poison text, at once", poison.AT_ONCE
+
+
+class PoisonLater(_Poison):
+    """A text that kills whichever target has it, after a few tokens there."""
+
+    name, num_steps = "poison text, after a few tokens", poison.AFTER_A_FEW
+
+
+async def _refusal_of(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Refusal | None, int]:
+    """What the request ends with, and how many tokens came before. None: it is complete."""
+    num_tokens = 0
+    try:
+        async for _, event in events(http, {**body, "return_token_ids": True}):
+            num_tokens += sum(len(choice.get("token_ids") or []) for choice in event["choices"])
+    except Refusal as refusal:
+        return refusal, num_tokens
+    except httpx.HTTPError as error:
+        return Refusal(0, "broken", f"{type(error).__name__}: {error}"), num_tokens
+    return None, num_tokens
+
+
+@dataclass
+class _Twin:
+    """One of several requests of one id."""
+
+    case: Case
+    right: Right
+    door: Door
+    leaves_after: int  # tokens; then it comes back with the last event's id, at another door
+    back_at: Door
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    event_id: str = ""
+    end: str = ""
+    """How it ended: complete, or a refusal in words."""
+
+
+class OneIdTwice(Fault):
+    """Requests of one id, equal ones and others, at two coordinators at once; some break off and go on at another.
+
+    Each gets its own text or an explicit refusal (409, or 429 and 503 where there is no room), never the other's.
+    """
+
+    name, part = "one id at two coordinators", "request id"
+
+    async def run(self, worker: Worker | None) -> None:
+        counts: Counter[str] = Counter()
+        for _ in range(self.rng.randint(3, 6)):
+            twins = self._draw()
+            request_id = f"twin-{uuid.UUID(int=self.rng.getrandbits(128)).hex}"
+            await asyncio.gather(*(self._ask(twin, request_id) for twin in twins))
+            for twin in twins:
+                counts[twin.end.partition(" ")[0]] += 1
+                self._judge(twin, request_id)
+        self.describe(", ".join(f"{count} {end}" for end, count in sorted(counts.items())))
+
+    def _draw(self) -> list[_Twin]:
+        own_doors = doors(self.fleet, self.rng)
+        cases = [(case, self.load.known[case.name][0]) for case in self.load.cases if case.n == 1]
+        is_same = self.rng.random() < 0.5
+        first = self.rng.choice(cases)
+        picked = [first, first if is_same else self.rng.choice(cases)]
+        return [
+            _Twin(
+                *(case, right, own_doors[index % len(own_doors)]),
+                leaves_after=self.rng.randint(0, 40),
+                back_at=self.rng.choice(own_doors),
+            )
+            for index, (case, right) in enumerate(picked)
+        ]
+
+    async def _ask(self, twin: _Twin, request_id: str) -> None:
+        body, headers = twin.case.body("on"), {"X-Request-Id": request_id}
+        door, leaves_after = twin.door, twin.leaves_after
+        for _ in range(ATTEMPTS_MAX):
+            try:
+                async with door.http() as http:
+                    async for event_id, event in events(http, body, headers):
+                        twin.event_id = event_id
+                        for choice in event["choices"]:
+                            twin.token_ids += choice.get("token_ids") or []
+                            twin.text += choice.get("text") or ""
+                        if 0 < leaves_after <= len(twin.token_ids):
+                            break
+                    else:
+                        twin.end = "complete"
+                        return
+            except Refusal as refusal:
+                if refusal.status not in EXPLICIT and refusal.status != 200:
+                    twin.end = str(refusal)
+                    return
+                await asyncio.sleep(0.5)
+            except httpx.HTTPError as error:
+                twin.end = f"0 {type(error).__name__}: {error}"
+                await asyncio.sleep(0.5)
+            else:
+                door, leaves_after = twin.back_at, 0
+            if twin.event_id:
+                headers["Last-Event-ID"] = twin.event_id
+        twin.end = twin.end or "429 too often"
+
+    def _judge(self, twin: _Twin, request_id: str) -> None:
+        right = twin.right
+        got = twin.token_ids
+        is_own = got == list(right.token_ids[: len(got)]) and right.text.startswith(twin.text)
+        is_whole = len(got) == len(right.token_ids) and twin.text == right.text
+        if not is_own or (twin.end == "complete" and not is_whole):
+            self.fleet.surprises.append(
+                f"{self.name}: {request_id}: {twin.case.name} got what is not its own: {got[-8:]} ({twin.end})"
+            )
+        elif not twin.end.startswith(("complete", "409", "429", "503")):
+            self.fleet.surprises.append(f"{self.name}: {request_id}: {twin.case.name}: {twin.end}")
+
+
+FAULTS_OF_CLIENTS: Final[tuple[type[Fault], ...]] = (
+    ClientsDoNotRead, ClientsReadSlowly, PoisonAtOnce, PoisonLater, OneIdTwice,
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""An authority is changed without a moment at which two parts do not trust each other."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+
+from outrider.certificate_authority import CertificateAuthority
+from outrider.tls import Role, TlsFiles
+from tests.e2e.chaos.authorities import trust
+
+
+def meet(server: Path, client: Path) -> None:
+    """A handshake between the owners of two folders as they are. Raises ssl.SSLError, ConnectionError."""
+    context = TlsFiles(client).client_context()
+    context.check_hostname = False
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            try:
+                with TlsFiles(server).server_context().wrap_socket(connection, server_side=True) as secure:
+                    secure.sendall(b"x")
+            except OSError:
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with (
+                socket.create_connection(listener.getsockname(), timeout=10) as plain,
+                context.wrap_socket(plain) as secure,
+            ):
+                if secure.recv(1) != b"x":
+                    raise ConnectionError("the server has refused the client's certificate")
+        finally:
+            thread.join()
+
+
+def test_parts_meet_at_every_step_of_a_change_and_not_without_the_first(tmp_path: Path) -> None:
+    old, new = CertificateAuthority.make(), CertificateAuthority.make()
+    folders, day = [tmp_path / "one", tmp_path / "other"], datetime.timedelta(days=1)
+
+    def issue(folder: Path, authority: CertificateAuthority) -> None:
+        authority.issue(folder, Role.TARGET, valid_for=day)
+
+    for folder in folders:
+        issue(folder, old)
+    meet(*folders)
+    issue(folders[0], new)
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        meet(*folders)
+    for num_changed in range(3):
+        for folder in folders[:num_changed]:
+            issue(folder, new)
+        trust(folders, [old.certificate, new.certificate])
+        meet(*folders)
+        meet(*reversed(folders))
+    trust(folders[:1], [new.certificate])
+    meet(*folders)
+    meet(*reversed(folders))
+    trust(folders, [new.certificate])
+    meet(*folders)

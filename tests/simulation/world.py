@@ -280,6 +280,8 @@ class World:
             self.loop.run_until_complete(asyncio.sleep(0))
             if not asyncio.all_tasks(self.loop):
                 break
+        for process in self._everybody:  # cycles without end, which take the garbage collector long
+            vars(process).clear()
 
 
 def _holdings(process: Process) -> Sequence[tuple[str, int]]:

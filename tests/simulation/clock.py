@@ -138,7 +138,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def run_forever(self) -> None:
         """Until `stop`."""
-        self._check_closed()
+        self._check_closed()  # type: ignore[attr-defined]
         self._check_running()  # type: ignore[attr-defined]
         hooks_before = sys.get_asyncgen_hooks()
         self._thread_id: int | None = threading.get_ident()

@@ -121,6 +121,9 @@ class Observer(Protocol):
     def on_blame(self, coordinator: Coordinator, worker: WorkerRecord) -> None:
         """A worker is passed over for a while."""
 
+    def on_session(self, session_id: str, tenant: str) -> None:
+        """A sequence is about to become a session of this id, on a tenant's behalf."""
+
     def on_slot(self, coordinator: Coordinator, ticket: Ticket, look: Look) -> None:
         """A sequence that waits is given a slot."""
 
@@ -190,6 +193,7 @@ class Coordinator(Process):
 
         async def watched_take(line: Any, wish: Wish, ranked: Sequence[WorkerRecord]) -> Place | None:
             place = await take(line, wish, ranked)
+            self.observer.on_session(wish.token, wish.ticket.tenant)
             look = looks.get(id(line))
             if place is not None and look is not None and wish.ticket in look.waiting:
                 self.observer.on_slot(self, wish.ticket, look)

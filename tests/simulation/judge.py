@@ -45,6 +45,11 @@ _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
 _BRIEF_S: Final = 8.0  # a target may be away for longer, and may come back with other weights
 
+_JOURNAL_SHARE_MAX: Final = 0.25
+"""Of a coordinator's bytes in the journal, for one tenant."""
+_JOURNAL_OWN_BYTES: Final = 120
+"""Of each stream that are not counted: names, checksums, who writes and the weights' digest."""
+
 Prompt = tuple[int, ...]
 
 
@@ -60,7 +65,7 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
 
 def callers_of(scenario: Scenario) -> dict[str, Caller]:
     """Whose keys there are."""
-    if Feature.KEYS not in scenario.features:
+    if not scenario.features & {Feature.KEYS, Feature.FULL_JOURNAL}:
         return {}
     limits = TenantLimits(requests_per_minute=scenario.requests_per_minute, priority_min=-1)
     names = ("tenant 0", "tenant 1")
@@ -85,6 +90,8 @@ class Judge:
         self._num_given: dict[str, int] = {}  # tokens that each session came with
         self._admitted: Counter[tuple[Coordinator, str]] = Counter()
         self._weights = self._all_weights()
+        self.has_tenants = bool(callers_of(self._scenario))
+        self._tenants: dict[str, str] = {}  # of sessions, by their ids
 
     # What clients ask.
 
@@ -149,6 +156,20 @@ class Judge:
         if prompt in self._poisons:
             self._num_given[request.session_id] = len(request.token_ids)
 
+    def on_session(self, session_id: str, tenant: str) -> None:
+        self._tenants[session_id] = tenant
+
+    def tenant_of(self, session_id: str) -> str:
+        return self._tenants[session_id]
+
+    def on_journal(self, writer: str, num_bytes: int, num_streams: int) -> None:
+        """What Redis holds of one tenant's streams, all by one coordinator's life."""
+        bytes_max = self._scenario.journal_bytes_max
+        if bytes_max and num_bytes > _JOURNAL_SHARE_MAX * bytes_max + _JOURNAL_OWN_BYTES * num_streams:
+            self.wrong(
+                f"I10: one tenant's streams take {num_bytes} of {bytes_max} bytes of {writer}'s journal"
+            )
+
     def on_slot(self, coordinator: Coordinator, ticket: Ticket, look: Look) -> None:
         """Nobody gets more than a share of the slots while others wait that have less, as things stood when the
         coordinator looked."""
@@ -209,7 +230,7 @@ class Judge:
                 f"I10: {coordinator.name} keeps a slot for request {request.number}, which nobody reads"
             )
 
-    def on_session(self, target: Target, session: Session) -> None:
+    def on_step(self, target: Target, session: Session) -> None:
         """After a step: a session may be the end of its target."""
         if not self._poisons:
             return

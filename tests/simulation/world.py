@@ -188,7 +188,7 @@ class World:
                     *(self.judge, callers_of(self.scenario), self.scenario.journal_bytes_max),
                 )
             case _:
-                process = Redis(self.network, host, self.wrong)
+                process = Redis(self.network, host, self.wrong, self.judge.on_journal)
         self._everybody.append(process)
         self.network.start(process)
         if isinstance(process, Worker | Coordinator):

@@ -32,6 +32,7 @@ from target_worker.messages import WaitForHints
 from target_worker.scheduler import Scheduler
 from target_worker.server import TargetServicer
 from tests.draft_worker.fakes import FakeDraftModel
+from tests.simulation.clock import Timer
 from tests.simulation.models import GrammarCompiler, TargetModel
 from tests.simulation.network import Method, Network, Process
 from tests.simulation.process import Host
@@ -64,7 +65,7 @@ class SimulatedThread:
         self._inbox: list[Any] = []
         self._is_running = False
         self._is_hung = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
 
     def submit(self, event: Any, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
         self._inbox.append(event)

@@ -18,7 +18,7 @@ from outrider.randomness import mix
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import Step, StepItem, StepResult
-from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, seed_of
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, digest_after, seed_of
 
 NO_LETTER_TWICE = GrammarSpec(GrammarKind.REGEX, "no letter twice")
 SLOW_TO_COMPILE = GrammarSpec(GrammarKind.REGEX, "no letter twice, slowly")
@@ -79,8 +79,7 @@ class TargetModel(FakeModel):
         assert [len(each) for each in item.text.continuations] == list(range(num_rows))
         has_grammar = item.text.grammar is not None
         digest = _begin(seed_of(item.sampling, item.seed), self._weights)
-        for token_id in text[:position]:
-            digest = mix(digest ^ (token_id + 1))
+        digest = digest_after(digest, tuple(text[:position]))
         before = text[position - 1] if has_grammar and position > item.text.num_prompt_tokens else None
         choices = [_next(digest, before)]
         for token_id in text[position:]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from coordinator import grpc_api
+from coordinator import generation_request, grpc_api, journal
 from coordinator.client_pace import StallWatch
 from coordinator.fair_queue import FairQueue
 from coordinator.generation_request import GenerationSpec
@@ -14,6 +14,7 @@ from coordinator.rate_limits import RateLimits
 from coordinator.resumption import NOTHING_SEEN, Claim, Resumption
 from coordinator.run_identity import RunIdentity
 from coordinator.service import GenerationService, Recollection
+from outrider.api_keys import Caller
 from outrider.loop_lag import LoopLag
 from outrider.sampling_params import SamplingParams
 from outrider.worker_record import WorkerRecord
@@ -91,6 +92,10 @@ def blame_others(self: LoopLag, since_s: float, now_s: float) -> float:
     return now_s - since_s
 
 
+def share_with_everybody(caller: Caller, asked: str = "") -> str:
+    return ""
+
+
 PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "all choices have one seed": (
         *(Feature.CHOICES, GenerationSpec, "sampling_of", sample_all_choices_alike, "tokens"),
@@ -132,6 +137,12 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "a worker announces other weights than it has": (
         *(Feature.WEIGHTS, Target, "fingerprint_of", staticmethod(announce_the_same_weights), "I2"),
+    ),
+    "tenants share a prefix cache": (
+        *(Feature.KEYS, generation_request, "cache_salt", share_with_everybody, "I9: tenant"),
+    ),
+    "a tenant may fill the journal": (
+        *(Feature.FULL_JOURNAL, journal, "TENANT_SHARE", 1.0, "I10: one tenant's streams"),
     ),
 }
 """By what is wrong: the feature, what is replaced and by what, and what the simulation says of it."""

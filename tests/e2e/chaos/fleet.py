@@ -114,6 +114,7 @@ class Fleet:
         self._borrowed: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._expected_ends: set[str] = set()
+        self._may_end: set[str] = set()
         self._is_stopping = False
         # Sockets of Ray lie below it, and their names are bounded.
         self.scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
@@ -303,6 +304,8 @@ class Fleet:
                 worker.is_ready = False
             if event.name in self._expected_ends:
                 self._expected_ends.discard(event.name)
+            elif event.name in self._may_end:
+                self._say(f"   {event.name} {event.detail}")
             elif has_missed_redis:
                 self._say(f"   {event.name} cannot start while Redis is away, and tries again")
             elif not self._is_stopping:
@@ -346,12 +349,12 @@ class Fleet:
 
     @contextlib.contextmanager
     def may_end(self, name: str) -> Iterator[None]:
-        """While the context is open an end of this process is no surprise, and need not come."""
-        self._expected_ends.add(name)
+        """While the context is open no end of this process is a surprise, however many there are, if any."""
+        self._may_end.add(name)
         try:
             yield
         finally:
-            self._expected_ends.discard(name)
+            self._may_end.discard(name)
 
     @property
     def borrowed_names(self) -> frozenset[str]:

@@ -139,11 +139,12 @@ class CoordinatorClockSkewed(_CoordinatorFault):
     """A coordinator is started with a clock that is wrong for a while, and then with the right one again."""
 
     name = "coordinator clock skewed"
+    seconds: ClassVar[tuple[float, float]] = (5.0, 15.0)
 
     async def hit(self, index: int) -> None:
         child, name = self.fleet.coordinators[index], f"coordinator-{index}"
         usual = child.spec
-        seconds = self.rng.uniform(5.0, 15.0)
+        seconds = self.rng.uniform(*self.seconds)
         with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
             clock, what = _skewed(self.rng.choice(SKEWS), Path(folder))
             self.describe(f"{name} {what}", seconds)
@@ -246,9 +247,11 @@ class AllTargetsLostForLong(AllTargetsLost):
 class _WorkerClockSkewed(WorkerFault):
     """It is started with a clock that is wrong for a while, and then with the right one again."""
 
+    seconds: ClassVar[tuple[float, float]] = (5.0, 15.0)
+
     async def hit(self, worker: Worker) -> None:
         usual = worker.child.spec
-        seconds = self.rng.uniform(5.0, 15.0)
+        seconds = self.rng.uniform(*self.seconds)
         with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
             clock, what = _skewed(self.rng.choice(SKEWS), Path(folder))
             self.describe(f"{worker.name} {what}", seconds)

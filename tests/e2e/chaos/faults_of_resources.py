@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import resource
 from collections.abc import AsyncIterator
@@ -17,12 +18,14 @@ from tests.e2e.chaos.cgroups import Controller, Group, group
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.descriptors import exhausted
 from tests.e2e.chaos.fault import Fault, WorkerFault
-from tests.e2e.chaos.fleet import Worker
+from tests.e2e.chaos.fleet import READY_TIMEOUT_S, Worker
 from tests.e2e.chaos.pauses import run_part_time
 
 MEMORY_LEFT_BYTES: Final = 1 << 20
 KILLED_S_MAX: Final = 5.0
 """For prefilling to need more memory than there is."""
+ENDS_S_MAX: Final = 2.0
+"""For a worker that ends because it got no memory to have ended."""
 LOOK_EVERY_S: Final = 0.01
 CORE_SHARE: Final = 0.1
 NUM_PROMPTS: Final = 6
@@ -37,21 +40,27 @@ class _InPrefill(WorkerFault):
     @asynccontextmanager
     async def prefilling(self) -> AsyncIterator[None]:
         """Long prompts are on their way to the targets for as long as the context is open; nobody reads the answers."""
-        asking = [
-            asyncio.create_task(self._keep_asking(self.rng.getrandbits(32))) for _ in range(NUM_PROMPTS)
-        ]
-        try:
-            yield
-        finally:
-            for each in asking:
-                each.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+        leave = asyncio.Event()
+        async with asyncio.TaskGroup() as asking:
+            for _ in range(NUM_PROMPTS):
+                asking.create_task(self._keep_asking(self.rng.getrandbits(32), leave))
+            try:
+                yield
+            finally:
+                leave.set()
 
-    async def _keep_asking(self, seed: int) -> None:
+    async def _keep_asking(self, seed: int, leave: asyncio.Event) -> None:
         rng = random.Random(seed)
-        while True:
+        while not leave.is_set():
             words = " ".join(str(rng.randrange(10_000)) for _ in range(MAX_MODEL_LEN // 6))
-            await self.fleet.client.ask(Case("long prompt", words, max_tokens=4))
+            await self.fleet.client.ask(Case("long prompt", words, max_tokens=4), leave=leave)
+
+    async def until_back(self, worker: Worker, num_lives: int) -> None:
+        """Until it has lived once more than so many times; for as long as a start takes at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while worker.num_lives <= num_lives:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(LOOK_EVERY_S)
 
 
 class TargetOutOfMemory(_InPrefill):
@@ -64,18 +73,34 @@ class TargetOutOfMemory(_InPrefill):
         return cgroups.why_not(Controller.MEMORY)
 
     async def hit(self, worker: Worker) -> None:
-        with group(Controller.MEMORY) as made, self.fleet.may_end(worker.name):
-            made.take(worker.pid)
-            async with self.prefilling():
-                await asyncio.sleep(self.rng.uniform(0.0, 0.5))
+        num_lives = worker.num_lives
+        with self.fleet.may_end(worker.name):
+            with group(Controller.MEMORY) as made:
+                made.take(worker.pid)
+                async with self.prefilling():
+                    await asyncio.sleep(self.rng.uniform(0.0, 0.5))
+                    was_killed = await self._take_memory(worker, made)
+            if was_killed:
+                await self.until_back(worker, num_lives)
+            else:
+                self.fleet.surprises.append(f"{worker.name} lives on without any memory left")
+
+    async def _take_memory(self, worker: Worker, made: Group) -> bool:
+        """Whether that was the end of it."""
+        deadline_s = asyncio.get_running_loop().time() + KILLED_S_MAX
+        while True:
+            try:
                 made.limit_memory(made.memory_bytes() + MEMORY_LEFT_BYTES)
-                self.describe(f"{worker.name} by itself")
-                if await self._is_killed(made):
-                    return
-                self.describe(f"{worker.name} for its neighbour")
-                with made.crowded(2 * MEMORY_LEFT_BYTES):  # all that it needed it had before
-                    if not await self._is_killed(made):
-                        self.fleet.surprises.append(f"{worker.name} lives on without any memory left")
+                break
+            except OSError:  # it has taken more than that meanwhile
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise
+        self.describe(f"{worker.name} by itself")
+        if await self._is_killed(made):
+            return True
+        self.describe(f"{worker.name} for its neighbour")  # all that it needed it had before
+        with made.crowded(2 * MEMORY_LEFT_BYTES):
+            return await self._is_killed(made)
 
     async def _is_killed(self, made: Group) -> bool:
         """Whether the kernel kills it in time."""
@@ -96,17 +121,19 @@ class TargetAllocationsFail(_InPrefill):
 
     async def hit(self, worker: Worker) -> None:
         seconds = self.rng.uniform(*self.seconds)
+        num_lives, process = worker.num_lives, psutil.Process(worker.pid)
         with self.fleet.may_end(worker.name):
             async with self.prefilling():
-                try:
-                    process = psutil.Process(worker.pid)
+                self.describe(worker.name, seconds)
+                with contextlib.suppress(psutil.NoSuchProcess):
                     before = process.rlimit(psutil.RLIMIT_AS)
                     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, before[1]))
-                    self.describe(worker.name, seconds)
                     await asyncio.sleep(seconds)
                     process.rlimit(psutil.RLIMIT_AS, before)
-                except psutil.NoSuchProcess:
-                    self.describe(f"{worker.name}, which ended")
+            await asyncio.sleep(ENDS_S_MAX)
+            if not process.is_running():
+                self.describe(f"{worker.name}, which ended", seconds)
+                await self.until_back(worker, num_lives)
 
     @classmethod
     def why_not(cls) -> str | None:

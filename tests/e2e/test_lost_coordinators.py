@@ -146,3 +146,28 @@ async def test_a_longer_request_is_repeated_or_its_client_is_told(
     assert seen.ending is Ending.COMPLETE, (seen, balancer.log)
     assert seen.statuses in ([200], [502, 200], [503, 200])
     assert len(fakes.taken) == 2
+
+
+@pytest.mark.slow
+async def test_a_slow_body_has_longer_than_a_slow_head(balancer: Balancer, fakes: FakeCoordinators) -> None:
+    """What is kept has to come first, and has as long as a coordinator gives it: a minute, not ten seconds."""
+
+    async def first_line(sent: bytes, rest: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", balancer.port, ssl=balancer.trusted(), server_hostname="localhost"
+        )
+        try:
+            writer.write(sent)
+            await asyncio.sleep(12)  # longer than a head may take
+            writer.write(rest)
+            return await reader.readline()
+        finally:
+            writer.close()
+
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+    of_body, of_head = await asyncio.gather(
+        first_line(head + b"\r\nhello", b"world"), first_line(head, b"\r\nhelloworld")
+    )
+    assert of_body.startswith(b"HTTP/1.1 200"), of_body
+    assert of_head.startswith(b"HTTP/1.1 408"), of_head
+    assert len(fakes.taken) == 1

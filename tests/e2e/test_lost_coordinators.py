@@ -40,7 +40,7 @@ async def behind(
         balancer = kind(tmp_path_factory.mktemp(kind.name), port, fakes.backends, authority)
         try:
             await asyncio.to_thread(balancer.start)
-            await until_it_answers(balancer, 1)
+            await until_it_asks_both(balancer, fakes)
             yield balancer, fakes
         finally:
             await asyncio.to_thread(balancer.stop)
@@ -51,7 +51,7 @@ async def fakes(behind: tuple[Balancer, FakeCoordinators]) -> FakeCoordinators:
     """As they were in the beginning."""
     balancer, fakes = behind
     fakes.fate_of = lambda number: Fate.ANSWERS
-    await until_it_answers(balancer, 4)  # who died a moment ago is asked again
+    await until_it_asks_both(balancer, fakes)  # also who died a moment ago
     fakes.taken.clear()
     fakes.request_ids.clear()
     return fakes
@@ -68,10 +68,11 @@ def client_of(balancer: Balancer, *, http2: bool = False) -> httpx.AsyncClient:
     )
 
 
-async def until_it_answers(balancer: Balancer, num: int) -> None:
+async def until_it_asks_both(balancer: Balancer, fakes: FakeCoordinators) -> None:
+    fakes.reached.clear()
     async with asyncio.timeout(20), client_of(balancer) as client:
-        while num:
-            num -= (await client.get("/v1/models")).status_code == 200
+        while len(fakes.reached) < 2:
+            await client.get("/v1/models")
             await asyncio.sleep(0.02)
 
 

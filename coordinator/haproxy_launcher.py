@@ -53,8 +53,11 @@ BODY_TIME_S = 60
 """For as much of a body as is kept; the replica has the same bound for all of it."""
 _OWN = re.compile(r"^\s*(?:retry-on|retries|tune\.bufsize|errorfile\s+50[234])\s.*\n", re.MULTILINE)
 _BACKEND = re.compile(r"^(backend\s+\S+)[^\S\n]*$", re.MULTILINE)
-# `option http-buffer-request` with a `timeout http-request` of the backend would give heads as long.
-_BUFFERED = f"    http-request wait-for-body time {BODY_TIME_S}s"
+# What is too long to be kept, or does not tell, is passed on as it comes, so that a stranger is refused at once.
+_BUFFERED = (
+    f"    http-request wait-for-body time {BODY_TIME_S}s "
+    f"unless {{ req.body_size gt {REQUEST_BYTES_MAX - 1024} }} or {{ req.hdr(Transfer-Encoding) -m found }}"
+)
 
 
 def _error(status: int, message: str, retry_after_s: int, kind: str = "server_error") -> str:

@@ -1,4 +1,9 @@
-"""Bugs to plant, each of the kind that one feature of a run is there to find."""
+"""Bugs to plant, each of the kind that one feature of a run is there to find.
+
+Not here is what a simulated run does not have: certificates, and with them workers that announce other ids than theirs
+(`tests/coordinator/test_worker_identity.py`), the file of keys (`tests/outrider/test_api_keys.py`) and HTTP
+(`tests/coordinator/test_extreme_values.py`).
+"""
 
 from __future__ import annotations
 

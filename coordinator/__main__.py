@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from typing import Final
 from coordinator.haproxy_launcher import LOOPBACK
 from coordinator.ingress import Chosen, Ingress, Proxy, ProxyUnusable, choose
 from coordinator.ray_environment import ray_environment
+from coordinator.ray_processes import RayProcesses, kill_descendants
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings
 from outrider.api_keys import KeyFile
 from outrider.errors import ConfigurationError, OutriderError
@@ -41,6 +43,12 @@ from outrider.tokenizer import Tokenizer
 # 107.
 _RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64
 _OBJECT_STORE_BYTES: Final = 100 << 20
+_LOOK_EVERY_S: Final = 0.5
+"""Whether Ray is still there."""
+
+
+class RayLost(Exception):
+    """A process that Ray cannot do without has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     stop = threading.Event()
     _stop_on_signals(stop)
+    has_lost_ray = False
     own_temp_dir = None if listen.ray_temp_dir else tempfile.mkdtemp(prefix="or-", dir="/tmp")
     temp_dir = listen.ray_temp_dir or Path(str(own_temp_dir))
     try:
@@ -83,9 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ProxyUnusable as error:
         print(f"coordinator: --proxy {listen.proxy}: {error}", file=sys.stderr)
         return 1
+    except RayLost as error:
+        print(
+            f"coordinator: Ray's {error} has ended, and so does this coordinator", file=sys.stderr, flush=True
+        )
+        kill_descendants()
+        has_lost_ray = True
     finally:
         if own_temp_dir is not None:
             shutil.rmtree(own_temp_dir, ignore_errors=True)
+    if has_lost_ray:
+        os._exit(1)  # Ray's own way out would wait for what is not there any more
     return 0
 
 
@@ -115,6 +132,7 @@ def _serve(
     from coordinator.app import APPLICATION_NAME, GRPC_SERVICER_FUNCTIONS, build_application
 
     node_id = ""
+    is_lost = False
     try:
         ray.init(
             address="local",
@@ -148,15 +166,27 @@ def _serve(
         )
         serve.run(build_application(settings, listen.num_replicas), name=APPLICATION_NAME, route_prefix="/")
         _announce(settings, listen, chosen.proxy)
-        stop.wait()
+        _wait(stop)
+    except RayLost:
+        is_lost = True
+        raise
     finally:
-        if ray.is_initialized():
-            serve.shutdown()
-        ray.shutdown()
+        if not is_lost:  # else it would be waited for
+            if ray.is_initialized():
+                serve.shutdown()
+            ray.shutdown()
         if chosen.launcher is not None:
             chosen.launcher.unlink(missing_ok=True)
             if node_id:  # HAProxy's files, where Serve places them
                 shutil.rmtree(temp_dir / node_id, ignore_errors=True)
+
+
+def _wait(stop: threading.Event) -> None:
+    """Until it is set. Raises RayLost."""
+    with contextlib.closing(RayProcesses.of_this_process()) as processes:
+        while not stop.wait(_LOOK_EVERY_S):
+            if (name := processes.lost()) is not None:
+                raise RayLost(name)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

@@ -15,6 +15,12 @@ Who connects and does not send the head of a request, or has had an answer and a
 Serve has no bound for either, and each would hold one of a few thousand places for an hour. So is one that takes
 nothing of its answer: the replica has given it up by then, and HAProxy would keep the rest of it.
 
+A request whose replica is lost before the first byte of its answer goes to another one, and its client notices nothing
+but time: nobody has seen anything of the answer, and workers end what the lost replica had begun. For that HAProxy
+keeps requests up to REQUEST_BYTES_MAX with their heads; the client of a longer one is told with 502. RETRIES others are
+asked at most, for a request may be what brings replicas down. What HAProxy itself refuses it refuses in the words of
+the API, with a time to come back, where Serve would have it say 500 in plain text.
+
 Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
 a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
 
@@ -40,10 +46,42 @@ _BIND = re.compile(r"^(\s*bind\s+)(\S*):(\d+)(.*)$", re.MULTILINE)
 _SPLICE = re.compile(r"^\s*option\s+splice-\w+[^\S\n]*\n", re.MULTILINE)
 _GLOBAL = re.compile(r"^global[^\S\n]*$", re.MULTILINE)
 _DEFAULTS = re.compile(r"^defaults[^\S\n]*$", re.MULTILINE)
-_TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s"
+RETRIES = 2
+REQUEST_BYTES_MAX = 65536
+"""Its buffers are as large: of each request until its answer begins, and of each answer that is on its way."""
+BODY_TIME_S = 60
+"""For as much of a body as is kept; the replica has the same bound for all of it."""
+_OWN = re.compile(r"^\s*(?:retry-on|retries|tune\.bufsize|errorfile\s+50[234])\s.*\n", re.MULTILINE)
+_BACKEND = re.compile(r"^(backend\s+\S+)[^\S\n]*$", re.MULTILINE)
+# `option http-buffer-request` with a `timeout http-request` of the backend would give heads as long.
+_BUFFERED = f"    http-request wait-for-body time {BODY_TIME_S}s"
+
+
+def _error(status: int, message: str, retry_after_s: int, kind: str = "server_error") -> str:
+    body = f'{{"error":{{"message":"{message}","type":"{kind}","param":null,"code":null}}}}'
+    described = f"http-error status {status} content-type application/json string '{body}'"
+    return f"    {described} hdr Retry-After {retry_after_s}"
+
+
+_ERRORS = "\n".join(
+    (
+        _error(408, "the request has not come in time", 1, "timeout_error"),
+        _error(502, "the replica that had the request was lost", 1),
+        _error(503, "no replica is ready; try again soon", 5),
+        _error(504, "the replica did not answer in time", 1),
+    )
+)
+_DEFAULT_LINES = f"""\
+    timeout http-request 10s
+    timeout http-keep-alive 75s
+    retry-on conn-failure empty-response
+    retries {RETRIES}
+{_ERRORS}"""
 # What the system keeps of an answer between a replica and a client that reads slowly: without a bound it grows to tens
 # of megabytes, and the replica takes the client for one that has read them.
-_BUFFERS = "    tune.rcvbuf.server 131072\n    tune.sndbuf.client 131072"
+_BUFFERS = (
+    f"    tune.rcvbuf.server 131072\n    tune.sndbuf.client 131072\n    tune.bufsize {REQUEST_BYTES_MAX}"
+)
 # Bytes that a client does not take, not even into its system's buffers.
 _UNREAD = "tcp-ut 2m"
 _ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
@@ -78,8 +116,9 @@ def rewritten(
             )
         return f"{before}{host}:{port}{after} {_UNREAD}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
 
+    configuration = _BACKEND.sub(rf"\1\n{_BUFFERED}", _OWN.sub("", _SPLICE.sub("", configuration)))
     configuration, num_changed = _DEFAULTS.subn(
-        f"defaults\n{_TIMEOUTS}", _BIND.sub(place, _SPLICE.sub("", configuration)), count=1
+        f"defaults\n{_DEFAULT_LINES}", _BIND.sub(place, configuration), count=1
     )
     if not num_changed:
         raise ValueError("HAProxy's configuration has no defaults section")

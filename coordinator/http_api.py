@@ -70,6 +70,8 @@ _log = logging.getLogger(__name__)
 
 LAST_EVENT_HEADER: Final = "Last-Event-ID"
 CANARY_KEY_HEADER: Final = "X-Canary-Key"
+SHOULD_RETRY_HEADER: Final = "X-Should-Retry"
+"""OpenAI's own: its clients try 408, 409, 429, 500 and above again unless it says false."""
 BodyKind = type[CompletionBody] | type[ChatBody]
 ResultT = TypeVar("ResultT")
 _CLIENT_CLOSED_REQUEST: Final = 499  # nginx's word for it; nobody is left to read it
@@ -200,6 +202,8 @@ class HttpApi:
                 # The status line is long gone: the error is the stream's last event.
                 self._service.count_failure(error)
                 held += sse(error_body(error))
+            except Exception as error:  # our bug; a connection that just ends would not say so
+                held += sse(error_body(_internal_error(self._service, writer.request_id, error)))
             yield held + "data: [DONE]\n\n"
 
     async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
@@ -344,11 +348,13 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
 
     def answer(error: OutriderError) -> Response:
         service.count_failure(error)
-        headers = None
+        headers = {}
         if isinstance(error, Overloaded | Unavailable):
-            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         elif isinstance(error, Unauthenticated):
-            headers = {"WWW-Authenticate": "Bearer"}
+            headers["WWW-Authenticate"] = "Bearer"
+        if error.is_final:
+            headers[SHOULD_RETRY_HEADER] = "false"
         return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
     # FastAPI knows nothing of the bodies, which are read by hand: `openapi` does.
@@ -387,11 +393,18 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
 
     @app.exception_handler(Exception)
     async def answer_our_bug(request: Request, error: Exception) -> Response:
-        service.count_failure(error)
-        _log.exception("request %s failed", _request_id(request), exc_info=error)
-        return JSONResponse(error_body(OutriderError("internal error; the log has it")), status_code=500)
+        return JSONResponse(
+            error_body(_internal_error(service, _request_id(request), error)), status_code=500
+        )
 
     return app
+
+
+def _internal_error(service: GenerationService, request_id: str, error: Exception) -> OutriderError:
+    """What the client is told of a bug of ours, which is counted and logged."""
+    service.count_failure(error)
+    _log.exception("request %s failed", request_id, exc_info=error)
+    return OutriderError("internal error; the log has it")
 
 
 def _request_id(request: Request) -> str:

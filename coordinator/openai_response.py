@@ -46,6 +46,10 @@ class ResponseWriter:
         )
         self._frames: list[tuple[str, str] | None] = [None] * spec.num_choices
 
+    @property
+    def request_id(self) -> str:
+        return self._spec.request.request_id
+
     def whole(self, news: Sequence[ChoiceNews], finished: RequestFinished) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         choices: list[dict[str, Any]] = []

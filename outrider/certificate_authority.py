@@ -50,13 +50,13 @@ class CertificateAuthority:
         return cls(builder.sign(key, hashes.SHA256()), key)
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
+    def open(cls, folder: Path, now: datetime.datetime | None = None) -> Self:
         """The one in `folder`, made on the first call. Raises ConfigurationError."""
         certificate_path, key_path = folder / AUTHORITY, folder / _AUTHORITY_KEY
         try:
             if not key_path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                made = cls.make()
+                made = cls.make(now)
                 _write(key_path, _pem_key(made.private_key), mode=0o600)
                 _write(certificate_path, made.certificate.public_bytes(Encoding.PEM))
                 return made

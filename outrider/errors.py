@@ -46,6 +46,9 @@ class OutriderError(Exception):
     grpc_code: ClassVar[str] = "INTERNAL"
     error_type: ClassVar[str] = "internal_error"
     code: ClassVar[str | None] = None
+    is_final: ClassVar[bool] = False
+    """Whether the same request, sent again by a program at once, would end in the same way. Clients that try again by
+    themselves are told not to."""
 
     def __init__(self, message: str) -> None:
         message = _shortened(message)
@@ -123,6 +126,7 @@ class Conflict(OutriderError):
     grpc_code = "ALREADY_EXISTS"
     error_type = "conflict_error"
     code = "conflict"
+    is_final = True
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -183,6 +187,7 @@ class Poisonous(Unavailable):
     """As many workers were lost while they had this request as one request may cost."""
 
     code = "poisonous_request"
+    is_final = True
 
 
 class AnotherLife(Unavailable):
@@ -198,6 +203,7 @@ class DeadlineExceeded(OutriderError):
     grpc_code = "DEADLINE_EXCEEDED"
     error_type = "timeout_error"
     code = "deadline_exceeded"
+    is_final = True
 
 
 class BodyTooSlow(OutriderError):

@@ -157,7 +157,7 @@ class TestLauncher:
         assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
-        assert len(added) == 6
+        assert len(added) == 13
 
     def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
         text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))
@@ -179,8 +179,8 @@ class TestLauncher:
             "bind 127.0.0.1:9101", f"bind *:8000 {tls} h2,http/1.1 tcp-ut 2m", f"bind *:9000 {tls} h2 tcp-ut 2m",
             "bind 127.0.0.1:8404",
         ]  # fmt: skip
-        assert lines[:6] == [
-            "global", "tune.rcvbuf.server 131072", "tune.sndbuf.client 131072",
+        assert lines[:7] == [
+            "global", "tune.rcvbuf.server 131072", "tune.sndbuf.client 131072", "tune.bufsize 65536",
             "ssl-load-extra-del-ext", "ssl-load-extra-files key", "ssl-default-bind-options ssl-min-ver TLSv1.2",
         ]  # fmt: skip
         with pytest.raises(ValueError, match="no global section"):
@@ -198,7 +198,7 @@ class TestLauncher:
         options = ["option abortonclose", "option splice-request", "option splice-response"]
         configuration = "global\ndefaults\n    " + "\n    ".join(options) + "\nfrontend x\n    bind :8000\n"
         changed = rewritten(configuration, "*", frozenset({8000}))
-        assert changed.partition("keep-alive 75s\n")[2].startswith("    option abortonclose\nfrontend x\n")
+        assert "\n    option abortonclose\nfrontend x\n" in changed
         assert "splice" not in changed
 
     def test_a_configuration_of_another_kind_is_refused(self) -> None:

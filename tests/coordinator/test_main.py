@@ -30,6 +30,8 @@ import pytest_asyncio
 
 from coordinator.__main__ import _parse
 from coordinator.ingress import Proxy
+from coordinator.ray_processes import NAMES as RAY_PROCESSES
+from outrider import tether
 from outrider.free_ports import free_ports
 from outrider.redis_server import EmbeddedRedis
 from outrider.registry import Registry
@@ -384,3 +386,41 @@ class TestUnderRayServe:
         assert alive == []
         left = [path.name for path in running.temp_dir.iterdir() if not path.name.startswith("session_")]
         assert left == [], "beside Ray's own, in a folder that was given to it"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", RAY_PROCESSES)
+def test_a_coordinator_ends_with_its_ray_and_takes_all_of_it_along(
+    name: str, clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    """Without its raylet it would serve on with what it has, never whole again; without its GCS for another minute."""
+    redis = EmbeddedRedis(tmp_path)
+    url = redis.start()
+    port, grpc_port = map(str, free_ports(2))
+    words = [
+        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), "10"),
+        *(sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir)),
+        *("--port", port, "--grpc-port", grpc_port),
+    ]
+    environment = os.environ | {"OUTRIDER_REDIS_URL": url, "PYTHONPATH": str(ROOT)}
+    tethered = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert tethered.stdout is not None
+        pid = json.loads(tethered.stdout.readline())["pid"]
+        family = psutil.Process(pid).children(recursive=True)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ray's come and go
+                if process.name() == name:
+                    process.kill()
+        _, said = tethered.communicate(timeout=30)
+        assert f"Ray's {name} has ended, and so does this coordinator" in said
+        assert tethered.returncode == 1
+        assert psutil.wait_procs(family, 10)[1] == []
+    finally:
+        tethered.terminate()
+        tethered.communicate(timeout=30)
+        redis.stop()

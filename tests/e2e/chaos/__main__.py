@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in given.kinds if given.only else FAULTS:
             missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
             print(
-                f"{kind.name:<32}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}"
+                f"{kind.name:<36}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}"
             )
         return 0
     kinds = [kind for kind in given.kinds if kind.why_not() is None]
@@ -141,13 +141,15 @@ def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
         ("Wrong", outcome.ledger.failures),
         ("Ended by itself", outcome.surprises),
         ("Left behind", outcome.leaks),
+        ("A stranger could not know", outcome.strangers.silent),
     ):
         for line in found:
             say(f"{title}: {line}")
-    if given.markdown:
-        print(outcome.ledger.markdown(), flush=True)
-    else:
-        say(outcome.ledger.markdown())
+    for table in (outcome.ledger.markdown(), outcome.strangers.markdown()):
+        if given.markdown:
+            print(f"{table}\n", flush=True)
+        else:
+            say(table)
     total = outcome.ledger.total()
     say(f"  {outcome.saturation}")
     say(

@@ -16,6 +16,8 @@ from outrider.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
 TENANTS: Final = ("search", "ads", "stranger")
 OPERATOR: Final = "operator"
 _DAY: Final = datetime.timedelta(days=1)
+_AGE: Final = datetime.timedelta(hours=2)
+"""Of every certificate when it is made: to a process whose clock is late a new one would not be valid yet."""
 
 
 class Certificates:
@@ -24,7 +26,7 @@ class Certificates:
     def __init__(self, folder: Path) -> None:
         """`folder` is ours; a new authority is made in it."""
         self._folder = folder
-        self.authority = CertificateAuthority.open(folder)
+        self.authority = CertificateAuthority.open(folder, now=_some_time_ago())
         self._contexts: list[tuple[str, ssl.SSLContext]] = []  # that show a certificate
 
     @property
@@ -36,7 +38,7 @@ class Certificates:
         return self._folder / name
 
     def issue(self, name: str, valid_for: datetime.timedelta = _DAY) -> Path:
-        """A new certificate for the process, in its folder, which is returned."""
+        """A new certificate for the process, in its folder, which is returned; valid for so long from now on."""
         role = role_of(name)
         is_worker = role in (Role.TARGET, Role.DRAFT)
         self.authority.issue(
@@ -44,7 +46,8 @@ class Certificates:
             role,
             names=("localhost", "127.0.0.1") if role in (Role.COORDINATOR, Role.REDIS) else (),
             worker_ids=(name,) if is_worker else (),
-            valid_for=valid_for,
+            valid_for=valid_for + _AGE,
+            now=_some_time_ago(),
         )
         return self.folder(name)
 
@@ -74,6 +77,10 @@ class Certificates:
         """From the process `name` to somebody who has to be of this role."""
         options = [("grpc.ssl_target_name_override", role.value)]
         return grpc.aio.secure_channel(address, self.credentials(name), options=options)
+
+
+def _some_time_ago() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) - _AGE
 
 
 def role_of(name: str) -> Role:

@@ -4,8 +4,9 @@ It comes with the development packages where there is one for the machine (the s
 here touches the machine's own clock. Monotonic clocks stay as they are, as they do when an administrator or NTP sets
 one.
 
-For Redis alone: gRPC waits for absolute times by the kernel's clock, which the library does not shift, and would hang
-where it does not under a real step.
+A step is for Redis alone: gRPC waits for absolute times by the kernel's clock, which the library does not shift, and
+would hang where it does not under a real step. A process that goes by another clock from its start on is another
+matter: its waits end in time, however fast that clock runs.
 """
 
 from __future__ import annotations
@@ -52,6 +53,6 @@ class Clock:
             "FAKETIME_CACHE_DURATION": "1",
         }
 
-    def set(self, seconds: int) -> None:
-        """Shows so much more than the right time from now on."""
-        self._file.write_text(f"{seconds:+d}\n")
+    def set(self, seconds: int, rate: float = 1.0) -> None:
+        """Shows so much more than the right time from now on, and runs at this rate from the start of its process."""
+        self._file.write_text(f"{seconds:+d} x{rate:g}\n" if rate != 1.0 else f"{seconds:+d}\n")

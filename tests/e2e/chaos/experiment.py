@@ -21,12 +21,16 @@ from tests.e2e.chaos.fleet import Fleet, FleetOptions
 from tests.e2e.chaos.ledger import Injection, Ledger, in_words
 from tests.e2e.chaos.load import Learner, Load
 from tests.e2e.chaos.saturation import Saturation
+from tests.e2e.chaos.stranger import Stranger
+from tests.e2e.chaos.stranger_table import StrangerTable
 from tests.e2e.chaos.verdict import Answer, Kind, Right, Verdict
 
 RECOVERY_S_MAX = 60.0
 IDLE_S_MAX = 30.0
 NOTICE_S_MAX = 15.0  # of a lease that runs out
 WARM_UP_S = 8.0
+NUM_STRANGERS = 2
+STREAMING_SHARE = 0.7  # of what strangers ask
 CROWDED_S, CALM_S = 45.0, 15.0  # with all clients, and with a third of them
 LAG_S_MAX = 1.0
 PAUSE_S = (0.1, 1.0)  # between two faults: the moment is chosen by chance
@@ -54,11 +58,12 @@ class Outcome:
     leaks: list[str]
     footprints: list[str]
     saturation: Saturation
+    strangers: StrangerTable
     seconds: float  # of the part with faults
 
     @property
     def is_clean(self) -> bool:
-        return not (self.ledger.failures or self.surprises or self.leaks)
+        return not (self.ledger.failures or self.surprises or self.leaks or self.strangers.silent)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,6 +74,7 @@ class Outcome:
             "leaks": self.leaks,
             "footprints": self.footprints,
             "saturation": self.saturation.to_json(),
+            "strangers": self.strangers.to_json(),
         }
 
 
@@ -81,6 +87,9 @@ class Experiment:
         self._say = say
         self._ledger = Ledger()
         self._saturation = Saturation(plan.fleet.num_slots)
+        self._strangers = StrangerTable()
+        self._strangers_asked_s: dict[int, float] = {}  # requests under way
+        self._is_ending = False
         self._num_begun = 0
         self._deadline_s = float("inf")
 
@@ -109,7 +118,9 @@ class Experiment:
             leaks += await self._left_behind(fleet, before)
             leaks += await self._unwatched(fleet)
             footprints = footprint.table(before, await footprint.measure(fleet))
-        return Outcome(self._ledger, fleet.surprises, leaks, footprints, self._saturation, seconds)
+        return Outcome(
+            self._ledger, fleet.surprises, leaks, footprints, self._saturation, self._strangers, seconds
+        )
 
     async def _learn(self, fleet: Fleet, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
         async with AsyncExitStack() as stack:
@@ -138,12 +149,18 @@ class Experiment:
             asyncio.create_task(saturation.watch(self._saturation, fleet.target_pages)),
             asyncio.create_task(self._vary(load)),
         ]
+        strangers = [
+            asyncio.create_task(self._be_a_stranger(fleet, cases, Random(f"{plan.seed} stranger {number}")))
+            for number in range(NUM_STRANGERS)
+        ]
         try:
             async with load.asking(plan.fleet.num_clients), asyncio.TaskGroup() as lanes:
                 for lane in range(plan.num_at_once):
                     rng = Random(f"{plan.seed} faults {lane}")
                     lanes.create_task(self._inject_all(fleet, load, rng, began_s))
         finally:
+            self._is_ending = True
+            await asyncio.gather(*strangers)  # each has a bound of its own
             await end_tasks(*watches)
         return time.monotonic() - began_s
 
@@ -176,6 +193,20 @@ class Experiment:
                 load.ask_with(num_asking)
                 await asyncio.sleep(seconds)
 
+    async def _be_a_stranger(self, fleet: Fleet, cases: Sequence[Case], rng: Random) -> None:
+        """Asks as somebody who knows nothing of us, one request after the other."""
+        async with Stranger(
+            fleet.balancer.url, fleet.keys["stranger"], fleet.certificates.context(None)
+        ) as stranger:
+            while not self._is_ending:
+                number = id(stranger)
+                self._strangers_asked_s[number] = time.monotonic()
+                max_tokens, is_streaming = rng.choice((16, 60, 150)), rng.random() < STREAMING_SHARE
+                seen = await stranger.ask(rng.choice(cases).prompt, max_tokens, is_streaming)
+                del self._strangers_asked_s[number]
+                self._strangers.add(self._ledger.name_of_fault(seen.asked_s, seen.ended_s), seen)
+                await asyncio.sleep(rng.uniform(0.0, 0.5))
+
     async def _watch_ourselves(self) -> None:
         """The relays and the clients run here: when this process does not, everybody else seems to hang."""
         while True:
@@ -201,7 +232,8 @@ class Experiment:
         self._take_one(case, answer, verdict, answer.ended_s)
 
     def _take(self, load: Load, case: Case, answer: Answer, verdict: Verdict) -> None:
-        self._take_one(case, answer, verdict, min(load.oldest_open_s, answer.asked_s))
+        oldest_s = min((load.oldest_open_s, answer.asked_s, *self._strangers_asked_s.values()))
+        self._take_one(case, answer, verdict, oldest_s)
 
     def _take_one(self, case: Case, answer: Answer, verdict: Verdict, oldest_open_s: float) -> None:
         num_failures = len(self._ledger.failures)

@@ -30,7 +30,7 @@ class Fault(ABC):
     needs_ranks: ClassVar[bool] = False
     """Whether a target has to be of several processes for it."""
     costs: ClassVar[Costs] = Costs.NOTHING
-    """What clients may see of it."""
+    """What clients may meet, beside time."""
 
     def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
         self.fleet = fleet

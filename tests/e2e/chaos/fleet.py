@@ -358,6 +358,20 @@ class Fleet:
         finally:
             self._mortal.remove(entry)
 
+    @contextlib.contextmanager
+    def may_end(self, name: str) -> Iterator[None]:
+        """While the context is open an end of this process is no surprise, and need not come."""
+        self._expected_ends.add(name)
+        try:
+            yield
+        finally:
+            self._expected_ends.discard(name)
+
+    @property
+    def borrowed_names(self) -> frozenset[str]:
+        """Workers that faults have in their hands."""
+        return frozenset(self._borrowed)
+
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
         """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""
         flags = {f"--{flag.replace('_', '-')}": value for flag, value in other.items()}

@@ -29,9 +29,9 @@ class Injection:
     recovered_s: float = float("inf")  # everything serves again
     problem: str | None = None  # what did not recover
 
-    def hits(self, answer: Answer) -> bool:
-        """Whether the request was under way when it began, or came before it was mended."""
-        return answer.asked_s <= max(self.began_s, self.mended_s) and answer.ended_s >= self.began_s
+    def hits(self, asked_s: float, ended_s: float) -> bool:
+        """Whether a request was under way when it began, or came before it was mended."""
+        return asked_s <= max(self.began_s, self.mended_s) and ended_s >= self.began_s
 
     def overlaps(self, answer: Answer) -> bool:
         """Whether the request was under way at any moment until everything served again."""
@@ -94,7 +94,7 @@ class Ledger:
         self.num_answers += 1
         self.num_left += answer.has_left
         for injection in self._recent:
-            if injection.hits(answer):
+            if injection.hits(answer.asked_s, answer.ended_s):
                 row = self.row(injection.name)
                 row.num_requests += 1
                 if not answer.has_left and answer.error is None:
@@ -127,6 +127,10 @@ class Ledger:
             ]
             about = ", ".join(f"{each.number} {each.name} ({each.detail})" for each in during) or QUIET
             self.failures.append(f"{name}: {what} without need: {incident.words}; during {about}")
+
+    def name_of_fault(self, asked_s: float, ended_s: float) -> str:
+        """The last one that a request hit, which is to be asked for before the next answer is added."""
+        return next((each.name for each in reversed(self._recent) if each.hits(asked_s, ended_s)), QUIET)
 
     def row(self, name: str) -> Row:
         return self.rows.setdefault(name, Row(name))

@@ -4,7 +4,8 @@
 
 A stalled connection is what a lost network looks like from both ends: it stands, nothing arrives, not even its end,
 and new ones are taken by nobody. When the link opens again what was under way arrives, late and in order, as TCP's own
-retransmissions would bring it. A fault may concern some callers only; they are told apart by the port they call from.
+retransmissions would bring it. One direction may be stalled alone: the server hears its callers and is not heard, or
+the other way round. A fault may concern some callers only; they are told apart by the port they call from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, Flag, auto
 from typing import cast
 
 Callers = Callable[[int], bool]
@@ -25,7 +26,15 @@ Callers = Callable[[int], bool]
 class State(Enum):
     OPEN = "open"
     REFUSING = "refusing"  # what stands is reset, what comes is reset
-    STALLED = "stalled"  # nothing passes, in neither direction
+    STALLED = "stalled"  # nothing passes
+
+
+class Direction(Flag):
+    """Which way data goes."""
+
+    TO_SERVER = auto()
+    TO_CALLER = auto()
+    BOTH = TO_SERVER | TO_CALLER
 
 
 def everybody(port: int) -> bool:
@@ -33,34 +42,86 @@ def everybody(port: int) -> bool:
 
 
 class _End(asyncio.Protocol):
-    """One of a relayed connection's two ends. What it receives goes to its peer."""
+    """One of a relayed connection's two ends. What it receives goes to its peer, late where the link says so."""
 
-    def __init__(self, relay: _Relay) -> None:
-        self._relay = relay
+    def __init__(self, relay: _Relay, sends: Direction) -> None:
+        """`sends` is which way that goes."""
+        self.sends = sends
         self.transport: asyncio.Transport | None = None
-        self.peer: _End | None = None
-        self.is_peer_full = False
+        self.peer: _End
+        self.is_stalled = False  # what it receives does not go on
+        self.is_lost = False  # nothing comes from it any more
+        self._relay = relay
+        self._is_peer_full = False
+        self._under_way: deque[tuple[float, bytes]] = deque()  # (when due on the loop's clock, what)
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._relay.set_up(self)
 
     def data_received(self, data: bytes) -> None:
-        assert self.peer is not None, "read before there was somebody to write to"
-        self._relay.forward(self.peer, data)
+        if self._relay.delay_s > 0 or self._under_way or self.is_stalled:
+            self._under_way.append((asyncio.get_running_loop().time() + self._relay.delay_s, data))
+            self._deliver()
+        else:
+            self.peer.write(data)
 
     def pause_writing(self) -> None:
-        if self.peer is not None:
-            self.peer.is_peer_full = True
-            self._relay.set_reading(self.peer)
+        self.peer.set_full(True)
 
     def resume_writing(self) -> None:
-        if self.peer is not None:
-            self.peer.is_peer_full = False
-            self._relay.set_reading(self.peer)
+        self.peer.set_full(False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._relay.close()
+        self.is_lost = True
+        if not self.is_stalled:  # else its end is not heard of either
+            self._relay.close()
+
+    def write(self, data: bytes) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(data)
+
+    def set_full(self, is_peer_full: bool) -> None:
+        self._is_peer_full = is_peer_full
+        self.set_reading()
+
+    def stall(self, is_stalled: bool) -> None:
+        self.is_stalled = is_stalled
+        self.set_reading()
+        if not is_stalled:
+            self._deliver()
+
+    def set_reading(self) -> None:
+        """Reads exactly when what comes can go on."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self.is_stalled or self._is_peer_full or self.peer.transport is None:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def end(self, how: Callable[[asyncio.Transport], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.transport is not None:
+            how(self.transport)
+
+    def _deliver(self) -> None:
+        """Passes on what is due and sees to the rest later. What is behind waits its turn."""
+        loop = asyncio.get_running_loop()
+        while self._under_way and not self.is_stalled:
+            due, data = self._under_way[0]
+            if (wait_s := due - loop.time()) > 0:
+                if self._timer is None:
+                    self._timer = loop.call_later(wait_s, self._resume)
+                return
+            self._under_way.popleft()
+            self.peer.write(data)
+
+    def _resume(self) -> None:
+        self._timer = None
+        self._deliver()
 
 
 class _Relay:
@@ -68,17 +129,16 @@ class _Relay:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.caller = _End(self)
-        self.server = _End(self)
+        self.caller = _End(self, Direction.TO_SERVER)
+        self.server = _End(self, Direction.TO_CALLER)
         self.caller.peer, self.server.peer = self.server, self.caller
         self.caller_port = 0
-        self.is_stalled = False
         self._is_connecting = False
         self._is_closed = False
-        self._under_way: deque[tuple[float, _End, bytes]] = (
-            deque()
-        )  # (when due on the loop's clock, to whom, what)
-        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def delay_s(self) -> float:
+        return self._link.delay_s
 
     def set_up(self, end: _End) -> None:
         """An end stands. The caller's is not read before the server's stands too."""
@@ -90,17 +150,17 @@ class _Relay:
         elif self._is_closed:
             end.transport.abort()
         else:
-            self.set_reading(self.caller)
-            self.set_reading(self.server)
+            self.caller.set_reading()
+            self.server.set_reading()
 
-    def stall(self, is_stalled: bool) -> None:
-        self.is_stalled = is_stalled
+    def stall(self, directions: Direction) -> None:
+        """These and no others."""
         for end in (self.caller, self.server):
-            self.set_reading(end)
-        if not is_stalled:
-            if self.server.transport is None:
-                self.connect()
-            self._deliver()
+            end.stall(bool(directions & end.sends))
+        if not directions and self.server.transport is None:
+            self.connect()
+        if any(end.is_lost and not end.is_stalled for end in (self.caller, self.server)):
+            self.close()
 
     def connect(self) -> None:
         if not self._is_connecting and not self._is_closed:
@@ -116,39 +176,6 @@ class _Relay:
         except OSError:
             self.reset()  # nobody there
 
-    def set_reading(self, end: _End) -> None:
-        """Reads from an end exactly when what comes can go on."""
-        if end.transport is None or end.transport.is_closing():
-            return
-        if self.is_stalled or end.is_peer_full or self.server.transport is None:
-            end.transport.pause_reading()
-        else:
-            end.transport.resume_reading()
-
-    def forward(self, to: _End, data: bytes) -> None:
-        if self._link.delay_s > 0 or self._under_way or self.is_stalled:
-            self._under_way.append((asyncio.get_running_loop().time() + self._link.delay_s, to, data))
-            self._deliver()
-        elif to.transport is not None:
-            to.transport.write(data)
-
-    def _deliver(self) -> None:
-        """Passes on what is due and sees to the rest later. What is behind waits its turn."""
-        loop = asyncio.get_running_loop()
-        while self._under_way and not self.is_stalled:
-            due, to, data = self._under_way[0]
-            if (wait_s := due - loop.time()) > 0:
-                if self._timer is None:
-                    self._timer = loop.call_later(wait_s, self._resume)
-                return
-            self._under_way.popleft()
-            if to.transport is not None:
-                to.transport.write(data)
-
-    def _resume(self) -> None:
-        self._timer = None
-        self._deliver()
-
     def close(self) -> None:
         """Ends both sides, once what was read has been written."""
         self._end(lambda transport: transport.close())
@@ -162,11 +189,8 @@ class _Relay:
             return
         self._is_closed = True
         self._link.relays.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
         for end in (self.caller, self.server):
-            if end.transport is not None:
-                how(end.transport)
+            end.end(how)
 
 
 class Link:
@@ -215,19 +239,20 @@ class Link:
             relay.reset()
         return len(found)
 
-    def stall(self, callers: Callers = everybody) -> int:
-        """Lets nothing pass until `open`. Returns how many connections stood."""
+    def stall(self, callers: Callers = everybody, directions: Direction = Direction.BOTH) -> int:
+        """Lets nothing pass in these directions until `open`. Returns how many connections stood. None comes about
+        meanwhile: that takes both directions."""
         self._state, self._callers = State.STALLED, callers
         found = [relay for relay in self.relays if callers(relay.caller_port)]
         for relay in found:
-            relay.stall(True)
+            relay.stall(directions)
         return len(found)
 
     def open(self) -> None:
         """As if nothing had been."""
         self._state, self._callers, self.delay_s = State.OPEN, everybody, 0.0
         for relay in list(self.relays):
-            relay.stall(False)
+            relay.stall(Direction(0))
 
     def take(self, relay: _Relay) -> None:
         """A caller has come."""
@@ -237,7 +262,7 @@ class Link:
         elif self._state is State.REFUSING:
             relay.reset()
         else:
-            relay.is_stalled = True
+            relay.stall(Direction.BOTH)
 
 
 def _reset(transport: asyncio.Transport) -> None:

@@ -89,7 +89,8 @@ async def test_each_client_that_does_not_read_is_told(
 
 def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, ...]]]:
     """Requests that differ in their length, and what the fake targets say to them."""
-    known, asked = {}, []
+    known: dict[str, tuple[Right, ...]] = {}
+    asked = []
     for max_tokens in (30, 60, 200):
         case = Case(f"of {max_tokens}", "import", max_tokens, {"ignore_eos": True})
         token_ids = (clusters.script * max_tokens)[:max_tokens]

@@ -119,3 +119,16 @@ def test_what_comes_long_after_a_fault_is_not_its_doing() -> None:
     assert not ledger.failures
     ledger.add("x", met(20.0 + LATE_S + 1, is_refusal=True), RIGHT, 15.0)
     assert "refused without need: 503 unavailable" in ledger.failures[0]
+
+
+def test_a_request_belongs_to_the_last_fault_that_it_hit() -> None:
+    ledger = Ledger()
+    assert ledger.name_of_fault(1.0, 2.0) == QUIET
+    for number, name in enumerate(("first", "second")):
+        injection = Injection(number, name, 10.0 + number)
+        ledger.begin(injection)
+        ledger.mended(injection, 12.0 + number)
+    assert ledger.name_of_fault(9.0, 10.5) == "first"
+    assert ledger.name_of_fault(9.0, 11.5) == "second"
+    assert ledger.name_of_fault(12.5, 14.0) == "second"
+    assert ledger.name_of_fault(14.0, 15.0) == QUIET

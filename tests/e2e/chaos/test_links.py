@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import cast
 
 import pytest
 
-from tests.e2e.chaos.links import Link
+from tests.e2e.chaos.links import Direction, Link
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -24,8 +24,8 @@ class Echo(asyncio.Protocol):
         self.transport.write(data)
 
 
-class EchoLink(Link):
-    """A link to an echo, and who has dialled it."""
+class DialledLink(Link):
+    """A link, and who has dialled it."""
 
     def __init__(self, server_address: tuple[str, int]) -> None:
         super().__init__("test", server_address)
@@ -38,9 +38,10 @@ class EchoLink(Link):
 
 
 @asynccontextmanager
-async def echoing() -> AsyncIterator[EchoLink]:
-    server = await asyncio.get_running_loop().create_server(Echo, "127.0.0.1", 0)
-    link = EchoLink(("127.0.0.1", server.sockets[0].getsockname()[1]))
+async def linked(protocol: Callable[[], asyncio.Protocol]) -> AsyncIterator[DialledLink]:
+    """A link to a server that speaks it."""
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+    link = DialledLink(("127.0.0.1", server.sockets[0].getsockname()[1]))
     await link.start()
     try:
         yield link
@@ -51,6 +52,10 @@ async def echoing() -> AsyncIterator[EchoLink]:
             with suppress(ConnectionError):
                 await writer.wait_closed()
         server.close()
+
+
+def echoing() -> AbstractAsyncContextManager[DialledLink]:
+    return linked(Echo)
 
 
 async def say(ends: Ends, data: bytes, within_s: float = 5.0) -> bytes:
@@ -142,3 +147,102 @@ async def test_nobody_behind_a_link_is_a_closed_connection() -> None:
         link.server_address = ("127.0.0.1", 1)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await say(await link.dial(), b"x")
+
+
+class Talker(asyncio.Protocol):
+    """Speaks when it is told to, and keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard = b""
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += data
+
+    def say(self, data: bytes) -> None:
+        assert self.transport is not None
+        self.transport.write(data)
+
+
+async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110 - what is looked at has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_a_link_stalled_towards_the_server_lets_the_caller_hear() -> None:
+    server = Talker()
+    async with linked(lambda: server) as link:
+        reader, writer = await link.dial()
+        await eventually(lambda: server.transport is not None)
+        assert link.stall(directions=Direction.TO_SERVER) == 1
+        writer.write(b"unheard")
+        server.say(b"heard")
+        async with asyncio.timeout(5):
+            assert await reader.readexactly(5) == b"heard"
+        assert server.heard == b""
+        link.open()
+        await eventually(lambda: server.heard == b"unheard")
+
+
+async def test_a_link_stalled_towards_the_caller_lets_the_server_hear() -> None:
+    server = Talker()
+    async with linked(lambda: server) as link:
+        reader, writer = await link.dial()
+        await eventually(lambda: server.transport is not None)
+        link.stall(directions=Direction.TO_CALLER)
+        writer.write(b"heard")
+        server.say(b"unheard")
+        await eventually(lambda: server.heard == b"heard")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await reader.readexactly(1)
+        link.open()
+        async with asyncio.timeout(5):
+            assert await reader.readexactly(7) == b"unheard"
+
+
+async def test_no_connection_comes_about_with_one_direction_alone() -> None:
+    server = Talker()
+    async with linked(lambda: server) as link:
+        link.stall(directions=Direction.TO_CALLER)
+        _, writer = await link.dial()
+        writer.write(b"late")
+        await asyncio.sleep(0.1)
+        assert server.transport is None
+        link.open()
+        await eventually(lambda: server.heard == b"late")
+
+
+async def test_the_servers_end_is_not_heard_of_where_it_is_not_heard() -> None:
+    server = Talker()
+    async with linked(lambda: server) as link:
+        reader, writer = await link.dial()
+        await eventually(lambda: server.transport is not None)
+        link.stall(directions=Direction.TO_CALLER)
+        assert server.transport is not None
+        server.transport.abort()
+        writer.write(b"x" * 1000)  # the relay hears of the end by writing at the latest
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await reader.read(1)
+        link.open()
+        async with asyncio.timeout(5):
+            assert await reader.read(1) == b""
+
+
+async def test_what_is_delayed_one_way_holds_up_nothing_the_other_way() -> None:
+    server = Talker()
+    async with linked(lambda: server) as link:
+        reader, writer = await link.dial()
+        await eventually(lambda: server.transport is not None)
+        link.stall(directions=Direction.TO_SERVER)
+        link.delay_s = 0.01
+        writer.write(b"unheard")
+        for _ in range(3):
+            server.say(b"heard")
+            async with asyncio.timeout(5):
+                assert await reader.readexactly(5) == b"heard"

@@ -1,0 +1,76 @@
+"""The processes of Ray that a coordinator cannot do without, and whether they still live.
+
+Without its raylet nothing that dies is replaced, and nobody is told: replicas serve on as orphans until the last one
+has gone. Without its GCS all of Ray ends by itself after a minute. So a coordinator that has lost either ends at once,
+and whoever keeps it running starts a whole one; clients go on at another meanwhile.
+
+Linux only: elsewhere none is found, and nothing is missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from typing import Final, Self
+
+from outrider.tether import descendants
+
+NAMES: Final = ("gcs_server", "raylet")
+KILL_S: Final = 3.0
+
+
+class RayProcesses:
+    """Watches processes by descriptors, so that a number that is given out again is never taken for one of them."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        """By name; all are alive, and stay ours to reap."""
+        self._descriptors = {os.pidfd_open(pid): name for name, pid in pids.items()}
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Those that Ray has started here."""
+        return cls(_children(os.getpid()))
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def lost(self) -> str | None:
+        """The name of one that has ended, if one has."""
+        if not self._descriptors:
+            return None
+        ended, _, _ = select.select(list(self._descriptors), [], [], 0)
+        return self._descriptors[ended[0]] if ended else None
+
+
+def kill_descendants() -> None:
+    """SIGKILL to every process below this one, for a few seconds at most: what they start meanwhile goes as well."""
+    deadline_s = time.monotonic() + KILL_S
+    while (found := descendants()) and time.monotonic() < deadline_s:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+def _children(parent: int) -> dict[str, int]:
+    """Pids by name of this process' children that are Ray's; empty where there is no /proc."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                # A process may vanish between the listing and the look.
+                with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
+                    head, _, tail = file.read().rpartition(b")")
+                    name = head.partition(b"(")[2].decode(errors="replace")
+                    if name in NAMES and int(tail.split()[1]) == parent:
+                        found[name] = int(entry)
+    return found

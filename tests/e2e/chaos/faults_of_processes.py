@@ -1,0 +1,312 @@
+"""Coordinators, the balancer and all targets at once: processes that stand still, die, or go by another clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Final
+
+import psutil
+
+from outrider.child import Child
+from tests.e2e.chaos.clocks import Clock, find_library
+from tests.e2e.chaos.costs import Costs
+from tests.e2e.chaos.fault import Fault, WorkerFault
+from tests.e2e.chaos.fleet import Worker
+from tests.e2e.chaos.pauses import stopped
+from tests.e2e.chaos.specs import delayed, with_environment
+
+BACK_S_MAX: Final = 120.0
+"""From a process' end to its next ready line, beside the time that it was kept away."""
+RAY_ENDS_S_MAX: Final = 90.0
+"""For a coordinator to notice that Ray is lost, and to end."""
+BLAMED_S: Final = 5.0
+"""For so long after a coordinator's pause it is asked whom it passes over: longer than it passes anybody over."""
+LOOK_EVERY_S: Final = 0.1
+SKEWS: Final = ((3600, 1.0), (-3600, 1.0), (0, 1.01))
+"""Seconds ahead, and how fast the clock runs."""
+
+
+class _CoordinatorFault(Fault):
+    """Of one of the coordinators, drawn by chance. Who was on it comes back at the other."""
+
+    part, costs = "coordinator", Costs.CONNECTIONS
+
+    async def run(self, worker: Worker | None) -> None:
+        await self.hit(self.rng.randrange(len(self.fleet.coordinators)))
+
+    @abstractmethod
+    async def hit(self, index: int) -> None: ...
+
+    def process(self, index: int) -> psutil.Process:
+        return psutil.Process(int(self.fleet.coordinators[index].ready_line["pid"]))
+
+
+class _Paused(_CoordinatorFault):
+    """SIGSTOP, and SIGCONT some time later. Nobody may be blamed for what was the coordinator's own absence."""
+
+    seconds: ClassVar[tuple[float, float]] = (5.0, 60.0)
+
+    @abstractmethod
+    def family(self, index: int) -> Callable[[], list[psutil.Process]]:
+        """Who is stopped; drawn once, looked up anew each time."""
+
+    async def hit(self, index: int) -> None:
+        seconds = self.rng.uniform(*self.seconds)
+        targets = {worker.name: worker.num_lives for worker in self.fleet.of_role("target")}
+        with stopped(self.family(index)) as num_processes:
+            self.describe(f"{num_processes} processes of coordinator-{index}", seconds)
+            await asyncio.sleep(seconds)
+        if blamed := await self._blamed(index, targets):
+            self.fleet.surprises.append(
+                f"coordinator-{index} stood still for {seconds:.1f} s and blamed {', '.join(sorted(blamed))} for it"
+            )
+
+    async def _blamed(self, index: int, targets: dict[str, int]) -> set[str]:
+        """Targets that have lived through all of it, that nobody has touched, and that it passes over all the same."""
+        blamed: set[str] = set()
+        end_s = time.monotonic() + BLAMED_S
+        while time.monotonic() < end_s:
+            health = await self.fleet.health(index)
+            passed_over = {
+                each["worker_id"]
+                for each in health.get("excluded_workers", ())
+                if each["reason"] == "did not answer a moment ago"
+            }
+            for worker in self.fleet.of_role("target"):
+                is_well = worker.is_ready and targets.get(worker.name) == worker.num_lives
+                if worker.name in passed_over and is_well and worker.name not in self.fleet.borrowed_names:
+                    blamed.add(worker.name)
+            await asyncio.sleep(LOOK_EVERY_S)
+        return blamed
+
+
+class ReplicaStopped(_Paused):
+    """A coordinator replica hangs for 5 to 60 s and goes on: its clients wait, new ones find the others."""
+
+    name = "coordinator replica SIGSTOP"
+
+    def family(self, index: int) -> Callable[[], list[psutil.Process]]:
+        replica = self.rng.choice(self.fleet.replicas(index))
+        return lambda: _with_children(replica)
+
+
+class CoordinatorStopped(_Paused):
+    """A whole coordinator with its Ray hangs for 5 to 60 s and goes on, as when its machine is moved."""
+
+    name = "coordinator machine SIGSTOP"
+
+    def family(self, index: int) -> Callable[[], list[psutil.Process]]:
+        process = self.process(index)
+        return lambda: _with_children(process)
+
+
+class RayHeadKilled(_CoordinatorFault):
+    """A process that Ray cannot do without dies: its coordinator ends, and is started again."""
+
+    name = "Ray head SIGKILL"
+
+    async def hit(self, index: int) -> None:
+        which = self.rng.choice(("gcs_server", "raylet"))
+        self.describe(f"{which} of coordinator-{index}")
+        child, before = self.fleet.coordinators[index], self.process(index)
+        self.fleet.expect_end(f"coordinator-{index}")
+        for process in self.fleet.ray_processes(index):
+            with contextlib.suppress(psutil.Error):
+                if process.name() == which:
+                    process.kill()
+        began_s = time.monotonic()
+        if not await _eventually(lambda: not before.is_running(), RAY_ENDS_S_MAX):
+            self.fleet.surprises.append(
+                f"coordinator-{index} lives {RAY_ENDS_S_MAX:g} s after its {which} was killed"
+            )
+            before.kill()
+        self.describe(f"{which} of coordinator-{index}, which ended", time.monotonic() - began_s)
+        await _until_next_life(child, before.pid)
+
+
+class CoordinatorClockSkewed(_CoordinatorFault):
+    """A coordinator is started with a clock that is wrong for a while, and then with the right one again."""
+
+    name = "coordinator clock skewed"
+
+    async def hit(self, index: int) -> None:
+        child, name = self.fleet.coordinators[index], f"coordinator-{index}"
+        usual = child.spec
+        seconds = self.rng.uniform(5.0, 15.0)
+        with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
+            clock, what = _skewed(self.rng.choice(SKEWS), Path(folder))
+            self.describe(f"{name} {what}", seconds)
+            child.spec = with_environment(usual, clock.environment)
+            try:
+                await self._again(child, name)
+                await asyncio.sleep(seconds)
+            finally:
+                child.spec = usual
+                await self._again(child, name)
+
+    async def _again(self, child: Child, name: str) -> None:
+        """Ends it as a rollout does; it comes back with the specification that it has now."""
+        pid = int(child.ready_line["pid"])
+        self.fleet.expect_end(name)
+        psutil.Process(pid).terminate()
+        await _until_next_life(child, pid)
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if find_library() is not None else "libfaketime is not installed"
+
+
+class BalancerKilled(Fault):
+    """SIGKILL for HAProxy, and another one at once or two seconds later: every connection of every client is lost."""
+
+    name, part, costs = "HAProxy SIGKILL", "balancer", Costs.CONNECTIONS
+
+    async def run(self, worker: Worker | None) -> None:
+        seconds = self.rng.choice((0.0, 2.0))
+        self.describe("", seconds)
+        balancer = self.fleet.balancer
+        assert balancer.process is not None
+        os.killpg(balancer.process.pid, signal.SIGKILL)  # the master and its worker at once
+        await asyncio.to_thread(balancer.process.wait)
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(balancer.start)
+
+
+class AllTargetsLost(Fault):
+    """No target is left, and all are back inside the minute for which a text waits: those that have begun go on."""
+
+    name, part, costs = "all targets lost", "targets", Costs.CAPACITY
+    seconds: ClassVar[tuple[float, float]] = (2.0, 20.0)
+
+    async def run(self, worker: Worker | None) -> None:
+        seconds = self.rng.uniform(*self.seconds)
+        ways = {
+            "SIGKILL": self._kill,
+            "SIGSTOP": self._stop,
+            "connections cut": self._refuse,
+            "connections blackholed": self._stall,
+        }
+        how = self.rng.choice(list(ways))
+        self.describe(how, seconds)
+        await ways[how](self.fleet.of_role("target"), seconds)
+
+    async def _kill(self, targets: list[Worker], seconds: float) -> None:
+        """And started again so much later, which takes some seconds more."""
+        usual = [worker.child.spec for worker in targets]
+        lives = [worker.num_lives for worker in targets]
+        try:
+            for worker in targets:
+                worker.child.spec = delayed(worker.child.spec, seconds)
+                if worker.is_ready:
+                    self.fleet.send(worker, signal.SIGKILL)
+            for worker, num_lives in zip(targets, lives, strict=True):
+                await _eventually(lambda: worker.num_lives > num_lives, seconds + BACK_S_MAX)  # noqa: B023
+        finally:
+            for worker, spec in zip(targets, usual, strict=True):
+                worker.child.spec = spec
+
+    async def _stop(self, targets: list[Worker], seconds: float) -> None:
+        with stopped(lambda: [psutil.Process(worker.pid) for worker in targets if worker.is_ready]):
+            await asyncio.sleep(seconds)
+
+    async def _refuse(self, targets: list[Worker], seconds: float) -> None:
+        for worker in targets:
+            worker.link.refuse()
+        await asyncio.sleep(seconds)
+        for worker in targets:
+            worker.link.open()
+
+    async def _stall(self, targets: list[Worker], seconds: float) -> None:
+        for worker in targets:
+            worker.link.stall()
+        await asyncio.sleep(seconds)
+        for worker in targets:
+            worker.link.open()
+
+
+class AllTargetsLostForLong(AllTargetsLost):
+    """No target for longer than a text waits: each ends with an error that says so, keeps what was said, and can be
+    gone on with afterwards."""
+
+    name, seconds, is_rare = "all targets lost for 70 s", (70.0, 70.0), True
+
+
+class _WorkerClockSkewed(WorkerFault):
+    """It is started with a clock that is wrong for a while, and then with the right one again."""
+
+    async def hit(self, worker: Worker) -> None:
+        usual = worker.child.spec
+        seconds = self.rng.uniform(5.0, 15.0)
+        with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
+            clock, what = _skewed(self.rng.choice(SKEWS), Path(folder))
+            self.describe(f"{worker.name} {what}", seconds)
+            worker.child.spec = with_environment(usual, clock.environment)
+            try:
+                await self._again(worker)
+                await asyncio.sleep(seconds)
+            finally:
+                worker.child.spec = usual
+                await self._again(worker)
+
+    async def _again(self, worker: Worker) -> None:
+        num_lives = worker.num_lives
+        self.fleet.send(worker, signal.SIGTERM)
+        await _eventually(lambda: worker.num_lives > num_lives, BACK_S_MAX)
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if find_library() is not None else "libfaketime is not installed"
+
+
+class TargetClockSkewed(_WorkerClockSkewed):
+    """A target whose clock is an hour ahead, an hour behind, or fast by a hundredth, from its start on."""
+
+    name, part = "target clock skewed", "target"
+
+
+class DraftClockSkewed(_WorkerClockSkewed):
+    """A draft worker whose clock is an hour ahead, an hour behind, or fast by a hundredth, from its start on."""
+
+    name, part = "draft clock skewed", "draft"
+
+
+FAULTS_OF_PROCESSES: Final[tuple[type[Fault], ...]] = (
+    ReplicaStopped, CoordinatorStopped, RayHeadKilled, CoordinatorClockSkewed, BalancerKilled,
+    AllTargetsLost, AllTargetsLostForLong, TargetClockSkewed, DraftClockSkewed,
+)  # fmt: skip
+
+
+def _with_children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _skewed(skew: tuple[int, float], folder: Path) -> tuple[Clock, str]:
+    """A clock for processes to come, and how it is wrong."""
+    seconds, rate = skew
+    clock = Clock(folder / "clock", find_library())
+    clock.set(seconds, rate)
+    return clock, f"{seconds:+d} s" if rate == 1.0 else f"at {rate:g} of its rate"
+
+
+async def _until_next_life(child: Child, pid: int) -> None:
+    await _eventually(lambda: child.ready_line.get("pid") != pid, BACK_S_MAX)
+
+
+async def _eventually(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came to hold in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            return False
+        await asyncio.sleep(LOOK_EVERY_S)
+    return True

@@ -1,0 +1,127 @@
+"""What strangers saw, counted by kind of fault, and the table made of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.e2e.chaos.ledger import in_words, percentile
+from tests.e2e.chaos.stranger import Ending, Seen
+
+EXAMPLES_MAX = 5
+"""Details that are kept of each way to end badly, for each kind of fault."""
+
+
+@dataclass
+class StrangerRow:
+    """One kind of fault."""
+
+    name: str
+    endings: Counter[Ending] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)  # by status and code, such as "503 unavailable"
+    num_told: int = 0  # of those broken off: an error in the stream said why
+    num_tried_again: int = 0  # requests of which the package made more than one
+    num_saved: int = 0  # of these, complete
+    waits_s: list[float] = field(default_factory=list)  # longest of each request
+    examples: dict[Ending, list[str]] = field(default_factory=dict)
+
+    @property
+    def num_asked(self) -> int:
+        return self.endings.total()
+
+    def add(self, seen: Seen) -> None:
+        self.endings[seen.ending] += 1
+        self.waits_s.append(seen.longest_wait_s)
+        if seen.num_tries > 1:
+            self.num_tried_again += 1
+            self.num_saved += seen.ending is Ending.COMPLETE
+        if seen.ending is Ending.REFUSED:
+            self.refusals[f"{seen.status} {seen.code or ''}".strip()] += 1
+        self.num_told += seen.is_told
+        if seen.ending is not Ending.COMPLETE:
+            kept = self.examples.setdefault(seen.ending, [])
+            if len(kept) < EXAMPLES_MAX:
+                kept.append(seen.detail)
+
+
+class StrangerTable:
+    """Takes what strangers saw as their requests end."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, StrangerRow] = {}
+
+    def add(self, fault: str, seen: Seen) -> None:
+        """`fault` is the kind that the request met."""
+        self.rows.setdefault(fault, StrangerRow(fault)).add(seen)
+
+    def total(self) -> StrangerRow:
+        """All faults together, without examples."""
+        total = StrangerRow("**all**")
+        for row in self.rows.values():
+            total.endings += row.endings
+            total.refusals += row.refusals
+            total.num_told += row.num_told
+            total.num_tried_again += row.num_tried_again
+            total.num_saved += row.num_saved
+            total.waits_s += row.waits_s
+        return total
+
+    @property
+    def silent(self) -> list[str]:
+        """What no stranger could have noticed, in words: there is to be none."""
+        return [
+            f"{row.name}: {row.endings[Ending.SILENTLY_SHORT]} silently short, such as: {examples[0]}"
+            for row in self._sorted()
+            if (examples := row.examples.get(Ending.SILENTLY_SHORT))
+        ]
+
+    def markdown(self) -> str:
+        """The table of the README."""
+        lines = [
+            "| Stranger during | asked | complete | refused (explicit) | unanswered | broken off (told why) "
+            "| silently short | hung | tried again, of these complete | longest wait p50 / p99 |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in [*self._sorted(), self.total()]:
+            count = row.endings
+            cells = [
+                row.name,
+                row.num_asked,
+                count[Ending.COMPLETE],
+                _with_reasons(count[Ending.REFUSED], row.refusals),
+                count[Ending.UNANSWERED],
+                f"{count[Ending.BROKEN_OFF]} ({row.num_told})",
+                count[Ending.SILENTLY_SHORT],
+                count[Ending.HUNG],
+                f"{row.num_tried_again}, {row.num_saved}",
+                f"{in_words(percentile(row.waits_s, 50))} / {in_words(percentile(row.waits_s, 99))}",
+            ]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        return "\n".join(lines)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": row.name.strip("*"),
+                "num_asked": row.num_asked,
+                **{f"num_{each.name.lower()}": row.endings[each] for each in Ending},
+                "num_broken_off_told_why": row.num_told,
+                "num_tried_again": row.num_tried_again,
+                "num_tried_again_complete": row.num_saved,
+                "refusals": dict(row.refusals),
+                "longest_wait_p50_s": percentile(row.waits_s, 50),
+                "longest_wait_p99_s": percentile(row.waits_s, 99),
+                "examples": {each.value: told for each, told in row.examples.items()},
+            }
+            for row in [*self._sorted(), self.total()]
+        ]
+
+    def _sorted(self) -> list[StrangerRow]:
+        return [self.rows[name] for name in sorted(self.rows)]
+
+
+def _with_reasons(num: int, refusals: Counter[str]) -> str:
+    if not num:
+        return "0"
+    return f"{num} ({', '.join(f'{count} × {reason}' for reason, count in sorted(refusals.items()))})"

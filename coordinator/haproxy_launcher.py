@@ -15,6 +15,10 @@ Who connects and does not send the head of a request, or has had an answer and a
 Serve has no bound for either, and each would hold one of a few thousand places for an hour. So is one that takes
 nothing of its answer: the replica has given it up by then, and HAProxy would keep the rest of it.
 
+What HAProxy answers itself, and what a replica's HTTP parser says before our code sees anything, has the shape of our
+errors, and a cause: 503 with a time to come back where no replica can be had, for one. Serve has pages for browsers
+there, and makes 500 of what would be overload. What HAProxy cannot read as HTTP at all it answers with its own page.
+
 Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
 a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
 
@@ -26,6 +30,7 @@ Only the standard library's core: the file runs by itself, without site packages
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -50,10 +55,71 @@ _ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 _HTTP2 = " proto h2"
 # What Serve would tell whoever asks: which applications there are.
-_NO_ROUTES = "    http-request return status 404 if { path,url_dec -i /-/routes }"
-_NO_LIST = (
-    "    http-request return status 200 content-type application/grpc hdr grpc-status 12 "
-    "if { path,url_dec /ray.serve.RayServeAPIService/ListApplications }"
+_LIST = "/ray.serve.RayServeAPIService/ListApplications"
+_ERRORS = {
+    400: (
+        "the request is not HTTP as it may be sent: its first line, a header, its length or its chunks",
+        "",
+        0,
+    ),
+    404: ("there is nothing at this path", "not_found", 0),
+    408: ("the request has not come in time", "request_timeout", 0),
+    413: ("the request is too large", "", 0),
+    431: ("the request's head is too large", "", 0),
+    502: ("the replica that had the request ended before it answered", "unavailable", 2),
+    503: ("no replica of the coordinator can take the request right now", "unavailable", 2),
+    504: ("the replica that had the request did not answer in time", "unavailable", 2),
+}
+# HAProxy has no page of its own for the others.
+_OWN_PAGES = (400, 404, 408, 413, 502, 503, 504)
+_ERROR_FILES = re.compile(r"^\s*errorfile\s+50\d\s.*\n", re.MULTILINE)
+_NO_BACKEND = re.compile(
+    r"^(\s*http-request return status 404) content-type text/plain lf-string .*$", re.MULTILINE
+)
+
+
+def _json_page(status: int) -> str:
+    """The rest of a rule that answers with this status."""
+    message, code, retry_after_s = _ERRORS[status]
+    kind = "service_unavailable_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": code or None}
+    # In single quotes, where nothing has a meaning but a single quote.
+    text = json.dumps({"error": error}).replace("'", "`")
+    page = f"status {status} content-type application/json string '{text}'"
+    return f"{page} hdr Retry-After {retry_after_s}" if retry_after_s else page
+
+
+def _grpc_refusal(number: int, message: str, condition: str) -> str:
+    return (
+        f"    http-request return status 200 hdr grpc-status {number} "
+        f'hdr grpc-message "{message}" if {condition}'
+    )
+
+
+_HTTP_RULES = "\n".join(
+    (
+        f"    http-request return {_json_page(404)} if {{ path,url_dec -i /-/routes }}",
+        # The parser's own words come as plain text, ours never do.
+        *(
+            f"    http-response return {_json_page(status)} "
+            f"if {{ status {status} }} {{ res.hdr(content-type) -m beg text/plain }}"
+            for status in (400, 413, 431)
+        ),
+    )
+)
+_GRPC_RULES = "\n".join(
+    (
+        # Of an answer without a body HAProxy takes no `content-type`, without which clients do not take it for gRPC.
+        "    http-after-response set-header content-type application/grpc "
+        "if { res.hdr(grpc-status) -m found } !{ res.hdr(content-type) -m found }",
+        _grpc_refusal(12, "not served", f"{{ path,url_dec {_LIST} }}"),
+        # gRPC itself would call it an error of the server's.
+        _grpc_refusal(
+            3,
+            "grpc-timeout must be up to 8 digits and a unit",
+            "{ req.hdr(grpc-timeout) -m found } !{ req.hdr(grpc-timeout) -m reg ^[0-9]{1,8}[HMSmun]$ }",
+        ),
+    )
 )
 
 
@@ -76,10 +142,15 @@ def rewritten(
             after = after.replace(_HTTP2, "") + (
                 f" ssl crt {tls_folder}/tls.crt ca-file {tls_folder}/ca.crt verify {verify} alpn {protocols}"
             )
-        return f"{before}{host}:{port}{after} {_UNREAD}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
+        return f"{before}{host}:{port}{after} {_UNREAD}\n{_GRPC_RULES if is_grpc else _HTTP_RULES}"
 
+    pages = "\n".join(f"    http-error {_json_page(status)}" for status in _OWN_PAGES)
+    configuration = _ERROR_FILES.sub("", _SPLICE.sub("", configuration))
+    configuration = _NO_BACKEND.sub(
+        lambda found: f"{_indent(found[1])}http-request return {_json_page(404)}", configuration
+    )
     configuration, num_changed = _DEFAULTS.subn(
-        f"defaults\n{_TIMEOUTS}", _BIND.sub(place, _SPLICE.sub("", configuration)), count=1
+        lambda _: f"defaults\n{_TIMEOUTS}\n{pages}", _BIND.sub(place, configuration), count=1
     )
     if not num_changed:
         raise ValueError("HAProxy's configuration has no defaults section")
@@ -92,6 +163,10 @@ def rewritten(
     if not num_changed:
         raise ValueError("HAProxy's configuration has no global section")
     return configuration
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def keep_handing_over(folder: str, admin_socket: str) -> None:

@@ -35,7 +35,7 @@ def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
     Raises ConfigurationError when `url` is not one.
     """
     try:
-        return _with_resets_told(_open(url, timeout_s))
+        return _mended(_open(url, timeout_s))
     except ValueError as error:
         raise ConfigurationError(
             f"--redis-url, its file or its variable is not the URL of a Redis: {error}"
@@ -87,25 +87,34 @@ def _open(url: str, timeout_s: float) -> redis.asyncio.Redis:
     if sentinel_password is not None:
         for_sentinels |= {"password": sentinel_password, "username": None}
     sentinels = Sentinel([_address(host) for host in hosts.split(",")], sentinel_kwargs=for_sentinels)
+    sentinels.sentinels = [_mended(each) for each in sentinels.sentinels]
     return sentinels.master_for(service, **parsed)
 
 
-def _with_resets_told(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
-    """The client, whose connections tell a reset as the lost connection that it is.
+def _mended(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    """The client, with connections that do what redis-py's (8.1) do not.
 
-    Writing to a connection that the other side has reset is a RuntimeError on uvloop, which redis-py (8.1) knows
-    nothing of: it would neither connect anew nor raise one of its own errors.
+    They tell a reset as the lost connection that it is. Writing to a connection that the other side has reset is a
+    RuntimeError on uvloop, which redis-py knows nothing of: it would neither connect anew nor raise one of its errors.
+
+    They read certificates anew whenever they connect. redis-py keeps what an object read when it first connected, and
+    the objects for as long as the process lives: a certificate that is replaced in its file would run out in use.
     """
     kind: Any = client.connection_pool.connection_class
 
-    class ConnectionWithResetsTold(kind):
+    class MendedConnection(kind):
+        async def _connect(self) -> None:
+            if (context := getattr(self, "ssl_context", None)) is not None:
+                context.context = None
+            await super()._connect()
+
         async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
             try:
                 await super().send_packed_command(*arguments, **options)
             except RuntimeError as error:
                 raise redis.exceptions.ConnectionError(f"connection lost: {error}") from error
 
-    client.connection_pool.connection_class = ConnectionWithResetsTold
+    client.connection_pool.connection_class = MendedConnection
     return client
 
 

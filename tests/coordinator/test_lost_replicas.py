@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from outrider.worker_record import WorkerLoad
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually, record_of, serving
-from tests.e2e.chaos.stranger import Ending, Stranger
+from tests.e2e.chaos.stranger import Ending, Seen, Stranger
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -45,6 +46,7 @@ class Running:
     process: asyncio.subprocess.Process
     ready: dict[str, Any]
     target: FakeTarget
+    folder: Path  # of Ray's files and HAProxy's
 
     def replicas(self) -> list[psutil.Process]:
         found = []
@@ -54,13 +56,38 @@ class Running:
                     found.append(each)
         return found
 
-    def replica_of(self, request: Any) -> psutil.Process:
-        """The one that has asked the target for it, by the port that it asked from."""
-        (port,) = {int(request.rpartition(":")[2])}
+    def replica_of(self, peer: str) -> psutil.Process:
+        """The one that has asked the target, by the address that it asked from."""
+        port = int(peer.rpartition(":")[2])
         for each in self.replicas():
             if port in {connection.laddr.port for connection in each.net_connections("tcp")}:
                 return each
         raise AssertionError("no replica has this connection")
+
+    async def until_whole(self) -> None:
+        """Until HAProxy has every replica, for HTTP and for gRPC."""
+        await eventually(lambda: self._num_up() == 2 * NUM_REPLICAS, "HAProxy has all replicas", 60)
+
+    def _num_up(self) -> int:
+        if len(self.replicas()) != NUM_REPLICAS:
+            return 0
+        answer = ""
+        for path in self.folder.glob("*/s"):
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(5)
+                connection.connect(str(path))
+                connection.sendall(b"show stat\n")
+                with connection.makefile(errors="replace") as told:
+                    answer = told.read()
+        header, *lines = answer.removeprefix("# ").splitlines() or [""]
+        rows = [dict(zip(header.split(","), line.split(","), strict=False)) for line in lines if line]
+        return sum(
+            row["type"] == "2"
+            and row["bck"] == "0"
+            and row["status"] == "UP"
+            and "fallback" not in row["pxname"]
+            for row in rows
+        )
 
 
 class Watched(FakeTarget):
@@ -103,7 +130,7 @@ async def running(
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await process.stdout.readline()
-            yield Running(process, json.loads(line), target)
+            yield Running(process, json.loads(line), target, temp_dir)
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -116,7 +143,7 @@ def stranger_of(running: Running) -> Stranger:
 
 
 @pytest.fixture
-def held(running: Running) -> AsyncIterator[Watched]:
+def held(running: Running) -> Iterator[Watched]:
     """The target, which says nothing until it may."""
     target = running.target
     assert isinstance(target, Watched)
@@ -138,7 +165,7 @@ pytestmark = [
 async def test_a_stranger_notices_nothing_where_no_byte_of_the_answer_had_come(
     running: Running, held: Watched, is_streaming: bool
 ) -> None:
-    await eventually(lambda: len(running.replicas()) == NUM_REPLICAS, "all replicas run", 60)
+    await running.until_whole()
     held.may_step = lambda num_tokens: False
     async with stranger_of(running) as stranger:
         asking = asyncio.create_task(stranger.ask("import", 6, is_streaming))
@@ -154,20 +181,19 @@ async def test_a_stranger_notices_nothing_where_no_byte_of_the_answer_had_come(
 async def test_a_stranger_whose_answer_had_begun_knows_that_it_broke_off(
     running: Running, held: Watched
 ) -> None:
-    await eventually(lambda: len(running.replicas()) == NUM_REPLICAS, "all replicas run", 60)
+    await running.until_whole()
     held.may_step = lambda num_tokens: num_tokens < 3
     async with stranger_of(running) as stranger:
-        asking = asyncio.create_task(stranger.ask("import", 60, True))
-        await eventually(lambda: len(held.peers) == 1, "the target has been asked", 20)
-        await asyncio.sleep(1)
+        seen = Seen(0.0)
+        asking = asyncio.create_task(stranger.ask("import", 60, True, into=seen))
+        await eventually(lambda: seen.num_chars > 0, "a part of the answer has come", 20)
         running.replica_of(held.peers[0]).kill()
-        seen = await asking
+        await asking
     assert (seen.ending, seen.is_told, seen.statuses) == (Ending.BROKEN_OFF, False, [200]), seen
-    assert seen.num_chars > 0
 
 
 async def test_a_call_over_grpc_goes_to_another_replica_too(running: Running, held: Watched) -> None:
-    await eventually(lambda: len(running.replicas()) == NUM_REPLICAS, "all replicas run", 60)
+    await running.until_whole()
     held.may_step = lambda num_tokens: False
     async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(
@@ -182,10 +208,9 @@ async def test_a_call_over_grpc_goes_to_another_replica_too(running: Running, he
 
 async def test_with_no_replica_left_a_stranger_waits_for_one(running: Running, held: Watched) -> None:
     """Serve starts new ones; the time to come back that HAProxy names is meant for that."""
-    await eventually(lambda: len(running.replicas()) == NUM_REPLICAS, "all replicas run", 60)
+    await running.until_whole()
     for each in running.replicas():
         each.kill()
     async with stranger_of(running) as stranger:
         found = await asyncio.gather(*(stranger.ask("import", 6, index % 2 == 0) for index in range(4)))
-    print([(seen.ending, seen.statuses, seen.detail, seen.longest_wait_s) for seen in found])
     assert {seen.ending for seen in found} == {Ending.COMPLETE}, found

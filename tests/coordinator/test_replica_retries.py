@@ -170,7 +170,7 @@ async def test_a_request_that_brings_replicas_down_meets_three_and_is_refused_in
     async with client_of(front.port) as client:
         answer = await client.post("/v1/completions", content=b"x")
     assert len(front.fakes.taken) == 1 + RETRIES
-    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "server_error")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "service_unavailable_error")
     assert int(answer.headers["Retry-After"]) >= 1
 
 
@@ -182,6 +182,18 @@ async def test_the_client_of_a_request_too_long_to_be_kept_is_told(front: Front)
         assert (await client.post("/v1/completions", content=b"x" * (1 << 20))).status_code == 200
 
 
+@pytest.mark.parametrize("told", ["Content-Length: 100000", "Transfer-Encoding: chunked"])
+async def test_a_body_that_is_not_kept_is_not_waited_for(front: Front, told: str) -> None:
+    """Who may not ask is told so before the body has come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    try:
+        writer.write(f"POST /refused HTTP/1.1\r\nHost: x\r\n{told}\r\n\r\n".encode() + b"5\r\nhello\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+    finally:
+        writer.close()
+
+
 async def test_before_its_start_and_after_its_end_clients_are_told_to_come_back(tmp_path: Path) -> None:
     """A 404, which is what Serve has HAProxy say, is final to clients that try again by themselves."""
     async with fronting(tmp_path, has_application=False) as front:
@@ -191,7 +203,7 @@ async def test_before_its_start_and_after_its_end_clients_are_told_to_come_back(
             stub = generation_pb2_grpc.GenerationStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=20)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable_error")
     assert int(answer.headers["Retry-After"]) >= 1
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "no replica is ready" in (caught.value.details() or "")

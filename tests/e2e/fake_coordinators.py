@@ -42,6 +42,7 @@ class FakeCoordinators:
     time_s: float = 0.0  # from a request to that
     taken: list[int] = field(default_factory=list)  # which coordinator, for each request
     request_ids: list[str] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)  # which coordinators were asked for their models
     backends: list[Backend] = field(default_factory=list)
 
     def take(self, index: int, request_id: str) -> Fate:
@@ -83,8 +84,15 @@ async def _serve_http(
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.strip().splitlines()
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if first.split()[1] == "/refused":  # before the body is read, as one is who has no key
+            writer.write(b"HTTP/1.1 401 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+            await reader.read()
+            return
         await reader.readexactly(int(headers.get("content-length", 0)))
         if first.startswith("GET "):  # for its health, or its models
+            if first.split()[1] == "/v1/models":
+                fakes.reached.add(index)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
             continue
         fate = fakes.take(index, headers.get("x-request-id", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import socket
 import ssl
 import struct
@@ -17,11 +18,13 @@ from typing import Any
 import pytest
 import uvloop
 
+from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError, RegistryUnavailable
 from outrider.free_ports import free_ports
-from outrider.redis_connection import open_redis, redis_url_from, without_password
+from outrider.redis_connection import close_redis, open_redis, redis_url_from, without_password
 from outrider.redis_server import find_redis_server
 from outrider.registry import Registry
+from outrider.tls import Role, TlsFiles
 
 PASSWORD = "s3cret"
 
@@ -194,6 +197,44 @@ async def test_tls_is_spoken_and_the_certificate_checked(tmp_path: Path, tls_por
     with pytest.raises(RegistryUnavailable, match="certificate"):
         await trusting_nobody.ping()
     await trusting_nobody.close()
+
+
+async def test_certificates_are_read_anew_for_every_connection(tmp_path: Path) -> None:
+    """A process outlives its certificate, and an authority."""
+    folders = {role: tmp_path / role.name for role in (Role.REDIS, Role.COORDINATOR)}
+
+    def issue() -> None:
+        authority, day = CertificateAuthority.make(), datetime.timedelta(days=1)
+        for role, folder in folders.items():
+            authority.issue(folder, role, names=("127.0.0.1",), valid_for=day)
+
+    connections: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        with suppress(OSError):
+            while command := await reader.read(65536):
+                writer.write(
+                    b"-ERR unknown\r\n" if b"HELLO" in command else b"+PONG\r\n" * command.count(b"*")
+                )
+        writer.close()
+
+    issue()
+    folder = folders[Role.COORDINATOR]
+    files = f"ssl_certfile={folder}/tls.crt&ssl_keyfile={folder}/tls.key&ssl_ca_certs={folder}/ca.crt"
+    (port,) = free_ports(1)
+    client = open_redis(f"rediss://127.0.0.1:{port}/0?protocol=2&{files}", 5.0)
+    for _ in range(3):
+        context = TlsFiles(folders[Role.REDIS]).server_context()
+        server = await asyncio.start_server(answer, "127.0.0.1", port, ssl=context)
+        assert await client.ping()
+        issue()
+        server.close()
+        for writer in connections:
+            writer.transport.abort()
+        connections.clear()
+        await server.wait_closed()
+    await close_redis(client)
 
 
 async def test_sentinels_are_asked_for_the_master(tmp_path: Path) -> None:

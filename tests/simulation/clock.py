@@ -13,7 +13,8 @@ import sys
 import threading
 from asyncio import events
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any, Final
 
@@ -87,6 +88,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._due: deque[Handle | Timer] = deque()
         self._timers: list[Timer] = []  # a heap
         self.num_cancelled = 0  # of the timers in the heap
+        self._thread_s: float | None = (
+            None  # what a thread's work has taken; None while the loop itself is at work
+        )
+        self.on_held_up: Callable[[float], object] = lambda work_s: None
+        """Told how long work that is done on the loop itself would hold it up."""
 
     def forgive(self) -> None:
         """Whoever was busy without end is ended now, which takes a few turns more."""
@@ -125,14 +131,32 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """A thread's work: done at once, known a moment later."""
+        """A thread's work: done at once, known when as much time has passed as it takes."""
         answer: asyncio.Future[Any] = self.create_future()
+        self._thread_s = 0.0
         try:
             result, error = func(*args), None
         except Exception as raised:
             result, error = None, raised
-        self.call_later(0.0, _settle, answer, result, error)
+        self.call_later(self._thread_s, _settle, answer, result, error)
+        self._thread_s = None
         return answer
+
+    @contextmanager
+    def on_thread(self) -> Iterator[None]:
+        """What is done within is a thread's work, which keeps nobody on the loop waiting."""
+        before, self._thread_s = self._thread_s, 0.0
+        try:
+            yield
+        finally:
+            self._thread_s = before
+
+    def work(self, work_s: float) -> None:
+        """Whoever runs now computes for so long: on a thread, or on the loop, where it keeps others waiting."""
+        if self._thread_s is None:
+            self.on_held_up(work_s)
+        else:
+            self._thread_s += work_s
 
     # Turns.
 

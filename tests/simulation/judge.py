@@ -22,7 +22,7 @@ from tests.simulation.calls import Call
 from tests.simulation.client import Client
 from tests.simulation.coordinators import Coordinator, Look
 from tests.simulation.features import Feature
-from tests.simulation.process import NOBODY
+from tests.simulation.process import NOBODY, current_process
 from tests.simulation.redis_process import REDIS
 from tests.simulation.scenario import Fault, FaultKind, Request, Scenario
 
@@ -45,6 +45,7 @@ _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
 _BRIEF_S: Final = 8.0  # a target may be away for longer, and may come back with other weights
 
+_HELD_UP_MAX_S: Final = 0.05
 _JOURNAL_SHARE_MAX: Final = 0.25
 """Of a coordinator's bytes in the journal, for one tenant."""
 _JOURNAL_OWN_BYTES: Final = 120
@@ -206,6 +207,12 @@ class Judge:
             self.wrong(
                 f"{request.tenant} has had {self._admitted[key]} requests, its limit is {limit:g} a minute"
             )
+
+    def on_held_up(self, work_s: float) -> None:
+        """A process computes on its event loop: no request may occupy that for long."""
+        process = current_process()
+        if work_s > _HELD_UP_MAX_S and process is not None:
+            self.wrong(f"I10: {process.name} holds its event loop up for {work_s:g} s")
 
     def on_blocked(self, call: Call) -> None:
         """A coordinator waits for its client to read: neither its deadline nor a slot may wait for that."""

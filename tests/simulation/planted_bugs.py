@@ -1,7 +1,14 @@
-"""Bugs to plant, each of the kind that one feature of a run is there to find."""
+"""Bugs to plant, each of the kind that one feature of a run is there to find.
+
+Not here is what a simulated run does not have: certificates, and with them workers that announce other ids than theirs
+(`tests/coordinator/test_worker_identity.py`), the file of keys (`tests/outrider/test_api_keys.py`) and HTTP
+(`tests/coordinator/test_extreme_values.py`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +103,10 @@ def share_with_everybody(caller: Caller, asked: str = "") -> str:
     return ""
 
 
+async def work_on_the_loop(work: Callable[..., object], *arguments: object) -> object:
+    return work(*arguments)
+
+
 PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "all choices have one seed": (
         *(Feature.CHOICES, GenerationSpec, "sampling_of", sample_all_choices_alike, "tokens"),
@@ -137,6 +148,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "a worker announces other weights than it has": (
         *(Feature.WEIGHTS, Target, "fingerprint_of", staticmethod(announce_the_same_weights), "I2"),
+    ),
+    "a target reads what is committed on its event loop": (
+        *(Feature.GRAMMAR, asyncio, "to_thread", work_on_the_loop, "I10: t"),
     ),
     "tenants share a prefix cache": (
         *(Feature.KEYS, generation_request, "cache_salt", share_with_everybody, "I9: tenant"),

@@ -94,6 +94,7 @@ class World:
         self.judge = Judge(self)
         self.checks = WorkerChecks(loop, self.judge, self.wrong)
         self.network.on_blocked = self.judge.on_blocked
+        loop.on_held_up = self.judge.on_held_up
         self._changed: dict[int, int] = {}  # weights of targets, by their numbers
         self._num_changes_of_weights = scenario.change_of_weights
         self._everybody: list[Process] = []

@@ -6,9 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -28,7 +26,7 @@ BYTES_PER_S: Final = 100
 READ_AFTER: Final = 1.9
 """Times the limit of a client's pace. At twice the limit a connection may be cut; until then its client is told."""
 REST_S: Final = 60.0
-LOOK_EVERY_S: Final = 0.05
+HEARD_S: Final = 1.0  # until the end of a process is known to whoever started it
 MAX_LOST: Final = 3  # workers, to one request
 ATTEMPTS_MAX: Final = 40
 EXPLICIT: Final = frozenset({429, 503})
@@ -42,29 +40,30 @@ class _SlowReaders(Fault):
     """
 
     part, costs = "clients", Costs.CAPACITY
+    edges: ClassVar[tuple[str, ...]] = ("HTTP", "gRPC")
     bytes_per_s: ClassVar[int] = 0
 
     async def run(self, worker: Worker | None) -> None:
         num_clients = self.rng.randint(3, 5)
         own_doors = doors(self.fleet, self.rng)
         prompts = held_out_prompts(num_clients, seed=self.rng.randrange(1 << 30), chars_max=200)
-        plans = [(self.rng.choice(own_doors), self.rng.random() < 0.5, prompt) for prompt in prompts]
+        plans = [(self.rng.choice(own_doors), self.rng.choice(self.edges), prompt) for prompt in prompts]
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(num_clients) as threads:
             endings = await asyncio.gather(
                 *(loop.run_in_executor(threads, self._ask, *plan) for plan in plans)
             )
         counts = Counter(ending.what for ending in endings)
-        kinds = Counter("gRPC" if over_grpc else "HTTP" for _, over_grpc, _ in plans)
+        kinds = Counter(edge for _, edge, _ in plans)
         self.describe(", ".join(f"{count} {what}" for what, count in (kinds + counts).items()))
         for ending in endings:
             if ending.what in ("cut", "hung") or (ending.what == "refused" and not _is_explicit(ending)):
                 self.fleet.surprises.append(f"{self.name}: a client was not told why: {ending}")
 
-    def _ask(self, door: Door, over_grpc: bool, prompt: str) -> Ending:
+    def _ask(self, door: Door, edge: str, prompt: str) -> Ending:
         limit_s = self.fleet.options.client_stall_max_s
         client: Unread
-        if over_grpc:
+        if edge == "gRPC":
             client = UnreadGrpc(door.grpc_address, door.key, door.credentials, prompt)
         else:
             client = UnreadHttp(door.http_url, door.key, door.context, prompt)
@@ -113,36 +112,20 @@ class _Poison(Fault):
         }
         door = self.rng.choice(doors(self.fleet, self.rng))
         refusal, num_tokens = None, 0
-        async with self._deaths() as deaths, door.http() as http:
-            for _ in range(ATTEMPTS_MAX):
-                refusal, num_tokens = await _refusal_of(http, body)
-                if refusal is None or refusal.code == "poisonous_request" or deaths:
-                    break
-                await asyncio.sleep(0.5)  # there was no room for it yet
+        targets = [each.name for each in self.fleet.of_role("target")]
+        with self.fleet.expecting_ends(targets) as deaths:
+            async with door.http() as http:
+                for _ in range(ATTEMPTS_MAX):
+                    refusal, num_tokens = await _refusal_of(http, body)
+                    if refusal is None or refusal.code == "poisonous_request" or deaths:
+                        break
+                    await asyncio.sleep(0.5)  # there was no room for it yet
+            await asyncio.sleep(HEARD_S)
         self.describe(f"{len(deaths)} targets lost, {num_tokens} tokens")
         if refusal is None or refusal.code != "poisonous_request":
             self.fleet.surprises.append(f"{self.name}: its client was not told: {refusal}; lost {deaths}")
         if not 1 <= len(deaths) <= MAX_LOST:
             self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
-
-    @asynccontextmanager
-    async def _deaths(self) -> AsyncIterator[list[str]]:
-        """The targets that die meanwhile, each of which is expected to."""
-        names, deaths = {worker.name for worker in self.fleet.of_role("target")}, list[str]()
-
-        async def watch() -> None:
-            while True:
-                self.fleet._expected_ends |= names
-                await asyncio.sleep(LOOK_EVERY_S)
-                deaths.extend(sorted(names - self.fleet._expected_ends))
-
-        watching = asyncio.create_task(watch())
-        try:
-            yield deaths
-            await asyncio.sleep(2 * LOOK_EVERY_S)
-        finally:
-            watching.cancel()
-            self.fleet._expected_ends -= names
 
 
 class PoisonAtOnce(_Poison):

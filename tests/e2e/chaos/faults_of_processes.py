@@ -116,7 +116,7 @@ class RayHeadKilled(_CoordinatorFault):
     async def hit(self, index: int) -> None:
         which = self.rng.choice(("gcs_server", "raylet"))
         self.describe(f"{which} of coordinator-{index}")
-        with self.fleet.may_end(f"coordinator-{index}"):
+        with self.fleet.expecting_ends([f"coordinator-{index}"]):
             await self._kill(index, which)
 
     async def _kill(self, index: int, which: str) -> None:
@@ -150,7 +150,7 @@ class CoordinatorClockSkewed(_CoordinatorFault):
             self.describe(f"{name} {what}", seconds)
             child.spec = with_environment(usual, clock.environment)
             # Ray may fail to start on a busy machine, and is tried again.
-            with self.fleet.may_end(name):
+            with self.fleet.expecting_ends([name]):
                 try:
                     await self._again(child)
                     await asyncio.sleep(seconds)

@@ -74,7 +74,7 @@ class TargetOutOfMemory(_InPrefill):
 
     async def hit(self, worker: Worker) -> None:
         num_lives = worker.num_lives
-        with self.fleet.may_end(worker.name):
+        with self.fleet.expecting_ends([worker.name]):
             with group(Controller.MEMORY) as made:
                 made.take(worker.pid)
                 async with self.prefilling():
@@ -122,7 +122,7 @@ class TargetAllocationsFail(_InPrefill):
     async def hit(self, worker: Worker) -> None:
         seconds = self.rng.uniform(*self.seconds)
         num_lives, process = worker.num_lives, psutil.Process(worker.pid)
-        with self.fleet.may_end(worker.name):
+        with self.fleet.expecting_ends([worker.name]):
             async with self.prefilling():
                 self.describe(worker.name, seconds)
                 with contextlib.suppress(psutil.NoSuchProcess):

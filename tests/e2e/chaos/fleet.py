@@ -114,7 +114,7 @@ class Fleet:
         self._borrowed: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._expected_ends: set[str] = set()
-        self._may_end: set[str] = set()
+        self._mortal: list[tuple[frozenset[str], list[str]]] = []  # who may end at any time, and who has
         self._is_stopping = False
         # Sockets of Ray lie below it, and their names are bounded.
         self.scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
@@ -304,8 +304,9 @@ class Fleet:
                 worker.is_ready = False
             if event.name in self._expected_ends:
                 self._expected_ends.discard(event.name)
-            elif event.name in self._may_end:
-                self._say(f"   {event.name} {event.detail}")
+            elif deaths := [ends for names, ends in self._mortal if event.name in names]:
+                for ends in deaths:
+                    ends.append(event.name)
             elif has_missed_redis:
                 self._say(f"   {event.name} cannot start while Redis is away, and tries again")
             elif not self._is_stopping:
@@ -348,13 +349,14 @@ class Fleet:
             self.workers[name].is_ready = False
 
     @contextlib.contextmanager
-    def may_end(self, name: str) -> Iterator[None]:
-        """While the context is open no end of this process is a surprise, however many there are, if any."""
-        self._may_end.add(name)
+    def expecting_ends(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Ends of these processes are no surprise for as long as the context is open; they are told as they come."""
+        entry = frozenset(names), list[str]()
+        self._mortal.append(entry)
         try:
-            yield
+            yield entry[1]
         finally:
-            self._may_end.discard(name)
+            self._mortal.remove(entry)
 
     @property
     def borrowed_names(self) -> frozenset[str]:

@@ -1,0 +1,124 @@
+"""What the faults of clients see of a real coordinator with fake targets, over HTTP, and what they find fault with."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.test_resumption import Memory
+from tests.coordinator.test_slow_clients import listening
+from tests.coordinator.tiny_model import write_model_dir
+from tests.e2e.chaos import faults_of_clients
+from tests.e2e.chaos.cases import Case
+from tests.e2e.chaos.fault import Fault
+from tests.e2e.chaos.faults_of_clients import ClientsDoNotRead, OneIdTwice
+from tests.e2e.chaos.ledger import Injection
+from tests.e2e.chaos.own_requests import Door
+from tests.e2e.chaos.slow_clients import UnreadHttp
+from tests.e2e.chaos.verdict import Right
+
+STALL_MAX_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> ClusterFactory:
+    return ClusterFactory(write_model_dir(tmp_path_factory.mktemp("model")))
+
+
+class Plain(UnreadHttp):
+    """Over TCP as it is."""
+
+    def __init__(self, url: str, key: str | None, context: ssl.SSLContext | None, prompt: str) -> None:
+        super().__init__(url, key, None, prompt)
+
+
+@asynccontextmanager
+async def two_doors(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Cluster, Cluster]]:
+    """Two coordinators with a target each and one journal; where the faults look for them."""
+    memory, settings = Memory(), {"client_stall_max_s": STALL_MAX_S}
+    options: dict[str, Any] = {"settings": settings, "registry": memory}
+    async with (
+        clusters.open([clusters.target(step_s=0.002)], **options) as one,
+        clusters.open([clusters.target(step_s=0.002)], **options) as other,
+        listening(one) as port,
+        listening(other) as other_port,
+    ):
+        credentials = grpc.local_channel_credentials()
+        found = [
+            Door(f"http://127.0.0.1:{each}", "", "key", ssl.create_default_context(), credentials)
+            for each in (port, other_port)
+        ]
+        monkeypatch.setattr(faults_of_clients, "doors", lambda fleet, rng: found)
+        monkeypatch.setattr(faults_of_clients, "UnreadHttp", Plain)
+        yield one, other
+
+
+async def run(kind: type[Fault], load: object, seed: int) -> tuple[str, list[str]]:
+    """What it says that it has seen, and what it finds fault with."""
+    fleet = SimpleNamespace(surprises=[], options=SimpleNamespace(client_stall_max_s=STALL_MAX_S))
+    injection = Injection(1, kind.name, 0.0)
+    await kind(cast(Any, fleet), cast(Any, load), Random(seed), injection).run(None)
+    return injection.detail, fleet.surprises
+
+
+async def test_each_client_that_does_not_read_is_told(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClientsDoNotRead, "edges", ("HTTP",))
+    monkeypatch.setattr("tests.e2e.chaos.slow_clients.NUM_TOKENS", 400)
+    async with two_doors(clusters, monkeypatch) as both:
+        detail, problems = await run(ClientsDoNotRead, None, 2)
+        assert not problems
+        slow = sum(
+            cluster.service.environment.metrics.slow_readers.labels("request")._value.get()
+            for cluster in both
+        )
+        assert slow > 0
+        assert f"{int(slow)} told" in detail
+
+
+def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, ...]]]:
+    """Requests that differ in their length, and what the fake targets say to them."""
+    known: dict[str, tuple[Right, ...]] = {}
+    asked = []
+    for max_tokens in (30, 60, 200):
+        case = Case(f"of {max_tokens}", "import", max_tokens, {"ignore_eos": True})
+        token_ids = (clusters.script * max_tokens)[:max_tokens]
+        asked.append(case)
+        known[case.name] = (Right(tuple(token_ids), clusters.tokenizer.decode(token_ids), "length", None),)
+    return asked, known
+
+
+async def test_twins_get_their_own_text_or_are_refused(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, known = cases(clusters)
+    async with two_doors(clusters, monkeypatch):
+        for seed in range(4):
+            detail, problems = await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed)
+            assert not problems
+            assert "complete" in detail
+
+
+async def test_a_twin_with_another_text_is_found(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, known = cases(clusters)
+    (right,) = known["of 60"]
+    known["of 60"] = (Right((*right.token_ids[:-1], 1), right.text, "length", None),)
+    async with two_doors(clusters, monkeypatch):
+        problems = []
+        for seed in range(4):
+            problems += (await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed))[1]
+        assert problems
+        assert all("of 60" in each for each in problems)

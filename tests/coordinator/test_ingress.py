@@ -294,7 +294,8 @@ class TestErrorsOfTheProxy:
         (folder / "cfg").write_text(rewritten(given, "127.0.0.1", public))
         process = subprocess.Popen([haproxy, "-db", "-f", folder / "cfg"], stderr=subprocess.DEVNULL)
         try:
-            until_listening(ports["http"])
+            for name in ("http", "grpc", "nobody"):  # it takes them one after the other
+                until_listening(ports[name])
             yield ports
         finally:
             process.kill()

@@ -23,7 +23,7 @@ from tests.e2e.chaos.client import Client
 from tests.e2e.chaos.corruption import damage
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.fleet import Fleet, Worker
+from tests.e2e.chaos.fleet import SETTLED_S, Fleet, Worker
 from tests.e2e.chaos.load import NotReproducible
 from tests.e2e.chaos.other_weights import write_changed
 from tests.e2e.chaos.verdict import Right
@@ -166,6 +166,7 @@ class OtherTarget(_Joins):
                 raise NotReproducible(f"no coordinator serves other weights: {problem}")
             cls.rights = await _learn(fleet.client, cases)
             await fleet.retire(_OTHER)
+            await asyncio.sleep(SETTLED_S)  # while two models are known, requests have to name one
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

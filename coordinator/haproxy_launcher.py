@@ -53,8 +53,11 @@ BODY_TIME_S = 60
 """For as much of a body as is kept; the replica has the same bound for all of it."""
 _OWN = re.compile(r"^\s*(?:retry-on|retries|tune\.bufsize|errorfile\s+50[234])\s.*\n", re.MULTILINE)
 _BACKEND = re.compile(r"^(backend\s+\S+)[^\S\n]*$", re.MULTILINE)
-# `option http-buffer-request` with a `timeout http-request` of the backend would give heads as long.
-_BUFFERED = f"    http-request wait-for-body time {BODY_TIME_S}s"
+# What is too long to be kept, or does not tell, is passed on as it comes, so that a stranger is refused at once.
+_BUFFERED = (
+    f"    http-request wait-for-body time {BODY_TIME_S}s "
+    f"unless {{ req.body_size gt {REQUEST_BYTES_MAX - 1024} }} or {{ req.hdr(Transfer-Encoding) -m found }}"
+)
 
 
 def _error(status: int, message: str, retry_after_s: int, kind: str = "server_error") -> str:
@@ -71,6 +74,14 @@ _ERRORS = "\n".join(
         _error(504, "the replica did not answer in time", 1),
     )
 )
+# What Serve has HAProxy answer where it knows no application: ours has not started, or is leaving. Clients that try
+# again by themselves do not do so for a 404.
+_NO_APPLICATION = re.compile(r"^(\s*)http-request return status 404 .*Ping http.*$", re.MULTILINE)
+_NO_REPLICA = (
+    _error(503, "no replica is ready; try again soon", 5).strip().replace("http-error", "http-request return")
+)
+_NO_GRPC_APPLICATION = re.compile(r'hdr grpc-status 5 hdr grpc-message ".*?"(?=$| if )', re.MULTILINE)
+_NO_GRPC_REPLICA = 'hdr grpc-status 14 hdr grpc-message "no replica is ready; try again soon"'
 _DEFAULT_LINES = f"""\
     timeout http-request 10s
     timeout http-keep-alive 75s
@@ -117,6 +128,8 @@ def rewritten(
         return f"{before}{host}:{port}{after} {_UNREAD}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
 
     configuration = _BACKEND.sub(rf"\1\n{_BUFFERED}", _OWN.sub("", _SPLICE.sub("", configuration)))
+    configuration = _NO_APPLICATION.sub(lambda found: f"{found[1]}{_NO_REPLICA}", configuration)
+    configuration = _NO_GRPC_APPLICATION.sub(_NO_GRPC_REPLICA, configuration)
     configuration, num_changed = _DEFAULTS.subn(
         f"defaults\n{_DEFAULT_LINES}", _BIND.sub(place, configuration), count=1
     )

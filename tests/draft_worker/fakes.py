@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from draft_worker.messages import Expansion, KVMove, Step, StepItem
 from outrider.randomness import mix
@@ -10,6 +11,26 @@ from tests.target_worker import fakes as target_fakes
 
 VOCAB_SIZE = target_fakes.VOCAB_SIZE
 Path = tuple[int, ...]
+_REMEMBERED_LEN_MAX = 256
+
+
+@lru_cache(maxsize=1 << 14)
+def _prefixes(path: Path) -> list[Path]:
+    """All of its beginnings but the empty one, the path itself at last. Those of two paths that begin alike are the
+    same objects, which compare at once."""
+    if len(path) > _REMEMBERED_LEN_MAX:
+        return [path[: i + 1] for i in range(len(path))]
+    return [*_prefixes(path[:-1]), path] if path else []
+
+
+@lru_cache(maxsize=1 << 14)
+def _continuations(path: Path, seed: int) -> tuple[int, int, int]:
+    """The right token, a wrong one, and a number that decides which of them the draft finds more likely."""
+    value = 7
+    for token_id in path:
+        value = mix(value ^ token_id)
+    right = target_fakes.next_token(path, seed)
+    return right, (right + 1 + value % (VOCAB_SIZE - 1)) % VOCAB_SIZE, value % 256
 
 
 class FakeDraftModel:
@@ -26,12 +47,8 @@ class FakeDraftModel:
         self.num_steps = 0
 
     def expand(self, path: Sequence[int], seed: int = 0) -> Expansion:
-        value = 7
-        for token_id in path:
-            value = mix(value ^ token_id)
-        right = target_fakes.next_token(path, seed)
-        wrong = (right + 1 + value % (VOCAB_SIZE - 1)) % VOCAB_SIZE
-        first, second = (right, wrong) if value % 256 < self.alignment else (wrong, right)
+        right, wrong, decisive = _continuations(tuple(path), seed)
+        first, second = (right, wrong) if decisive < self.alignment else (wrong, right)
         rest = [t for t in range(VOCAB_SIZE) if t not in (first, second)]
         token_ids = [first, second, *rest][: self.num_children]
         return Expansion(token_ids, [0.7, 0.2, 0.1][: self.num_children], None)
@@ -71,10 +88,11 @@ class FakeDraftModel:
                     seen = slots[: item.tree_start] + [slots[entry] for entry in ancestors]
                     position = len(seen)
                 held = [self.cache[slot] for slot in seen]
-                path = (*(p[-1] if p else -1 for p in held), token_id)
-                assert len(path) == position + 1
-                assert held == [path[: i + 1] for i in range(position)], "an entry holds another path's KV"
-                self.cache[slots[first + row]] = path
+                parent = (held[-1] if held else ()) or ()
+                assert len(held) == position
+                assert held == _prefixes(parent), "an entry holds another path's KV"
+                path = (*parent, token_id)
+                self.cache[slots[first + row]] = _prefixes(path)[-1]
                 paths.append(path)
             logits_of = paths[len(paths) - len(item.node_ids) :] if item.node_ids else []
             assert [(*item.text.token_ids, *said) for said in item.text.continuations] == logits_of
@@ -100,9 +118,9 @@ class FakeDraftModel:
             slots = item.kv.slots(0, item.kv.length).tolist()
             assert item.kv.allocator.may_write(slots[-1] // item.kv.allocator.block_size)
             held = [self.cache[slot] for slot in slots[: chain.tree_start] + [slots[e] for e in entries]]
-            assert held == [path[: i + 1] for i in range(len(path))], "a chain sees another path's KV"
+            assert held == _prefixes(path), "a chain sees another path's KV"
             entries.append(item.kv.length - 1)
-            path = (*path, token_id)
+            path = _prefixes((*path, token_id))[-1]
             self.cache[slots[-1]] = path
             expansion = self.expand(path, target_fakes.seed_of(item.sampling, item.seed))
             found.append(expansion)

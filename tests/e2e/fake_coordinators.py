@@ -39,8 +39,10 @@ class FakeCoordinators:
     request came on, and takes new ones."""
 
     fate_of: Callable[[int], Fate] = lambda number: Fate.ANSWERS
+    time_s: float = 0.0  # from a request to that
     taken: list[int] = field(default_factory=list)  # which coordinator, for each request
     request_ids: list[str] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)  # which coordinators were asked for their models
     backends: list[Backend] = field(default_factory=list)
 
     def take(self, index: int, request_id: str) -> Fate:
@@ -64,7 +66,7 @@ async def fake_coordinators(num: int = 2) -> AsyncIterator[FakeCoordinators]:
                     index: int = index,
                     serve: Serve = serve,
                 ) -> None:
-                    with suppress(OSError, asyncio.IncompleteReadError):
+                    with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                         await serve(fakes, index, reader, writer)
                     writer.transport.abort()
 
@@ -82,11 +84,19 @@ async def _serve_http(
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.strip().splitlines()
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if first.split()[1] == "/refused":  # before the body is read, as one is who has no key
+            writer.write(b"HTTP/1.1 401 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+            await reader.read()
+            return
         await reader.readexactly(int(headers.get("content-length", 0)))
         if first.startswith("GET "):  # for its health, or its models
+            if first.split()[1] == "/v1/models":
+                fakes.reached.add(index)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
             continue
         fate = fakes.take(index, headers.get("x-request-id", ""))
+        await asyncio.sleep(fakes.time_s)
         if fate is Fate.DIES:
             return
         body = _completion(str(len(fakes.taken)))
@@ -116,18 +126,23 @@ async def _serve_grpc(
     connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
     connection.initiate_connection()
     writer.write(connection.data_to_send())
-    ids: dict[int, str] = {}
+    ids: dict[int, str | None] = {}  # of calls; None: for its health, as Serve asks
     while data := await reader.read(65536):
         for event in connection.receive_data(data):
             if isinstance(event, h2.events.RequestReceived):
                 headers = {bytes(name): bytes(value) for name, value in event.headers}
-                ids[event.stream_id] = headers.get(b"x-request-id", b"").decode()
+                is_call = headers[b":path"].startswith(b"/outrider.v1.Generation/")
+                ids[event.stream_id] = headers.get(b"x-request-id", b"").decode() if is_call else None
             elif isinstance(event, h2.events.DataReceived):
                 connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
             elif isinstance(event, h2.events.StreamEnded):
-                if fakes.take(index, ids.pop(event.stream_id)) is Fate.DIES:
-                    return
-                message = generation_pb2.GenerationChunk(text=str(len(fakes.taken))).SerializeToString()
+                message, request_id = b"\n\x07success", ids.pop(event.stream_id)
+                if request_id is not None:
+                    fate = fakes.take(index, request_id)
+                    await asyncio.sleep(fakes.time_s)
+                    if fate is Fate.DIES:
+                        return
+                    message = generation_pb2.GenerationChunk(text=str(len(fakes.taken))).SerializeToString()
                 connection.send_headers(
                     event.stream_id, [(":status", "200"), ("content-type", "application/grpc")]
                 )

@@ -40,7 +40,7 @@ async def behind(
         balancer = kind(tmp_path_factory.mktemp(kind.name), port, fakes.backends, authority)
         try:
             await asyncio.to_thread(balancer.start)
-            await until_it_answers(balancer, 1)
+            await until_it_asks_both(balancer, fakes)
             yield balancer, fakes
         finally:
             await asyncio.to_thread(balancer.stop)
@@ -51,7 +51,7 @@ async def fakes(behind: tuple[Balancer, FakeCoordinators]) -> FakeCoordinators:
     """As they were in the beginning."""
     balancer, fakes = behind
     fakes.fate_of = lambda number: Fate.ANSWERS
-    await until_it_answers(balancer, 4)  # who died a moment ago is asked again
+    await until_it_asks_both(balancer, fakes)  # also who died a moment ago
     fakes.taken.clear()
     fakes.request_ids.clear()
     return fakes
@@ -68,10 +68,11 @@ def client_of(balancer: Balancer, *, http2: bool = False) -> httpx.AsyncClient:
     )
 
 
-async def until_it_answers(balancer: Balancer, num: int) -> None:
+async def until_it_asks_both(balancer: Balancer, fakes: FakeCoordinators) -> None:
+    fakes.reached.clear()
     async with asyncio.timeout(20), client_of(balancer) as client:
-        while num:
-            num -= (await client.get("/v1/models")).status_code == 200
+        while len(fakes.reached) < 2:
+            await client.get("/v1/models")
             await asyncio.sleep(0.02)
 
 
@@ -146,3 +147,28 @@ async def test_a_longer_request_is_repeated_or_its_client_is_told(
     assert seen.ending is Ending.COMPLETE, (seen, balancer.log)
     assert seen.statuses in ([200], [502, 200], [503, 200])
     assert len(fakes.taken) == 2
+
+
+@pytest.mark.slow
+async def test_a_slow_body_has_longer_than_a_slow_head(balancer: Balancer, fakes: FakeCoordinators) -> None:
+    """What is kept has to come first, and has as long as a coordinator gives it: a minute, not ten seconds."""
+
+    async def first_line(sent: bytes, rest: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", balancer.port, ssl=balancer.trusted(), server_hostname="localhost"
+        )
+        try:
+            writer.write(sent)
+            await asyncio.sleep(12)  # longer than a head may take
+            writer.write(rest)
+            return await reader.readline()
+        finally:
+            writer.close()
+
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+    of_body, of_head = await asyncio.gather(
+        first_line(head + b"\r\nhello", b"world"), first_line(head, b"\r\nhelloworld")
+    )
+    assert of_body.startswith(b"HTTP/1.1 200"), of_body
+    assert of_head.startswith(b"HTTP/1.1 408"), of_head
+    assert len(fakes.taken) == 1

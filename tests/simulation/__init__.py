@@ -14,6 +14,7 @@
     judge       I9, I10, limits and shares, with what nobody but it knows of all processes
     client      compares every token as it comes, comes back, stops reading, lies
     world       runs a scenario, and sees to it that everything ends and is freed
+    seed_log    which seeds a long run has done, so that it can go on where it was stopped
     `python -m tests.simulation --help` runs seeds on demand, replays one, and makes a failing one small.
 
 Everything that could differ between two runs comes from the seed, so a failing seed fails again.

@@ -8,16 +8,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.simulation.additions import draw
 from tests.simulation.minimize import minimize
 from tests.simulation.scenario import Scenario
+from tests.simulation.seed_log import SeedLog, blocks_left, commit_here
 from tests.simulation.world import Outcome, run
 
 _SEEDS_PER_TASK = 50
+_SEEDS_PER_LOGGED_BLOCK = 500
+_RUNS_PER_COLLECTION = 50
 
 
 @dataclass
@@ -52,6 +56,10 @@ class Summary:
         self.num_preempting += other.num_preempting
         self.failed |= other.failed
 
+    def counts(self) -> dict[str, float]:
+        """By their names."""
+        return {name: getattr(self, name) for name in ("num_runs", *_COUNTS)}
+
 
 _COUNTS = (
     "num_answered",
@@ -68,28 +76,48 @@ _COUNTS = (
 
 def run_seeds(seeds: range) -> Summary:
     """In this process."""
+    before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # what the system says of its troubles is its own business
     gc.freeze()
     gc.disable()  # runs are full of cycles; one collection for many of them is cheaper
     summary = Summary()
-    for seed in seeds:
+    for num_run, seed in enumerate(seeds, start=1):
         summary.add(seed, run(draw(seed)))
+        if num_run % _RUNS_PER_COLLECTION == 0:
+            gc.collect()
     gc.collect()
     gc.enable()
+    gc.unfreeze()
+    logging.disable(before)
     return summary
+
+
+def run_blocks(blocks: Sequence[range], num_processes: int) -> Iterator[tuple[range, Summary]]:
+    """Yields each block with what it gave, in their order."""
+    if num_processes == 1:
+        yield from ((block, run_seeds(block)) for block in blocks)
+        return
+    with ProcessPoolExecutor(num_processes) as pool:
+        yield from zip(blocks, pool.map(run_seeds, blocks), strict=True)
 
 
 def run_in_parallel(first: int, count: int, num_processes: int) -> Iterator[Summary]:
     """Yields what is known so far, again and again."""
     summary = Summary()
-    tasks = [
-        range(at, min(at + _SEEDS_PER_TASK, first + count))
-        for at in range(first, first + count, _SEEDS_PER_TASK)
-    ]
-    with ProcessPoolExecutor(num_processes) as pool:
-        for part in pool.map(run_seeds, tasks):
-            summary.merge(part)
-            yield summary
+    blocks = [*blocks_left(range(first, first + count), (), _SEEDS_PER_TASK)]
+    for _, part in run_blocks(blocks, num_processes):
+        summary.merge(part)
+        yield summary
+
+
+def run_logged(first: int, count: int, num_processes: int, log: SeedLog) -> Iterator[Summary]:
+    """Likewise, for the seeds that the log does not have; each block is logged when it ends."""
+    summary = Summary()
+    blocks = [*blocks_left(range(first, first + count), log.runs(), _SEEDS_PER_LOGGED_BLOCK)]
+    for block, part in run_blocks(blocks, num_processes):
+        log.append(block, part.counts(), part.failed)
+        summary.merge(part)
+        yield summary
 
 
 def explain(scenario: Scenario) -> str:
@@ -123,7 +151,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one for each core)"
     )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="append every block of seeds that was run to this file, and leave out those it has",
+    )
     given = parser.parse_args(arguments)
+    if given.seeds < 1 or given.processes < 1:
+        parser.error("--seeds and --processes take a positive number")
+    if given.log is not None and not given.log.parent.is_dir():
+        parser.error(f"there is no folder {given.log.parent} for the log")
     if given.seed is not None:
         logging.disable(logging.ERROR)
         outcome = run(draw(given.seed))
@@ -133,7 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if outcome.problems else 0
     started_s = time.monotonic()
     summary = Summary()
-    for summary in run_in_parallel(given.first, given.seeds, given.processes):
+    which = given.first, given.seeds, given.processes
+    log = None if given.log is None else SeedLog(given.log, commit_here())
+    for summary in run_in_parallel(*which) if log is None else run_logged(*which, log):
         elapsed_s = time.monotonic() - started_s
         print(
             f"\r{summary.num_runs} runs, {len(summary.failed)} failed; {summary.num_runs / elapsed_s:.0f} a second",

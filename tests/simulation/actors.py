@@ -32,6 +32,7 @@ from target_worker.messages import WaitForHints
 from target_worker.scheduler import Scheduler
 from target_worker.server import TargetServicer
 from tests.draft_worker.fakes import FakeDraftModel
+from tests.simulation.clock import Timer
 from tests.simulation.models import GrammarCompiler, TargetModel
 from tests.simulation.network import Method, Network, Process
 from tests.simulation.process import Host
@@ -64,7 +65,7 @@ class SimulatedThread:
         self._inbox: list[Any] = []
         self._is_running = False
         self._is_hung = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
 
     def submit(self, event: Any, *, is_release: bool = False, is_from_peer: bool = False) -> bool:
         self._inbox.append(event)
@@ -101,9 +102,10 @@ class SimulatedThread:
             self._is_running = False
             return
         events, self._inbox = self._inbox, []
-        actions = [action for event in events for action in self._handle(event, self._now_s())]
+        with self._loop.on_thread():
+            actions = [action for event in events for action in self._handle(event, self._now_s())]
+            plan = self._begin(self._now_s())
         self._deliver(actions)
-        plan = self._begin(self._now_s())
         if isinstance(plan, tuple):
             duration_s, finish = plan
             self._loop.call_later(duration_s, self._end_step, finish, context=context)
@@ -120,7 +122,9 @@ class SimulatedThread:
         if self._is_hung:
             self._loop.call_later(0.5, self._end_step, finish, context=self._process.context)
             return
-        self._deliver(finish(self._now_s()))
+        with self._loop.on_thread():
+            actions = finish(self._now_s())
+        self._deliver(actions)
         self._turn()
 
     def _deliver(self, actions: list[Any]) -> None:

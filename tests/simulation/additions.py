@@ -253,6 +253,10 @@ def _add_skewed_clocks(scenario: Scenario, chance: random.Random) -> Scenario:
     return _with_faults(scenario, (*scenario.faults, replaced))
 
 
+def _add_full_journal(scenario: Scenario, chance: random.Random) -> Scenario:
+    return replace(_add_rush(scenario, chance), journal_bytes_max=chance.choice((4000, 8000)))
+
+
 _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] = {
     Feature.RUSH: _add_rush,
     Feature.SHARES: _add_rush,
@@ -272,5 +276,6 @@ _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] 
     Feature.LONG_STOP: _add_long_stop,
     Feature.WEIGHTS: _add_weights,
     Feature.SKEWED_CLOCKS: _add_skewed_clocks,
+    Feature.FULL_JOURNAL: _add_full_journal,
 }
 """In the order in which they are added."""

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from tests.simulation.clock import Timer
 from tests.simulation.process import NOBODY, Process
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Call:
         self._last_arrival = {True: 0.0, False: 0.0}  # towards the server, towards the client
         self.is_over = False
         client.calls[self] = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         if timeout_s is not None:
             self._timer = network.loop.call_later(timeout_s, self._time_out, context=client.context)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from draft_worker.messages import SendHints
-from outrider.engine.kv_cache import KVSequence
+from draft_worker.session import DraftSession
+from outrider.engine.kv_cache import Digest, KVSequence
 from outrider.hint_tree import ROOT_ID
 from target_worker.server import session_id_of
 from target_worker.session import Session
@@ -31,6 +32,7 @@ class WorkerChecks:
         self._lengths: dict[str, int] = {}  # committed tokens of each session, as last seen
         # Tokens from the root to each node, as its draft worker means it.
         self._hints: dict[tuple[str, int, int], dict[int, tuple[int, ...]]] = {}
+        self._owners: dict[Target | Draft, dict[Digest, str]] = {}  # tenants, by published blocks
         self._orphans: dict[object, None] = {}  # sessions that had no caller a moment ago
 
     def remember_hints(self, draft: Draft, sent: SendHints) -> None:
@@ -44,7 +46,7 @@ class WorkerChecks:
         scheduler, limits = target.scheduler, target.shape.limits
         for session in scheduler._sessions.values():
             self._check_session(target, session)
-            self._judge.on_session(target, session)
+            self._judge.on_step(target, session)
         # Those that were preempted wait beside as many as may wait.
         num_places = limits.max_num_seqs + limits.max_num_waiting
         if scheduler.num_running > limits.max_num_seqs or len(scheduler._sessions) > num_places:
@@ -54,11 +56,13 @@ class WorkerChecks:
             self.wrong(f"I7: {target.name} keeps early events of {len(scheduler._early)} sessions")
 
         self._check_callers(target, scheduler._sessions)
+        self._check_tenants(target, scheduler._sessions)
 
     def check_draft(self, draft: Draft) -> None:
         """After each step of a draft worker."""
         self.check_blocks(draft, [session.kv for session in draft.scheduler._sessions.values()])
         self._check_callers(draft, draft.scheduler._sessions)
+        self._check_tenants(draft, draft.scheduler._sessions)
 
     def check_blocks(self, worker: Target | Draft, sequences: list[KVSequence]) -> None:
         """Every block has as many owners as there are sequences that hold it, and no block is lost."""
@@ -66,6 +70,19 @@ class WorkerChecks:
             worker.allocator.check_integrity(sequences)
         except AssertionError as error:
             self.wrong(f"I8: blocks of {worker.name}: {str(error)[:80]}")
+
+    def _check_tenants(self, worker: Target | Draft, sessions: Mapping[str, Session | DraftSession]) -> None:
+        """What one tenant's sessions have published, no other tenant's begin with."""
+        if not self._judge.has_tenants:
+            return
+        digests, owners = worker.allocator._digests, self._owners.setdefault(worker, {})
+        for name, session in sessions.items():
+            tenant = self._judge.tenant_of(session_id_of(name))
+            for block_id in session.kv.block_ids:
+                digest = digests.get(block_id)
+                if digest is not None and owners.setdefault(digest, tenant) != tenant:
+                    self.wrong(f"I9: {tenant} shares KV with {owners[digest]} at {worker.name}")
+                    return
 
     def _check_callers(self, worker: Target | Draft, sessions: Mapping[str, object]) -> None:
         for session_id, session in sessions.items():

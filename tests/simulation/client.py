@@ -242,7 +242,7 @@ class Client:
             self.outcome = "late"
         elif self._is_stalled_now and code in _STALL_CODES:
             self.num_refusals += 1
-        elif code is grpc.StatusCode.UNAVAILABLE and has_grown and self._may_be_given_up():
+        elif has_grown and self._may_be_given_up(code):
             self.num_refusals += 1
             self._num_stranded += 1
             if request.poisons_after or self._num_stranded >= _STRANDED_MAX:
@@ -274,9 +274,13 @@ class Client:
         if is_early or (left_s > 0.01 and has_grown):
             self.wrong(f"was late after {elapsed_s:g} s: {details}")
 
-    def _may_be_given_up(self) -> bool:
+    def _may_be_given_up(self, code: grpc.StatusCode) -> bool:
         """Whether a sequence that has begun may end: after as many lost workers as one may have, or where none is left
-        that has its weights."""
+        that has its weights, or has room for it within the brief time that it waits then."""
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return self.world.waits_briefly
+        if code is not grpc.StatusCode.UNAVAILABLE:
+            return False
         # What the journal knows of a run that goes on counts, and with another coordinator too.
         num_before = 0 if self._has_begun else self._attempts_before
         num_attempts = self.world.num_attempts(self.request) - num_before

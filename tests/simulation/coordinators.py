@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol, cast
 
 import grpc
 
 from coordinator import grpc_api
+from coordinator.admission import Place, Wish
 from coordinator.environment import Outside
+from coordinator.fair_queue import Ticket
 from coordinator.fallback import FallbackPolicy
 from coordinator.generation_request import NOWHERE, Origin
 from coordinator.metrics import CoordinatorMetrics
@@ -100,6 +104,14 @@ class _Channels:
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How things stand when a coordinator begins to look whose turn it is."""
+
+    num_held: Counter[str]  # slots, by tenant
+    waiting: set[Ticket]
+
+
 class Observer(Protocol):
     """Who is told what coordinators do."""
 
@@ -108,6 +120,12 @@ class Observer(Protocol):
 
     def on_blame(self, coordinator: Coordinator, worker: WorkerRecord) -> None:
         """A worker is passed over for a while."""
+
+    def on_session(self, session_id: str, tenant: str) -> None:
+        """A sequence is about to become a session of this id, on a tenant's behalf."""
+
+    def on_slot(self, coordinator: Coordinator, ticket: Ticket, look: Look) -> None:
+        """A sequence that waits is given a slot."""
 
     def on_admitted(self, coordinator: Coordinator, request: generation_pb2.GenerationRequest) -> None:
         """A request got its first chunk."""
@@ -155,11 +173,34 @@ class Coordinator(Process):
             pass_over(worker, now_s)
 
         router.pass_over = watched  # type: ignore[method-assign]
+        self._watch_queue()
         self.methods = {
             "Generation/Generate": Method(
                 self._generate, generation_pb2.GenerationRequest, generation_pb2.GenerationChunk
             )
         }
+
+    def _watch_queue(self) -> None:
+        """Tells of each slot that is given to a sequence of those that wait, and how things stood when the look through
+        the queue began that found it: that look may take long, and meanwhile others come, or come back."""
+        admission, looks = self.service.environment.admission, dict[int, Look]()
+        give_one, take = admission._give_one, admission._take
+
+        async def watched_look(line: Any) -> bool:
+            waiting = {ticket for ticket, (_, answer) in line.waiting.items() if not answer.done()}
+            looks[id(line)] = Look(Counter(line.queue._num_held_of), waiting)
+            return await give_one(line)
+
+        async def watched_take(line: Any, wish: Wish, ranked: Sequence[WorkerRecord]) -> Place | None:
+            place = await take(line, wish, ranked)
+            self.observer.on_session(wish.token, wish.ticket.tenant)
+            look = looks.get(id(line))
+            if place is not None and look is not None and wish.ticket in look.waiting:
+                self.observer.on_slot(self, wish.ticket, look)
+            return place
+
+        admission._give_one = watched_look  # type: ignore[method-assign]
+        admission._take = watched_take  # type: ignore[method-assign]
 
     async def live(self) -> None:
         async with self.service:

@@ -26,6 +26,7 @@ class Feature(StrEnum):
     POISON = "a prompt brings down the targets that generate for it"
     SKEWED_CLOCKS = "hosts' clocks on the wall differ"
     LONG_STOP = "a coordinator is stopped for longer than it lets its workers be silent"
+    FULL_JOURNAL = "a tenant with a key has more streams than its share of the journal holds"
 
 
 _CHANCES: Final[dict[Feature, float]] = {
@@ -47,6 +48,7 @@ _CHANCES: Final[dict[Feature, float]] = {
     Feature.POISON: 0.06,
     Feature.SKEWED_CLOCKS: 0.15,
     Feature.LONG_STOP: 0.06,
+    Feature.FULL_JOURNAL: 0.03,
 }
 
 ENABLED: Final = frozenset(Feature)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.fair_queue import URGENT
+from coordinator.fair_queue import URGENT, Ticket
 from coordinator.settings import CoordinatorSettings
 from outrider.api_keys import Caller, Scope, TenantLimits
 from outrider.worker_record import WorkerRecord
@@ -20,9 +20,9 @@ from target_worker.session import Session
 from tests.simulation.actors import Target
 from tests.simulation.calls import Call
 from tests.simulation.client import Client
-from tests.simulation.coordinators import Coordinator
+from tests.simulation.coordinators import Coordinator, Look
 from tests.simulation.features import Feature
-from tests.simulation.process import NOBODY
+from tests.simulation.process import NOBODY, current_process
 from tests.simulation.redis_process import REDIS
 from tests.simulation.scenario import Fault, FaultKind, Request, Scenario
 
@@ -43,8 +43,13 @@ _DISTURBED_S: Final = 15.0
 """For which a fault may be felt after it is over: silence and keepalives, one after the other."""
 _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
-_WAITED_S: Final = 0.5
 _BRIEF_S: Final = 8.0  # a target may be away for longer, and may come back with other weights
+
+_HELD_UP_MAX_S: Final = 0.05
+_JOURNAL_SHARE_MAX: Final = 0.25
+"""Of a coordinator's bytes in the journal, for one tenant."""
+_JOURNAL_OWN_BYTES: Final = 120
+"""Of each stream that are not counted: names, checksums, who writes and the weights' digest."""
 
 Prompt = tuple[int, ...]
 
@@ -61,7 +66,7 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
 
 def callers_of(scenario: Scenario) -> dict[str, Caller]:
     """Whose keys there are."""
-    if Feature.KEYS not in scenario.features:
+    if not scenario.features & {Feature.KEYS, Feature.FULL_JOURNAL}:
         return {}
     limits = TenantLimits(requests_per_minute=scenario.requests_per_minute, priority_min=-1)
     names = ("tenant 0", "tenant 1")
@@ -86,7 +91,8 @@ class Judge:
         self._num_given: dict[str, int] = {}  # tokens that each session came with
         self._admitted: Counter[tuple[Coordinator, str]] = Counter()
         self._weights = self._all_weights()
-        self._tenants = {each.prompt: each.tenant_name for each in self._scenario.requests}
+        self.has_tenants = bool(callers_of(self._scenario))
+        self._tenants: dict[str, str] = {}  # of sessions, by their ids
 
     # What clients ask.
 
@@ -147,33 +153,39 @@ class Judge:
         calls[:] = [each for each in calls if not each.is_over]
         if request.priority == URGENT and prompt not in self.begun:
             self.wrong(f"I9: {coordinator.name} puts {prompt} before all others, which nobody has begun")
-        if Feature.SHARES in self._scenario.features and request.priority != URGENT:
-            self._check_share(coordinator, self._tenants[prompt], request.priority)
         calls.append(call)
         if prompt in self._poisons:
             self._num_given[request.session_id] = len(request.token_ids)
 
-    def _check_share(self, coordinator: Coordinator, tenant: str, priority: int) -> None:
-        """Of slots, as one more is given out: nobody has more than a share while others wait that have less. One that
-        was asked for while Redis was slow was due to somebody as things stood then."""
+    def on_session(self, session_id: str, tenant: str) -> None:
+        self._tenants[session_id] = tenant
+
+    def tenant_of(self, session_id: str) -> str:
+        return self._tenants[session_id]
+
+    def on_journal(self, writer: str, num_bytes: int, num_streams: int) -> None:
+        """What Redis holds of one tenant's streams, all by one coordinator's life."""
+        bytes_max = self._scenario.journal_bytes_max
+        if bytes_max and num_bytes > _JOURNAL_SHARE_MAX * bytes_max + _JOURNAL_OWN_BYTES * num_streams:
+            self.wrong(
+                f"I10: one tenant's streams take {num_bytes} of {bytes_max} bytes of {writer}'s journal"
+            )
+
+    def on_slot(self, coordinator: Coordinator, ticket: Ticket, look: Look) -> None:
+        """Nobody gets more than a share of the slots while others wait that have less, as things stood when the
+        coordinator looked."""
+        if Feature.SHARES not in self._scenario.features or ticket.priority == URGENT:
+            return
         if any(map(self._is_disturbed, (coordinator.name, REDIS))) or len(set(self._scenario.weights)) > 1:
             return  # where targets differ, one tenant's sequences may fit where others' do not
-        now_s = coordinator.now_s()
-        for line in coordinator.service.environment.admission._lines.values():
-            waiting = {
-                ticket.tenant
-                for ticket, (wish, answer) in line.waiting.items()
-                if ticket.priority == priority and not answer.done() and now_s - wish.since_s > _WAITED_S
-            }
-            # As the coordinator counts them, which gives a slot back before its call is over.
-            held = line.queue._num_held_of - Counter([tenant])
-            sharing = waiting | {tenant}
-            share = (sum(held[each] for each in sharing) + 1) / len(sharing)
-            owed = [each for each in waiting if each != tenant and held[each] + 1 <= share]
-            if held[tenant] > share and owed:
-                self.wrong(
-                    f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
-                )
+        tenant, held = ticket.tenant, look.num_held
+        sharing = {each.tenant for each in look.waiting if each.priority == ticket.priority}
+        share = (sum(held[each] for each in sharing) + 1) / len(sharing)
+        owed = [each for each in sorted(sharing) if each != tenant and held[each] + 1 <= share]
+        if held[tenant] > share and owed:
+            self.wrong(
+                f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
+            )
 
     @property
     def waits_briefly(self) -> bool:
@@ -195,6 +207,12 @@ class Judge:
             self.wrong(
                 f"{request.tenant} has had {self._admitted[key]} requests, its limit is {limit:g} a minute"
             )
+
+    def on_held_up(self, work_s: float) -> None:
+        """A process computes on its event loop: no request may occupy that for long."""
+        process = current_process()
+        if work_s > _HELD_UP_MAX_S and process is not None:
+            self.wrong(f"I10: {process.name} holds its event loop up for {work_s:g} s")
 
     def on_blocked(self, call: Call) -> None:
         """A coordinator waits for its client to read: neither its deadline nor a slot may wait for that."""
@@ -219,7 +237,7 @@ class Judge:
                 f"I10: {coordinator.name} keeps a slot for request {request.number}, which nobody reads"
             )
 
-    def on_session(self, target: Target, session: Session) -> None:
+    def on_step(self, target: Target, session: Session) -> None:
         """After a step: a session may be the end of its target."""
         if not self._poisons:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,14 @@ from outrider.randomness import mix
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import Step, StepItem, StepResult
-from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, seed_of
+from tests.simulation.clock import SimulatedLoop
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, digest_after, seed_of
 
 NO_LETTER_TWICE = GrammarSpec(GrammarKind.REGEX, "no letter twice")
 SLOW_TO_COMPILE = GrammarSpec(GrammarKind.REGEX, "no letter twice, slowly")
 COMPILE_S = 7.0
+READ_TOKEN_S = 0.002
+"""A grammar's work for a token that is committed: for a step's no more than a loop may be held up."""
 
 
 def _begin(seed: int, weights: int) -> int:
@@ -79,8 +83,7 @@ class TargetModel(FakeModel):
         assert [len(each) for each in item.text.continuations] == list(range(num_rows))
         has_grammar = item.text.grammar is not None
         digest = _begin(seed_of(item.sampling, item.seed), self._weights)
-        for token_id in text[:position]:
-            digest = mix(digest ^ (token_id + 1))
+        digest = digest_after(digest, tuple(text[:position]))
         before = text[position - 1] if has_grammar and position > item.text.num_prompt_tokens else None
         choices = [_next(digest, before)]
         for token_id in text[position:]:
@@ -112,6 +115,7 @@ class Grammar:
         return Grammar(self._before, self.num_committed)
 
     def advance(self, token_ids: Sequence[int]) -> None:
+        cast(SimulatedLoop, asyncio.get_running_loop()).work(READ_TOKEN_S * len(token_ids))
         if self.num_valid(token_ids) < len(token_ids):
             raise GrammarViolation("a letter came twice")
         if token_ids:

@@ -1,11 +1,18 @@
-"""Bugs to plant, each of the kind that one feature of a run is there to find."""
+"""Bugs to plant, each of the kind that one feature of a run is there to find.
+
+Not here is what a simulated run does not have: certificates, and with them workers that announce other ids than theirs
+(`tests/coordinator/test_worker_identity.py`), the file of keys (`tests/outrider/test_api_keys.py`) and HTTP
+(`tests/coordinator/test_extreme_values.py`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coordinator import grpc_api
+from coordinator import generation_request, grpc_api, journal
 from coordinator.client_pace import StallWatch
 from coordinator.fair_queue import FairQueue
 from coordinator.generation_request import GenerationSpec
@@ -14,6 +21,7 @@ from coordinator.rate_limits import RateLimits
 from coordinator.resumption import NOTHING_SEEN, Claim, Resumption
 from coordinator.run_identity import RunIdentity
 from coordinator.service import GenerationService, Recollection
+from outrider.api_keys import Caller
 from outrider.loop_lag import LoopLag
 from outrider.sampling_params import SamplingParams
 from outrider.worker_record import WorkerRecord
@@ -91,6 +99,14 @@ def blame_others(self: LoopLag, since_s: float, now_s: float) -> float:
     return now_s - since_s
 
 
+def share_with_everybody(caller: Caller, asked: str = "") -> str:
+    return ""
+
+
+async def work_on_the_loop(work: Callable[..., object], *arguments: object) -> object:
+    return work(*arguments)
+
+
 PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "all choices have one seed": (
         *(Feature.CHOICES, GenerationSpec, "sampling_of", sample_all_choices_alike, "tokens"),
@@ -132,6 +148,15 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "a worker announces other weights than it has": (
         *(Feature.WEIGHTS, Target, "fingerprint_of", staticmethod(announce_the_same_weights), "I2"),
+    ),
+    "a target reads what is committed on its event loop": (
+        *(Feature.GRAMMAR, asyncio, "to_thread", work_on_the_loop, "I10: t"),
+    ),
+    "tenants share a prefix cache": (
+        *(Feature.KEYS, generation_request, "cache_salt", share_with_everybody, "I9: tenant"),
+    ),
+    "a tenant may fill the journal": (
+        *(Feature.FULL_JOURNAL, journal, "TENANT_SHARE", 1.0, "I10: one tenant's streams"),
     ),
 }
 """By what is wrong: the feature, what is replaced and by what, and what the simulation says of it."""

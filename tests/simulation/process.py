@@ -104,6 +104,11 @@ class Process:
         return context.get(_CURRENT) is self
 
 
+def current_process() -> Process | None:
+    """Whose code runs now."""
+    return _CURRENT.get()
+
+
 NOBODY: Final = Context()
 """In which the network runs: it goes on while processes do not."""
 

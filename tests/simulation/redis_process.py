@@ -19,9 +19,17 @@ _REGISTRY_TIMEOUT_S: Final = 2.0
 class Redis(Process):
     """An empty one."""
 
-    def __init__(self, network: Network, host: Host, on_wrong: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        host: Host,
+        on_wrong: Callable[[str], None],
+        on_journal: Callable[[str, int, int], None],
+    ) -> None:
+        """`on_journal` is told after each write what one tenant's streams by one coordinator take: whose, how many
+        bytes, how many streams."""
         super().__init__(REDIS, network.loop, host)
-        self._on_wrong = on_wrong
+        self._on_wrong, self._on_journal = on_wrong, on_journal
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
         self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
@@ -39,7 +47,19 @@ class Redis(Process):
         answer = write_journal(stored, request_id, writer, fields, is_first=is_first)
         if answer is JournalWrite.WRITTEN:
             self.journal[request_id] = stored[request_id], self.now_s() + life_s
+            self._tell_size(request_id, writer, stored)
         return answer
+
+    def _tell_size(self, request_id: str, writer: str, stored: Mapping[str, Mapping[str, str]]) -> None:
+        """Of what one tenant's streams take, of those that one coordinator's life has written."""
+        tenant, life = request_id.partition(":")[0], writer.rpartition("/")[0]
+        alike = [
+            fields
+            for id, fields in stored.items()
+            if id.partition(":")[0] == tenant and fields["writer"].rpartition("/")[0] == life
+        ]
+        num_bytes = sum(len(name) + len(value) for fields in alike for name, value in fields.items())
+        self._on_journal(life, num_bytes, len(alike))
 
     def read_journal(self, request_id: str) -> Mapping[str, str]:
         stored, until_s = self.journal.get(request_id, ({}, 0.0))

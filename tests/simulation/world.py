@@ -23,7 +23,10 @@ from tests.simulation.redis_process import REDIS, Redis
 from tests.simulation.scenario import Fault, FaultKind, Request, Scenario
 
 _LIVENESS_S: Final = 150.0
-"""Within which everything has ended, once the last fault is over: silence and keepalives several times over."""
+"""Within which everything has ended, once the last fault is over, beside what the steps take: silence and keepalives
+several times over."""
+_REPETITIONS_MAX: Final = 2
+"""How often a sequence may be computed from its beginning, on average."""
 _QUIET_S: Final = 30.0
 """Within which everything is free, once everything has ended: leases and reservations of the dead included."""
 _STALL_EXIT_S: Final = 2.5
@@ -66,6 +69,11 @@ def run(scenario: Scenario) -> Outcome:
     return world.outcome
 
 
+def _work_s(scenario: Scenario) -> float:
+    """What one target takes for all that is asked for, one token of one sequence after the other."""
+    return scenario.shape.step_s * sum(each.max_tokens * each.num_choices for each in scenario.requests)
+
+
 def _no_time(self: LoopShare, now: float) -> float:
     return 0.0
 
@@ -86,6 +94,7 @@ class World:
         self.judge = Judge(self)
         self.checks = WorkerChecks(loop, self.judge, self.wrong)
         self.network.on_blocked = self.judge.on_blocked
+        loop.on_held_up = self.judge.on_held_up
         self._changed: dict[int, int] = {}  # weights of targets, by their numbers
         self._num_changes_of_weights = scenario.change_of_weights
         self._everybody: list[Process] = []
@@ -123,6 +132,7 @@ class World:
         clients = [asyncio.create_task(self._serve_client(request)) for request in scenario.requests]
         end_s = max([fault.at_s + fault.duration_s for fault in scenario.faults], default=0.0)
         end_s = max([end_s, *(request.at_s for request in scenario.requests)]) + _LIVENESS_S
+        end_s += _REPETITIONS_MAX * _work_s(scenario)
         _, unfinished = await asyncio.wait(clients, timeout=end_s)
         for task in unfinished:
             self.wrong("a request has not ended")
@@ -179,7 +189,7 @@ class World:
                     *(self.judge, callers_of(self.scenario), self.scenario.journal_bytes_max),
                 )
             case _:
-                process = Redis(self.network, host, self.wrong)
+                process = Redis(self.network, host, self.wrong, self.judge.on_journal)
         self._everybody.append(process)
         self.network.start(process)
         if isinstance(process, Worker | Coordinator):
@@ -280,6 +290,8 @@ class World:
             self.loop.run_until_complete(asyncio.sleep(0))
             if not asyncio.all_tasks(self.loop):
                 break
+        for process in self._everybody:  # cycles without end, which take the garbage collector long
+            vars(process).clear()
 
 
 def _holdings(process: Process) -> Sequence[tuple[str, int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
 
 from outrider.engine.verification import Verdict
 from outrider.randomness import mix
@@ -12,6 +14,8 @@ from target_worker.messages import StartSession, Step, StepResult
 VOCAB_SIZE = 5
 END = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+_CHUNK_LEN: Final = 8
+_REMEMBERED_LEN_MAX: Final = 256
 
 
 def next_token(prefix: Sequence[int], seed: int = 0) -> int:
@@ -20,8 +24,24 @@ def next_token(prefix: Sequence[int], seed: int = 0) -> int:
 
 
 def _digest(prefix: Sequence[int], seed: int) -> int:
-    value = mix(seed) if seed else 1
-    for token_id in prefix:
+    return digest_after(mix(seed) if seed else 1, tuple(prefix))
+
+
+def digest_after(value: int, token_ids: tuple[int, ...]) -> int:
+    """What a digest becomes by tokens. Sequences grow a few tokens at a time, so whole chunks are remembered."""
+    num_known = min(len(token_ids), _REMEMBERED_LEN_MAX) // _CHUNK_LEN * _CHUNK_LEN
+    if num_known:
+        value = _digest_of_chunks(value, token_ids[:num_known])
+    for token_id in token_ids[num_known:]:
+        value = mix(value ^ (token_id + 1))
+    return value
+
+
+@lru_cache(maxsize=1 << 14)
+def _digest_of_chunks(value: int, token_ids: tuple[int, ...]) -> int:
+    if len(token_ids) > _CHUNK_LEN:
+        value = _digest_of_chunks(value, token_ids[:-_CHUNK_LEN])
+    for token_id in token_ids[-_CHUNK_LEN:]:
         value = mix(value ^ (token_id + 1))
     return value
 

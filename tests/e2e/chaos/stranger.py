@@ -94,9 +94,18 @@ class Stranger:
     ) -> None:
         await self._client.close()
 
-    async def ask(self, prompt: str, max_tokens: int, is_streaming: bool, *, is_chat: bool = False) -> Seen:
-        """What the stranger saw. Raises nothing that a server can cause."""
-        seen = Seen(time.monotonic())
+    async def ask(
+        self,
+        prompt: str,
+        max_tokens: int,
+        is_streaming: bool,
+        *,
+        is_chat: bool = False,
+        into: Seen | None = None,
+    ) -> Seen:
+        """What the stranger saw; it is in `into` already as it comes. Raises nothing that a server can cause."""
+        seen = into or Seen(0.0)
+        seen.asked_s = time.monotonic()
         reading = asyncio.create_task(self._read(prompt, max_tokens, is_streaming, is_chat, seen))
         try:
             async with asyncio.timeout(self._hung_s):

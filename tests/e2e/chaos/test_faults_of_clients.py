@@ -26,6 +26,7 @@ from tests.e2e.chaos.own_requests import Door
 from tests.e2e.chaos.slow_clients import UnreadHttp
 from tests.e2e.chaos.verdict import Right
 
+pytestmark = pytest.mark.thorough
 STALL_MAX_S = 1.0
 
 

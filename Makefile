@@ -3,10 +3,11 @@
 #   make test            ruff, mypy and every test but the long and the thorough ones (CI: make test SKIP=)
 #   make rollout         replace everything in an installation under load   (make rollout ARGS=--help)
 #   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
+#   make fuzz            send a running system 10,000 bad inputs, judge every answer  (make fuzz ARGS=--help)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long rollout chaos bench lint stubs lock sbom audit install clean distclean
+.PHONY: help demo test test-long rollout chaos fuzz bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
 LOCK_ARGS ?=
@@ -78,6 +79,9 @@ test-long: $(STAMP)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)
+
+fuzz: $(STAMP)
+	@$(BIN)/python -m tests.e2e.fuzz $(ARGS)
 
 rollout: $(STAMP)
 	@$(BIN)/python -m tests.e2e.rollout $(ARGS)

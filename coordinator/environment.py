@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 import uuid
@@ -87,3 +88,6 @@ class Environment:
     tracing: Tracing = OFF
     threads: WorkerThreads = field(default_factory=WorkerThreads)  # for what would hold up the event loop
     lag: LoopLag = field(default_factory=LoopLag)  # of the event loop that all of this runs on
+    long_prompts: asyncio.Lock = field(
+        default_factory=asyncio.Lock
+    )  # one is made a message in a turn of the loop

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ PROMPT_TOKENS_MAX: Final = 1 << 18
 PROMPT_LOGPROBS_MAX: Final = 1 << 18
 """Log probabilities of a prompt's tokens in one answer: they are held, and written, all at once."""
 STOP_STRINGS_MAX: Final = 16
+MESSAGES_MAX: Final = 16384
 STOP_STRING_CHARS_MAX: Final = 256
 BAD_WORD_CHARS_MAX: Final = 256
 REQUEST_ID_CHARS_MAX: Final = 64
@@ -179,10 +180,10 @@ def check_input(request: GenerationInput) -> None:
         if request.max_tokens == 0 and not scores_prompt:
             raise InvalidRequest("max_tokens", "max_tokens is 0, which needs echo or prompt_logprobs")
         _check_range("max_tokens", request.max_tokens, 0, UINT32_MAX)
-    _check_count("stop", request.stop, STOP_STRINGS_MAX)
+    check_count("stop", request.stop, STOP_STRINGS_MAX)
     if not all(1 <= len(stop) <= STOP_STRING_CHARS_MAX for stop in request.stop):
         raise InvalidRequest("stop", f"each stop string must have 1 to {STOP_STRING_CHARS_MAX} characters")
-    _check_count("bad_words", request.bad_words, MAX_BAD_WORDS)
+    check_count("bad_words", request.bad_words, MAX_BAD_WORDS)
     if not all(1 <= len(word) <= BAD_WORD_CHARS_MAX for word in request.bad_words):
         raise InvalidRequest(
             "bad_words", f"each word of bad_words must have 1 to {BAD_WORD_CHARS_MAX} characters"
@@ -211,7 +212,7 @@ def check_input(request: GenerationInput) -> None:
         )
     check_request_id(request.request_id)
     if request.token_ids is not None:
-        _check_count("prompt", request.token_ids, PROMPT_TOKENS_MAX)
+        check_count("prompt", request.token_ids, PROMPT_TOKENS_MAX)
     if request.messages is not None and not request.messages:
         raise InvalidRequest("messages", "messages must hold at least one message")
 
@@ -306,6 +307,7 @@ def _check_range(parameter: str, value: int, lowest: int, highest: int) -> None:
         raise InvalidRequest(parameter, f"{parameter} must lie between {lowest} and {highest}, got {value}")
 
 
-def _check_count(parameter: str, values: Sequence[object], most: int) -> None:
+def check_count(parameter: str, values: Sized, most: int) -> None:
+    """Raises InvalidRequest."""
     if len(values) > most:
         raise InvalidRequest(parameter, f"{parameter} may hold at most {most} entries, got {len(values)}")

@@ -11,12 +11,16 @@ from typing import Final
 from coordinator.answer_size import SMALL_ANSWER_VALUES, num_values
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import (
+    CHOICES_MAX,
+    MESSAGES_MAX,
     NOWHERE,
     PROMPT_TOKENS_MAX,
+    STOP_STRINGS_MAX,
     UINT32_MAX,
     GenerationInput,
     GenerationSpec,
     Origin,
+    check_count,
 )
 from coordinator.journal import JournalEntry
 from coordinator.request_session import Finished
@@ -24,7 +28,7 @@ from coordinator.resumption import Claim, ResumePoint
 from coordinator.service import GenerationService
 from coordinator.text_output import PromptOutput, VisibleOutput
 from outrider.errors import InvalidRequest, NotFound
-from outrider.sampling_params import SamplingParams, SpeculationSettings
+from outrider.sampling_params import MAX_BAD_WORDS, SamplingParams, SpeculationSettings, check_counts
 from protos.outrider.v1 import common_pb2, generation_pb2
 
 CANARY_KEY_METADATA: Final = "x-canary-key"
@@ -37,10 +41,11 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
     if kind is None:
         raise InvalidRequest("input", "one of prompt, prompt_token_ids and chat is required")
     has_sampling = request.HasField("sampling")
-    if len(request.prompt_token_ids.token_ids) > PROMPT_TOKENS_MAX:  # before they are copied
-        raise InvalidRequest(
-            "prompt_token_ids", f"prompt_token_ids may hold at most {PROMPT_TOKENS_MAX} entries"
-        )
+    # Before they are copied: a message of a megabyte may hold half a million of anything.
+    check_count("prompt_token_ids", request.prompt_token_ids.token_ids, PROMPT_TOKENS_MAX)
+    check_count("messages", request.chat.messages, MESSAGES_MAX)
+    check_count("stop", request.stop, STOP_STRINGS_MAX)
+    check_count("bad_words", request.bad_words, MAX_BAD_WORDS)
     for message in request.chat.messages:
         if message.role not in ("system", "user", "assistant"):
             raise InvalidRequest("role", f"role must be system, user or assistant, got {message.role!r}")
@@ -106,6 +111,7 @@ async def generate(
 
 
 def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:
+    check_count("resume_from", request.resume_from, CHOICES_MAX)
     if request.resume_from and not request.request_id:
         raise InvalidRequest("request_id", "request_id names the stream to go on with; it is missing")
     return tuple(
@@ -140,6 +146,7 @@ def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse
 
 def _read_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
     # max_tokens is checked with the context at hand, and may be 0 where the prompt is only scored.
+    check_counts(message)
     unbounded = common_pb2.SamplingParams()
     unbounded.CopyFrom(message)
     unbounded.max_tokens = UINT32_MAX

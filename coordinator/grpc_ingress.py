@@ -13,19 +13,23 @@ gRPC itself waits for ever for a client that takes nothing. In both places each 
 cannot be taken back from here: its status waits behind the one message that was under way, until the client reads, or
 leaves, or its connection ends.
 
+And to gRPC a message that cannot be read is a defect of the server's (UNKNOWN, with a trace in the log). Here it is
+refused by its cause, as everything is that a client can put right.
+
 Runs inside the proxy or replica process, which finds this function by its import path.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from coordinator.client_pace import CUT_AFTER, StallWatch
 from coordinator.settings import CLIENT_STALL_MAX_S
@@ -33,6 +37,7 @@ from outrider.errors import OutriderError, SlowReader
 from protos.outrider.v1 import generation_pb2_grpc
 
 Handler = Callable[[Any, Any], AsyncGenerator[bytes]]
+UnaryHandler = Callable[[Any, Any], Awaitable[Any]]
 
 _END: Final = object()
 _ending: Final[set[asyncio.Task[None]]] = (
@@ -48,13 +53,17 @@ def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
 
     def make_other_handler(service_method: str, streaming_type: Any) -> Any:
         handler = make_handler(service_method=service_method, streaming_type=streaming_type)
+        if streaming_type.name == "UNARY_UNARY":
+            return readable(handler)
         if streaming_type.name != "UNARY_STREAM":
             return handler
-        return timed(handler, _pace_of_replica) if is_replica else timed(cancellable(handler), Pace)
+        return readable_stream(
+            timed(handler, _pace_of_replica) if is_replica else timed(cancellable(handler), Pace)
+        )
 
     server.service_handler_factory = make_other_handler
     try:
-        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(servicer, _ForgivingReader(server))
     finally:
         server.service_handler_factory = make_handler
 
@@ -68,6 +77,72 @@ def _is_replica() -> bool:
     except RayServeException:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands where a request would, had its bytes been one."""
+
+    cause: str
+
+
+def read_or_tell(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """The same, but what cannot be read comes as `Unreadable`."""
+
+    def read_request(raw: bytes) -> Any:
+        try:
+            return read(raw)
+        except DecodeError as error:
+            return Unreadable(str(error))
+
+    return read_request
+
+
+class _ForgivingReader:
+    """A server with whose methods requests are read by `read_or_tell`."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        for handler in handlers:
+            methods = handler._method_handlers  # as Serve does
+            for name, method in methods.items():
+                methods[name] = _reading(method)
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, methods: Mapping[str, Any]) -> None:
+        self._server.add_registered_method_handlers(
+            service_name, {name: _reading(method) for name, method in methods.items()}
+        )
+
+
+def _reading(method: Any) -> Any:
+    return method._replace(request_deserializer=read_or_tell(method.request_deserializer))
+
+
+def readable(handler: UnaryHandler) -> UnaryHandler:
+    """The handler, for requests that could be read; others are refused."""
+
+    async def unary_unary(request: Any, context: Any) -> Any:
+        if isinstance(request, Unreadable):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.cause)
+        return await handler(request, context)
+
+    return unary_unary
+
+
+def readable_stream(handler: Handler) -> Handler:
+    """As `readable`, for an answer that streams."""
+
+    async def unary_stream(request: Any, context: Any) -> AsyncGenerator[bytes]:
+        if isinstance(request, Unreadable):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.cause)
+        async with aclosing(handler(request, context)) as messages:
+            async for message in messages:
+                yield message
+
+    return unary_stream
 
 
 @dataclass(frozen=True, slots=True)

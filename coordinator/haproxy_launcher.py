@@ -18,8 +18,12 @@ nothing of its answer: the replica has given it up by then, and HAProxy would ke
 A request whose replica is lost before the first byte of its answer goes to another one, and its client notices nothing
 but time: nobody has seen anything of the answer, and workers end what the lost replica had begun. For that HAProxy
 keeps requests up to REQUEST_BYTES_MAX with their heads; the client of a longer one is told with 502. RETRIES others are
-asked at most, for a request may be what brings replicas down. What HAProxy itself refuses it refuses in the words of
-the API, with a time to come back, where Serve would have it say 500 in plain text.
+asked at most, for a request may be what brings replicas down.
+
+What HAProxy answers itself, and what a replica's HTTP parser says before our code sees anything, has the shape of our
+errors, and a cause: 503 with a time to come back where no replica can be had, for one. Serve has pages for browsers
+there, makes 500 of what would be overload, and 404, which nobody tries again, of an application that has not started or
+is leaving. What HAProxy cannot read as HTTP at all it answers with its own page.
 
 Data is not spliced past HAProxy: where it may be, HAProxy 2.8 stops reading from a client that waits for an answer on
 a connection it had used before, does not see it leave, and the workers generate the whole text for nobody.
@@ -32,6 +36,7 @@ Only the standard library's core: the file runs by itself, without site packages
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -51,7 +56,7 @@ REQUEST_BYTES_MAX = 65536
 """Its buffers are as large: of each request until its answer begins, and of each answer that is on its way."""
 BODY_TIME_S = 60
 """For as much of a body as is kept; the replica has the same bound for all of it."""
-_OWN = re.compile(r"^\s*(?:retry-on|retries|tune\.bufsize|errorfile\s+50[234])\s.*\n", re.MULTILINE)
+_OWN = re.compile(r"^\s*(?:retry-on|retries|tune\.bufsize|errorfile\s+50\d)\s.*\n", re.MULTILINE)
 _BACKEND = re.compile(r"^(backend\s+\S+)[^\S\n]*$", re.MULTILINE)
 # What is too long to be kept, or does not tell, is passed on as it comes, so that a stranger is refused at once.
 _BUFFERED = (
@@ -60,25 +65,9 @@ _BUFFERED = (
 )
 
 
-def _error(status: int, message: str, retry_after_s: int, kind: str = "server_error") -> str:
-    body = f'{{"error":{{"message":"{message}","type":"{kind}","param":null,"code":null}}}}'
-    described = f"http-error status {status} content-type application/json string '{body}'"
-    return f"    {described} hdr Retry-After {retry_after_s}"
-
-
-_ERRORS = "\n".join(
-    (
-        _error(408, "the request has not come in time", 1, "timeout_error"),
-        _error(502, "the replica that had the request was lost", 1),
-        _error(503, "no replica is ready; try again soon", 5),
-        _error(504, "the replica did not answer in time", 1),
-    )
-)
-# What Serve has HAProxy answer where it knows no application: ours has not started, or is leaving. Clients that try
-# again by themselves do not do so for a 404.
-_NO_APPLICATION = re.compile(r"^(\s*)http-request return status 404 .*Ping http.*$", re.MULTILINE)
-_NO_REPLICA = (
-    _error(503, "no replica is ready; try again soon", 5).strip().replace("http-error", "http-request return")
+# Ours has not started, or is leaving.
+_NO_APPLICATION = re.compile(
+    r"^(\s*http-request return) status 404 content-type text/plain lf-string .*$", re.MULTILINE
 )
 _NO_GRPC_APPLICATION = re.compile(r'hdr grpc-status 5 hdr grpc-message ".*?"(?=$| if )', re.MULTILINE)
 _NO_GRPC_REPLICA = 'hdr grpc-status 14 hdr grpc-message "no replica is ready; try again soon"'
@@ -86,8 +75,7 @@ _DEFAULT_LINES = f"""\
     timeout http-request 10s
     timeout http-keep-alive 75s
     retry-on conn-failure empty-response
-    retries {RETRIES}
-{_ERRORS}"""
+    retries {RETRIES}"""
 # What the system keeps of an answer between a replica and a client that reads slowly: without a bound it grows to tens
 # of megabytes, and the replica takes the client for one that has read them.
 _BUFFERS = (
@@ -99,10 +87,67 @@ _ADMIN_SOCKET = re.compile(r"^\s*stats\s+socket\s+(\S+)", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 _HTTP2 = " proto h2"
 # What Serve would tell whoever asks: which applications there are.
-_NO_ROUTES = "    http-request return status 404 if { path,url_dec -i /-/routes }"
-_NO_LIST = (
-    "    http-request return status 200 content-type application/grpc hdr grpc-status 12 "
-    "if { path,url_dec /ray.serve.RayServeAPIService/ListApplications }"
+_LIST = "/ray.serve.RayServeAPIService/ListApplications"
+_ERRORS = {
+    400: (
+        "the request is not HTTP as it may be sent: its first line, a header, its length or its chunks",
+        "",
+        0,
+    ),
+    404: ("there is nothing at this path", "not_found", 0),
+    408: ("the request has not come in time", "request_timeout", 0),
+    413: ("the request is too large", "", 0),
+    431: ("the request's head is too large", "", 0),
+    502: ("the replica that had the request ended before it answered", "unavailable", 1),
+    503: ("no replica of the coordinator can take the request right now", "unavailable", 5),
+    504: ("the replica that had the request did not answer in time", "unavailable", 1),
+}
+# HAProxy has no page of its own for the others.
+_OWN_PAGES = (400, 404, 408, 413, 502, 503, 504)
+
+
+def _json_page(status: int) -> str:
+    """The rest of a rule that answers with this status."""
+    message, code, retry_after_s = _ERRORS[status]
+    kind = "service_unavailable_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": code or None}
+    # In single quotes, where nothing has a meaning but a single quote.
+    text = json.dumps({"error": error}).replace("'", "`")
+    page = f"status {status} content-type application/json string '{text}'"
+    return f"{page} hdr Retry-After {retry_after_s}" if retry_after_s else page
+
+
+def _grpc_refusal(number: int, message: str, condition: str) -> str:
+    return (
+        f"    http-request return status 200 hdr grpc-status {number} "
+        f'hdr grpc-message "{message}" if {condition}'
+    )
+
+
+_HTTP_RULES = "\n".join(
+    (
+        f"    http-request return {_json_page(404)} if {{ path,url_dec -i /-/routes }}",
+        # The parser's own words come as plain text, ours never do.
+        *(
+            f"    http-response return {_json_page(status)} "
+            f"if {{ status {status} }} {{ res.hdr(content-type) -m beg text/plain }}"
+            for status in (400, 413, 431)
+        ),
+    )
+)
+_GRPC_RULES = "\n".join(
+    (
+        # Of an answer without a body HAProxy takes no `content-type`, without which clients do not take it for gRPC.
+        "    http-after-response set-header content-type application/grpc "
+        "if { res.hdr(grpc-status) -m found } !{ res.hdr(content-type) -m found }",
+        _grpc_refusal(12, "not served", f"{{ path,url_dec {_LIST} }}"),
+        # gRPC itself would call it an error of the server's.
+        _grpc_refusal(
+            3,
+            "grpc-timeout must be up to 8 digits and a unit",
+            "{ req.hdr(grpc-timeout) -m found } !{ req.hdr(grpc-timeout) -m reg ^[0-9]{1,8}[HMSmun]$ }",
+        ),
+    )
 )
 
 
@@ -125,13 +170,15 @@ def rewritten(
             after = after.replace(_HTTP2, "") + (
                 f" ssl crt {tls_folder}/tls.crt ca-file {tls_folder}/ca.crt verify {verify} alpn {protocols}"
             )
-        return f"{before}{host}:{port}{after} {_UNREAD}\n{_NO_LIST if is_grpc else _NO_ROUTES}"
+        return f"{before}{host}:{port}{after} {_UNREAD}\n{_GRPC_RULES if is_grpc else _HTTP_RULES}"
 
-    configuration = _BACKEND.sub(rf"\1\n{_BUFFERED}", _OWN.sub("", _SPLICE.sub("", configuration)))
-    configuration = _NO_APPLICATION.sub(lambda found: f"{found[1]}{_NO_REPLICA}", configuration)
+    pages = "\n".join(f"    http-error {_json_page(status)}" for status in _OWN_PAGES)
+    configuration = _OWN.sub("", _SPLICE.sub("", configuration))
+    configuration = _BACKEND.sub(lambda found: f"{found[1]}\n{_BUFFERED}", configuration)
+    configuration = _NO_APPLICATION.sub(lambda found: f"{found[1]} {_json_page(503)}", configuration)
     configuration = _NO_GRPC_APPLICATION.sub(_NO_GRPC_REPLICA, configuration)
     configuration, num_changed = _DEFAULTS.subn(
-        f"defaults\n{_DEFAULT_LINES}", _BIND.sub(place, configuration), count=1
+        lambda _: f"defaults\n{_DEFAULT_LINES}\n{pages}", _BIND.sub(place, configuration), count=1
     )
     if not num_changed:
         raise ValueError("HAProxy's configuration has no defaults section")

@@ -53,7 +53,7 @@ from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
 from coordinator.resumption import StreamPosition, parse_position
 from coordinator.service import GenerationService, Recollection
-from coordinator.text_output import PromptOutput, VisibleOutput
+from coordinator.text_output import VisibleOutput
 from outrider.api_keys import Caller
 from outrider.errors import (
     InvalidRequest,
@@ -207,8 +207,8 @@ class HttpApi:
             yield held + "data: [DONE]\n\n"
 
     async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
-        # What a step brought is small; a prompt may be long.
-        if isinstance(item.news, PromptOutput) and writer.is_long(item):
+        # What a step brought is small; a prompt may be long, and so may its token ids beside the first step.
+        if writer.is_long(item):
             return await self._service.environment.threads.run(writer.event, item)
         return writer.event(item)
 

@@ -86,7 +86,10 @@ class ResponseWriter:
 
     def is_long(self, item: ChoiceNews) -> bool:
         """Whether `event` takes so long for it that a thread should do it."""
-        return num_values(self._spec, item.news) > SMALL_ANSWER_VALUES
+        num = num_values(self._spec, item.news)
+        if self._form.returns_token_ids and not self._has_shown_prompt_ids[item.index]:
+            num += len(self._spec.prompt_token_ids)
+        return num > SMALL_ANSWER_VALUES
 
     def event(self, item: ChoiceNews) -> str | None:
         """`chunk` as a server-sent event."""
@@ -96,8 +99,9 @@ class ResponseWriter:
                 return None
             before, after = self._frames[item.index] or self._frame_of_text(item.index)
             return f"{before}{json_string(news.text)}{after}"
+        is_long = isinstance(news, PromptOutput) or self.is_long(item)
         chunk = self.chunk(item)
-        if isinstance(news, PromptOutput) and chunk is not None:
+        if is_long and chunk is not None:
             return f"data: {to_json_text(chunk)}\n\n"
         return None if chunk is None else sse(chunk)
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from coordinator.body_parts import Body, Listed
 from coordinator.chat_messages import ChatMessage, read_messages
 from coordinator.generation_fields import GenerationBody
-from coordinator.generation_request import PROMPT_TOKENS_MAX, GenerationInput
+from coordinator.generation_request import MESSAGES_MAX, PROMPT_TOKENS_MAX, GenerationInput
 from coordinator.json_size import check_json_size
 from coordinator.tool_schema import Tool, ToolChoice, read_tool_use
 from coordinator.unserved_parameters import (
@@ -31,7 +31,6 @@ from coordinator.unserved_parameters import (
 from outrider.errors import InvalidRequest
 
 DEPTH_MAX: Final = 256  # of a body; grammars end at half of that
-MESSAGES_MAX: Final = 16384
 DETOKENIZE_TOKENS_MAX: Final = PROMPT_TOKENS_MAX
 
 

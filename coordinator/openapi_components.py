@@ -12,6 +12,7 @@ from typing import Any, Final
 from coordinator.generation_request import (
     BAD_WORD_CHARS_MAX,
     CHOICES_MAX,
+    MESSAGES_MAX,
     PROMPT_TOKENS_MAX,
     REQUEST_ID_CHARS_MAX,
     STOP_STRING_CHARS_MAX,
@@ -21,7 +22,6 @@ from coordinator.generation_request import (
 )
 from coordinator.openai_schema import (
     DETOKENIZE_TOKENS_MAX,
-    MESSAGES_MAX,
     ChatBody,
     CompletionBody,
     DetokenizeBody,

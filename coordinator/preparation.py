@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from coordinator.generation_request import (
@@ -23,7 +23,7 @@ from coordinator.generation_request import (
 from coordinator.settings import CoordinatorSettings
 from coordinator.tool_calls import OPENING, tool_grammar
 from coordinator.worker_threads import WorkerThreads
-from outrider.errors import InvalidRequest
+from outrider.errors import ConfigurationError, InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from outrider.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 from outrider.worker_record import WorkerRecord
@@ -78,7 +78,7 @@ class RequestPreparation:
                 sampling = dataclasses.replace(request.sampling, grammar=grammar)
                 request = dataclasses.replace(request, sampling=sampling)
             if request.sampling.grammar is not None:
-                compiler = self._compiler(vocab_size)
+                compiler = await self._compiler(vocab_size)
                 await compiler.check_async(request.sampling.grammar, request.tenant)
         sampling = effective_sampling(
             request,
@@ -156,19 +156,30 @@ class RequestPreparation:
             return request.text if request.echo else None
         return await self.decode(request.token_ids or (), skip_special_tokens=request.skip_special_tokens)
 
-    def _compiler(self, vocab_size: int) -> GrammarCompiler:
+    async def _compiler(self, vocab_size: int) -> GrammarCompiler:
         compiler = self._compilers.get(vocab_size)
-        if compiler is None:
-            # Imported with the first grammar: most deployments never see one.
-            from outrider.grammar import GrammarCompiler
-
-            tokenizer = self._tokenizer
-            compiler = self._compilers[vocab_size] = GrammarCompiler(
-                tokenizer.model_dir / "tokenizer.json",
-                vocab_size=vocab_size,
-                eos_token_ids=tokenizer.eos_token_ids,
-            )
+        if compiler is None:  # a thread makes it, for what it imports may not have been yet
+            made = await self._threads.run(self._new_compiler, vocab_size)
+            compiler = self._compilers.setdefault(vocab_size, made)
         return compiler
+
+    def load_grammars(self) -> None:
+        """Before the first request: what the first grammar would need otherwise, half a second of imports and the
+        vocabulary, which llguidance reads in one call that keeps the interpreter's lock. Blocks."""
+        from outrider.grammar.tokenizer import load_tokenizer
+
+        with suppress(ConfigurationError):  # who asks for a grammar is told
+            load_tokenizer(self._tokenizer.model_dir / "tokenizer.json")
+
+    def _new_compiler(self, vocab_size: int) -> GrammarCompiler:
+        from outrider.grammar import GrammarCompiler
+
+        tokenizer = self._tokenizer
+        return GrammarCompiler(
+            tokenizer.model_dir / "tokenizer.json",
+            vocab_size=vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+        )
 
 
 @contextmanager

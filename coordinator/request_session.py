@@ -58,6 +58,8 @@ from protos.outrider.v1 import common_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
 
+LONG_PROMPT_TOKENS: Final = 8192
+"""One that is longer takes a millisecond or more, up to 30, to be made a message to a worker."""
 _LATE_S: Final = 0.05  # what is left of a deadline that is not worth another try
 _WAIT_S: Final = 0.1  # between two looks for a target
 _PROBE_S: Final = 0.5  # for a target to show that it is alive, though its connection broke
@@ -331,6 +333,13 @@ class RequestSession:
         place = await self._find_place()
         if place is None:
             return None
+        if len(spec.prompt_token_ids) > LONG_PROMPT_TOKENS:
+            try:  # of 64 sequences of one request all would be made messages in the same turn of the loop
+                async with environment.long_prompts:
+                    await asyncio.sleep(0)
+            except BaseException:
+                environment.admission.leave(spec.model, place)
+                raise
         # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
         session_id = place.token
         self._preferred = None

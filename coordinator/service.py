@@ -36,7 +36,7 @@ from coordinator.generation_request import (
     check_request_id,
     identified,
 )
-from coordinator.journal import Journal, JournaledStream, JournalEntry
+from coordinator.journal import FLUSH_S, Journal, JournaledStream, JournalEntry
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
 from coordinator.rate_limits import RateLimits
@@ -71,6 +71,7 @@ from outrider.worker_record import Snapshot, WorkerRecord
 _log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S: Final = 0.1
+_WRITE_S: Final = 0.1  # for what the journal writes to arrive
 _HOUSEKEEPING_S: Final = 5.0
 
 
@@ -180,6 +181,7 @@ class GenerationService:
         settings, registry = self.environment.settings, self._registry
         self._stack.callback(self.environment.threads.close)
         if registry is None and self._injected_snapshot is None:
+            await self.environment.threads.run(self.preparation.load_grammars)
             registry = redis = Registry(settings.redis_url)
             self._stack.push_async_callback(redis.close)
             if settings.uses_priors:
@@ -373,6 +375,9 @@ class GenerationService:
     async def look_up(self, request_id: str, caller: Caller) -> Recollection:
         """With its entry. Raises InvalidRequest, NotFound where there is none, Unavailable where nobody can say."""
         recollection = await self.recall(request_id, caller)
+        if recollection.entry is None and self._journal is not None and not recollection.is_away:
+            await asyncio.sleep(FLUSH_S + _WRITE_S)  # one that has just begun is on its way there
+            recollection = await self.recall(request_id, caller)
         if recollection.entry is None:
             if recollection.is_away:
                 raise Unavailable(

@@ -4,14 +4,21 @@ A process may be stopped for seconds (a virtual machine that moves, SIGSTOP, a p
 own loop. When it goes on, its timers fire first, and they say that every peer has been silent; what the peers have said
 lies there and is read a moment later. So a peer is judged by the time that this loop ran, never by the clock alone.
 
-`LoopLag` is pure: ticks in, answers out. `keep_ticking` is the task that ticks.
+Lag has two causes, and only one of them is a defect of this process: its own work held up the loop, or it had no
+processor to work with. `own_lag_s` tells them apart.
+
+`LoopLag` and `own_lag_s` are pure: ticks in, answers out. `keep_ticking` is the task that ticks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 TICK_S: Final = 0.1
@@ -69,9 +76,55 @@ class LoopLag:
         return 0.0 if self._last_tick_s is None else max(now_s - self._last_tick_s - self._tick_s, 0.0)
 
 
-async def keep_ticking(lag: LoopLag, observe: Callable[[float], object]) -> None:
-    """Ticks for as long as the loop runs; `observe` is told how late each tick is, in seconds."""
-    loop = asyncio.get_running_loop()
-    while True:
-        observe(lag.tick(loop.time()))
-        await asyncio.sleep(TICK_S)
+@dataclass(frozen=True, slots=True)
+class ProcessorTime:
+    """What the system has given so far, in seconds."""
+
+    used_s: float  # by all threads of this process
+    waited_s: float  # that the loop's thread was ready to run and had no processor
+
+
+def own_lag_s(lag_s: float, before: ProcessorTime, now: ProcessorTime) -> float:
+    """How much of a lag is this process' own doing: how late the tick would have been with processors to spare.
+
+    What is left without the loop's waits for a processor, and no more than all threads of the process worked: one that
+    keeps the interpreter's lock holds up the loop as well, and a process that was stopped did nothing at all. `before`
+    is at the tick before this one.
+    """
+    return max(min(lag_s - (now.waited_s - before.waited_s), now.used_s - before.used_s), 0.0)
+
+
+class ProcessorClock:
+    """Reads the `ProcessorTime` of the thread that made it. Where the system does not tell of waits (it is not Linux),
+    there are none."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> ProcessorTime:
+        waited_ns = 0
+        if self._file is not None:
+            waited_ns = int(os.pread(self._file, 128, 0).split()[1])
+        return ProcessorTime(time.process_time(), waited_ns / 1e9)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+async def keep_ticking(lag: LoopLag, observe: Callable[[float, float], object]) -> None:
+    """Ticks for as long as the loop runs; `observe` is told how late each tick is and how much of that was this
+    process' own work, in seconds."""
+    loop, clock = asyncio.get_running_loop(), ProcessorClock()
+    try:
+        before = clock.read()
+        while True:
+            lag_s, now = lag.tick(loop.time()), clock.read()
+            observe(lag_s, own_lag_s(lag_s, before, now))
+            before = now
+            await asyncio.sleep(TICK_S)
+    finally:
+        clock.close()

@@ -151,6 +151,7 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+        check_counts(message)
         if message.logprobs_mode not in common_pb2.LogprobsMode.values():
             raise InvalidRequest("logprobs_mode", f"logprobs_mode {message.logprobs_mode} is not known here")
         return cls(
@@ -273,6 +274,17 @@ def _check(name: str, value: float, holds: bool, permitted: str) -> None:
     if not holds or not is_readable:
         shown = str(value) if isinstance(value, int) else f"{value:g}"
         raise InvalidRequest(name, f"{name} is {shown}; permitted: {permitted}")
+
+
+def check_counts(message: common_pb2.SamplingParams) -> None:
+    """Before anything of it is copied: a megabyte may hold half a million words of nothing. Raises InvalidRequest."""
+    _check_count("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
+    _check_count("bad_words", len(message.bad_words), MAX_BAD_WORDS)
+    # Ids may come twice.
+    _check_count("stop_token_ids", len(message.stop_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    _check_count("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    for word in message.bad_words:
+        _check_count("bad_words", len(word.token_ids), MAX_ALLOWED_TOKEN_IDS)
 
 
 def _check_count(name: str, count: int, most: int) -> None:

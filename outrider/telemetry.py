@@ -27,16 +27,27 @@ def show_expiry(files: TlsFiles, registry: CollectorRegistry) -> None:
     expiry.set_function(lambda: files.current().expires_at_s)
 
 
-def show_loop_lag(registry: CollectorRegistry, engine: str) -> Callable[[float], None]:
-    """Adds how late a process' event loop runs; what it returns takes each measured lag, in seconds."""
-    histogram = Histogram(
-        "outrider_loop_lag_seconds",
+def show_loop_lag(registry: CollectorRegistry, engine: str) -> Callable[[float, float], None]:
+    """Adds how late a process' event loop runs; what it returns takes each measured lag and how much of it was the
+    process' own work, in seconds."""
+
+    def histogram(name: str, text: str) -> Histogram:
+        return Histogram(f"outrider_{name}", text, ("engine",), registry=registry, buckets=LAG_BUCKETS_S)
+
+    lag = histogram(
+        "loop_lag_seconds",
         "How late the event loop ran a timer: what holds up everybody that this process serves",
-        ("engine",),
-        registry=registry,
-        buckets=LAG_BUCKETS_S,
-    )
-    return histogram.labels(engine).observe
+    ).labels(engine)
+    own = histogram(
+        "loop_own_lag_seconds",
+        "The same without the time that the loop had no processor: what the process' own work held up",
+    ).labels(engine)
+
+    def observe(lag_s: float, own_s: float) -> None:
+        lag.observe(lag_s)
+        own.observe(own_s)
+
+    return observe
 
 
 class _Metrics:

@@ -182,7 +182,7 @@ class WorkerProcess:
         self._registry: Registry | None = None
         self._stalled_s: Callable[[], float] = lambda: 0.0
         self._lag = LoopLag()
-        self._observe_lag: Callable[[float], None] = lambda lag_s: None
+        self._observe_lag: Callable[[float, float], None] = lambda lag_s, own_s: None
 
     async def __aenter__(self) -> Self:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -7,6 +7,7 @@ none, whatever they are called, so a grammar that asks for the text `<|eos|>` ge
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from llguidance import LLTokenizer
 from outrider.errors import ConfigurationError
 
 
+@lru_cache(maxsize=1)
 def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
-    """The vocabulary, and the number of ids in it that the model knows.
+    """The vocabulary, and the number of ids in it that the model knows; the last one is kept.
 
     One more id follows them, which ends a text for llguidance alone: which of the model's tokens do is told to
     `GrammarCompiler`. Raises ConfigurationError when llguidance cannot read the file or cannot know the bytes

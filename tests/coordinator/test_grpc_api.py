@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -86,6 +87,38 @@ async def test_a_field_out_of_its_bound_is_refused_by_name(
             await anext(grpc_api.generate(cluster.service, request(**fields)))
     assert caught.value.parameter == parameter
     assert caught.value.grpc_code == "INVALID_ARGUMENT"
+
+
+CROWD = 100_000
+WORDS = [common_pb2.TokenSequence()] * CROWD
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"stop": [""] * CROWD}, "stop"),
+        ({"bad_words": [""] * CROWD}, "bad_words"),
+        ({"request_id": "x", "resume_from": [generation_pb2.ResumePoint()] * CROWD}, "resume_from"),
+        (
+            {"chat": generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user")] * CROWD)},
+            "messages",
+        ),
+        ({"sampling": common_pb2.SamplingParams(bad_words=WORDS)}, "bad_words"),
+        ({"sampling": common_pb2.SamplingParams(stop_token_ids=[1] * CROWD)}, "stop_token_ids"),
+        ({"sampling": common_pb2.SamplingParams(allowed_token_ids=[1] * CROWD)}, "allowed_token_ids"),
+    ],
+    ids=["stop", "bad words", "points", "messages", "words of sampling", "stop ids", "allowed ids"],
+)
+async def test_a_crowd_of_nothing_is_counted_before_it_is_copied(
+    clusters: ClusterFactory, fields: dict[str, Any], parameter: str
+) -> None:
+    asked = request(**fields) if "chat" not in fields else generation_pb2.GenerationRequest(**fields)
+    async with clusters.open([clusters.target()]) as cluster:
+        began_s = time.thread_time()
+        with pytest.raises(InvalidRequest, match="at most") as caught:
+            await anext(grpc_api.generate(cluster.service, asked))
+        assert time.thread_time() - began_s < 0.02
+    assert caught.value.parameter == parameter
 
 
 async def test_a_request_without_input_is_refused(clusters: ClusterFactory) -> None:

@@ -157,7 +157,7 @@ class TestLauncher:
         assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
-        assert len(added) == 13
+        assert len(added) == 21
 
     def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
         text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))
@@ -168,7 +168,8 @@ class TestLauncher:
     def test_strangers_are_not_told_which_applications_there_are(self) -> None:
         lines = [line.strip() for line in rewritten(CONFIGURATION, "*", frozenset({8000, 9000})).splitlines()]
         assert "/-/routes" in lines[lines.index("bind *:8000 tcp-ut 2m") + 1]
-        assert "ListApplications" in lines[lines.index("bind *:9000 proto h2 tcp-ut 2m") + 1]
+        grpc_rules = lines[lines.index("bind *:9000 proto h2 tcp-ut 2m") :]
+        assert any("ListApplications" in line and "grpc-status 12" in line for line in grpc_rules)
 
     @pytest.mark.parametrize("verify", ["none", "required"])
     def test_with_certificates_the_public_listeners_speak_tls_alone(self, verify: str) -> None:
@@ -243,7 +244,8 @@ async def test_two_systems_do_not_share_a_replicas_grpc_port(monkeypatch: pytest
     from coordinator.listeners import listen_on_one_address
 
     monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
-    monkeypatch.setattr(grpc_util, "gRPCGenericServer", grpc_util.gRPCGenericServer)
+    for name in ("gRPCGenericServer", "DEFAULT_GRPC_SERVER_OPTIONS"):
+        monkeypatch.setattr(grpc_util, name, getattr(grpc_util, name))
     monkeypatch.setenv(GRPC_HOST_VARIABLE, "127.0.0.1")
     listen_on_one_address()
     (port,) = free_ports(1)
@@ -261,6 +263,75 @@ async def test_two_systems_do_not_share_a_replicas_grpc_port(monkeypatch: pytest
     finally:
         await server.stop(None)
         await task
+
+
+class TestErrorsOfTheProxy:
+    """What an HAProxy that runs says in a replica's place, or over its parser's words."""
+
+    @pytest.fixture
+    def ports(self, folder: Path) -> Iterator[dict[str, int]]:
+        try:
+            haproxy = ingress.find_haproxy(folder)
+        except ProxyUnusable as error:
+            pytest.skip(str(error))
+        names = ("http", "grpc", "nobody", "dead")
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        (folder / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\n\r\n")
+        given = (
+            "global\n    maxconn 20\ndefaults\n    mode http\n    timeout connect 1s\n    timeout client 9s\n"
+            f"    timeout server 9s\n    errorfile 503 {folder}/500.http\n"
+            f"frontend http_frontend\n    bind :{ports['http']}\n    use_backend words if {{ path /words }}\n"
+            "    use_backend dead if { path /dead }\n    default_backend default_backend\n"
+            f"frontend grpc_frontend\n    bind :{ports['grpc']} proto h2\n    default_backend dead\n"
+            f"frontend parser\n    bind :{ports['nobody']}\n"
+            '    http-request return status 400 content-type text/plain string "Invalid HTTP request received."\n'
+            f"backend words\n    server s 127.0.0.1:{ports['nobody']}\n"
+            f"backend dead\n    server s 127.0.0.1:{ports['dead']}\n"
+            "backend default_backend\n"
+            "    http-request return status 404 content-type text/plain lf-string \"Path \\'%[path]\\' not found.\"\n"
+        )
+        public = frozenset({ports["http"], ports["grpc"]})
+        (folder / "cfg").write_text(rewritten(given, "127.0.0.1", public))
+        process = subprocess.Popen([haproxy, "-db", "-f", folder / "cfg"], stderr=subprocess.DEVNULL)
+        try:
+            for name in ("http", "grpc", "nobody"):  # it takes them one after the other
+                until_listening(ports[name])
+            yield ports
+        finally:
+            process.kill()
+            process.wait()
+
+    @pytest.mark.parametrize(
+        ("path", "status"), [("/dead", 503), ("/words", 400), ("/x", 503), ("/-/routes", 404)]
+    )
+    def test_they_have_the_shape_of_ours_and_a_cause(
+        self, ports: dict[str, int], path: str, status: int
+    ) -> None:
+        answer = httpx.get(f"http://127.0.0.1:{ports['http']}{path}", trust_env=False)
+        assert answer.status_code == status
+        (error,) = answer.json().values()
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert ("retry-after" in answer.headers) == (status == 503)
+
+    @pytest.mark.parametrize(
+        ("path", "within", "code"),
+        [
+            ("/ray.serve.RayServeAPIService/ListApplications", "1S", "12"),
+            ("/outrider.v1.Generation/Generate", "-1S", "3"),
+            ("/outrider.v1.Generation/Generate", "123456789S", "3"),
+        ],
+    )
+    async def test_calls_are_refused_by_grpcs_own_words(
+        self, ports: dict[str, int], path: str, within: str, code: str
+    ) -> None:
+        async with httpx.AsyncClient(http1=False, http2=True, trust_env=False) as client:
+            headers = {"content-type": "application/grpc", "grpc-timeout": within}
+            url = f"http://127.0.0.1:{ports['grpc']}{path}"
+            answer = await client.post(url, headers=headers, content=b"\0\0\0\0\0")
+        assert answer.headers["grpc-status"] == code
+        assert answer.headers["content-type"] == "application/grpc"
+        assert answer.headers["grpc-message"]
 
 
 class TestHandingOver:

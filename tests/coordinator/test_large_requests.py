@@ -19,6 +19,8 @@ from coordinator.grpc_api import generate
 from coordinator.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
 from coordinator.json_text import to_json_text
 from coordinator.openai_response import ResponseWriter
+from coordinator.preparation import RequestPreparation
+from coordinator.request_session import LONG_PROMPT_TOKENS, RequestSession
 from coordinator.worker_threads import WorkerThreads
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.tokenizer import Tokenizer
@@ -42,7 +44,9 @@ PROMPT = {"prompt": LONG_TEXT, "max_tokens": 2}
         ("/detokenize", {"tokens": [65] * 20_000}, Tokenizer, "decode"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 1000, "logprobs": 20}, ResponseWriter, "whole"),
         ("/v1/completions", {"prompt": [65] * 2500, "prompt_logprobs": 1, "stream": True}, ChoiceWriter, "_prompt"),
+        ("/v1/completions", {"prompt": [65] * 9000, "return_token_ids": True, "stream": True}, ResponseWriter, "chunk"),
         ("/v1/completions", {"prompt": "x", "bad_words": ["a", "b"] * 20}, preparation, "_bad_word_token_ids"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, RequestPreparation, "_new_compiler"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )  # fmt: skip
@@ -62,6 +66,31 @@ async def test_what_may_take_long_runs_beside_the_event_loop(
         assert answer.status_code == 200, answer.text
     first = threads[0]  # detokenizing what is said, a few tokens at a time, stays on the loop
     assert first != threading.get_ident()
+
+
+async def test_sequences_of_a_long_prompt_are_made_messages_one_in_a_turn_of_the_loop(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_turns, turns, committed = 0, list[int](), RequestSession._committed
+
+    def seen(session: RequestSession) -> list[int]:
+        turns.append(num_turns)
+        return committed(session)
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    monkeypatch.setattr(RequestSession, "_committed", seen)
+    async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
+        counting = asyncio.create_task(count_turns())
+        answer = await cluster.complete(prompt=[65] * (LONG_PROMPT_TOKENS + 1), n=16, max_tokens=2)
+        counting.cancel()
+    assert answer.status_code == 200, answer.text
+    assert len(turns) == 16
+    assert len(set(turns)) == 16, "some were made in the same turn"
 
 
 async def test_a_grpc_prompts_log_probabilities_are_written_beside_the_event_loop(

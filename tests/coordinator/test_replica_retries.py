@@ -170,7 +170,7 @@ async def test_a_request_that_brings_replicas_down_meets_three_and_is_refused_in
     async with client_of(front.port) as client:
         answer = await client.post("/v1/completions", content=b"x")
     assert len(front.fakes.taken) == 1 + RETRIES
-    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "server_error")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "service_unavailable_error")
     assert int(answer.headers["Retry-After"]) >= 1
 
 
@@ -203,7 +203,7 @@ async def test_before_its_start_and_after_its_end_clients_are_told_to_come_back(
             stub = generation_pb2_grpc.GenerationStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=20)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable_error")
     assert int(answer.headers["Retry-After"]) >= 1
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "no replica is ready" in (caught.value.details() or "")

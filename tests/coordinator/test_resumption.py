@@ -199,6 +199,25 @@ async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) ->
         assert len(sent.token_ids) - sent.num_prompt_tokens == 6
 
 
+async def test_a_client_that_is_back_before_the_journal_was_written_finds_its_stream(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS
+    async with replicas(clusters) as (one, other, memory):
+        whole = await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
+        read, num_reads = memory.read_journal, 0
+
+        async def read_in_time(request_id: str) -> Mapping[str, str]:
+            nonlocal num_reads
+            num_reads += 1
+            return {} if num_reads == 1 else await read(request_id)
+
+        monkeypatch.setattr(memory, "read_journal", read_in_time)
+        answer = await other.client.get("/v1/streams/r1")
+    assert answer.status_code == 200
+    assert said(events_of(answer.text)) == said(events_of(whole.text))
+
+
 async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) -> None:
     request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (_, other, _):

@@ -16,6 +16,7 @@ from coordinator.tool_schema import Tool, read_tool_use
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.grammar.compile_queue import MAX_RUNNING
+from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarKind, GrammarSpec
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import ClusterFactory
@@ -58,6 +59,15 @@ async def test_every_way_of_asking_becomes_a_grammar(
     assert grammar is not None
     assert (grammar.kind, grammar.any_whitespace) == (kind, any_whitespace)
     assert (json.loads(grammar.text) if kind is GrammarKind.JSON_SCHEMA else grammar.text) == text
+
+
+async def test_the_first_grammar_finds_the_vocabulary_loaded(clusters: ClusterFactory) -> None:
+    load_tokenizer.cache_clear()
+    async with clusters.open([clusters.target()]) as cluster:
+        cluster.service.preparation.load_grammars()
+        answer = await cluster.complete(structured_outputs={"regex": "[ab]{3}x"})
+    assert answer.status_code == 200
+    assert (load_tokenizer.cache_info().misses, load_tokenizer.cache_info().hits) == (1, 1)
 
 
 async def test_any_text_needs_no_grammar(clusters: ClusterFactory) -> None:

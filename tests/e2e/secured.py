@@ -25,6 +25,7 @@ from typing import Any, Self
 import grpc
 import httpx
 import redis
+import redis.asyncio
 from cryptography import x509
 
 from coordinator.ingress import find_haproxy
@@ -53,6 +54,7 @@ class SecuredOptions:
     needs_client_certificates: bool = False
     otlp_endpoint: str | None = None
     log_format: str = "text"
+    max_model_len: int = 512
     target: Path = DEMO_TARGET
     draft: Path = DEMO_DRAFT
 
@@ -165,7 +167,7 @@ class SecuredSystem:
             "--tls-dir": self.folder(Role[role.upper()]),
             "--redis-url-file": self.redis_url_file(Role[role.upper()]),
             "--worker-id": name,
-            "--max-model-len": 512,
+            "--max-model-len": self.options.max_model_len,
             "--kv-cache-gib": 0.25,
             "--num-threads": 1,
             "--otlp-endpoint": self.options.otlp_endpoint,
@@ -276,6 +278,22 @@ class SecuredSystem:
         """To anybody; `name` is whom one expects there."""
         options = [] if name is None else [("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(address, self.credentials(role), options=options)
+
+    async def metrics(self, name: str) -> str:
+        """What a process exports, past everything that serves its clients."""
+        context = self.context(Role.OPERATOR)
+        context.check_hostname = False  # the certificate names the part, not the machine
+        address = f"https://127.0.0.1:{self.ready(name)['metrics_port']}/metrics"
+        async with httpx.AsyncClient(verify=context, timeout=10.0, trust_env=False) as client:
+            return (await client.get(address)).raise_for_status().text
+
+    def redis_client(self) -> redis.asyncio.Redis:
+        """That may do everything; to be closed."""
+        return redis.asyncio.Redis.from_url(self._redis.url, decode_responses=True)
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes that it started itself, by name."""
+        return {name: int(child.ready_line["pid"]) for name, child in self.children.items()}
 
     async def until_healthy(self, name: str, timeout_s: float = 60.0) -> None:
         """Until this coordinator has a target."""

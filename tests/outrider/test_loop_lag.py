@@ -8,7 +8,16 @@ import time
 import pytest
 
 from outrider.background import end_tasks
-from outrider.loop_lag import LONG_PAUSE_S, RECOVERY_S, TICK_S, LoopLag, keep_ticking
+from outrider.loop_lag import (
+    LONG_PAUSE_S,
+    RECOVERY_S,
+    TICK_S,
+    LoopLag,
+    ProcessorClock,
+    ProcessorTime,
+    keep_ticking,
+    own_lag_s,
+)
 
 
 def ticking(until_s: float, lag: LoopLag | None = None, from_s: float = 0.0) -> LoopLag:
@@ -72,7 +81,7 @@ def test_pauses_without_end_do_not_fill_the_memory_nor_hide_silence() -> None:
 
 async def test_the_task_measures_a_loop_that_is_held_up() -> None:
     lag, seen = LoopLag(), list[float]()
-    task = asyncio.create_task(keep_ticking(lag, seen.append))
+    task = asyncio.create_task(keep_ticking(lag, lambda lag_s, own_s: seen.append(lag_s)))
     await asyncio.sleep(0)
     began_s = asyncio.get_running_loop().time()
     time.sleep(0.5)  # noqa: ASYNC251 - it is what is measured
@@ -82,3 +91,51 @@ async def test_the_task_measures_a_loop_that_is_held_up() -> None:
     now_s = asyncio.get_running_loop().time()
     assert lag.silence_s(began_s, now_s) <= now_s - began_s - 0.35
     await end_tasks(task)
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "used_s", "waited_s", "own_s"),
+    [
+        (0.2, 0.25, 0.0, 0.2),  # it worked all the time
+        (0.2, 0.25, 0.15, 0.05),  # mostly it waited for a processor that others had
+        (0.2, 0.01, 0.0, 0.01),  # it was stopped
+        (0.2, 0.3, 0.4, 0.0),  # it would have been in time
+        (0.0, 0.1, 0.0, 0.0),
+    ],
+)
+def test_a_lag_is_its_own_as_far_as_it_worked_and_did_not_wait_for_a_processor(
+    lag_s: float, used_s: float, waited_s: float, own_s: float
+) -> None:
+    before, now = ProcessorTime(5.0, 2.0), ProcessorTime(5.0 + used_s, 2.0 + waited_s)
+    assert own_lag_s(lag_s, before, now) == pytest.approx(own_s)
+
+
+@pytest.mark.parametrize(("holds_up", "is_own"), [("work", True), ("sleep", False)])
+async def test_the_task_tells_work_from_a_pause(holds_up: str, is_own: bool) -> None:
+    seen = list[tuple[float, float]]()
+    task = asyncio.create_task(keep_ticking(LoopLag(), lambda lag_s, own_s: seen.append((lag_s, own_s))))
+    await asyncio.sleep(0)
+    if holds_up == "work":
+        until_s = time.thread_time() + 0.4
+        while time.thread_time() < until_s:
+            pass
+    else:
+        time.sleep(0.4)  # noqa: ASYNC251 - it stands for a process that is stopped
+    while len(seen) < 2:  # noqa: ASYNC110 - it is asked, it does not tell
+        await asyncio.sleep(0.01)
+    await end_tasks(task)
+    lag_s, own_s = seen[1]
+    assert lag_s >= 0.25
+    assert own_s >= 0.25 if is_own else own_s < 0.15
+
+
+def test_a_clock_counts_what_the_process_works() -> None:
+    clock = ProcessorClock()
+    before = clock.read()
+    until_s = time.thread_time() + 0.05
+    while time.thread_time() < until_s:
+        pass
+    now = clock.read()
+    clock.close()
+    assert now.used_s - before.used_s >= 0.05
+    assert now.waited_s >= before.waited_s

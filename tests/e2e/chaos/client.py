@@ -268,8 +268,8 @@ def _is_refusal(error: Exception) -> bool | None:
         words = (error.details() or "").lower()
         return not any(each in words for each in _TRANSPORT_WORDS)
     if isinstance(error, _Refused):
-        if error.code is None and error.status in _NOBODY_THERE:
-            return False
+        if error.status == httpx.codes.BAD_GATEWAY or (error.code is None and error.status in _NOBODY_THERE):
+            return False  # whoever had the request was lost before it answered
         return True if error.code in _PASSING else None
     return False
 

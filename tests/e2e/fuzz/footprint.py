@@ -1,0 +1,99 @@
+"""What the processes of a system hold that nobody asks for anything, and what must not have grown."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.chaos.footprint import IDLE_METRICS
+from tests.e2e.secured import SecuredSystem
+
+DESCRIPTORS_MORE = 16  # connections come and go
+MEMORY_MORE_SHARE = 0.1
+MEMORY_MORE_BYTES = 48 << 20  # arenas of the allocator, and KV blocks touched for the first time
+IN_A_ROW = 3  # looks that have to agree
+
+
+@dataclass
+class Footprint:
+    """Of every process of a system, by name."""
+
+    num_descriptors: dict[str, int] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
+    redis_keys: set[str] = field(default_factory=set)  # that do not go by themselves
+
+
+async def until_idle(system: SecuredSystem, timeout_s: float = 60.0) -> list[str]:
+    """Waits until no process knows of a session and nothing is reserved for one. Returns what still is at the end."""
+    deadline_s, num_idle = time.monotonic() + timeout_s, 0
+    while True:
+        busy = await _busy(system)
+        num_idle = 0 if busy else num_idle + 1
+        if num_idle == IN_A_ROW or time.monotonic() > deadline_s:
+            return busy
+        await asyncio.sleep(0.2)
+
+
+async def _busy(system: SecuredSystem) -> list[str]:
+    busy = []
+    for name, child in system.children.items():
+        for family in text_string_to_metric_families(await system.metrics(name)):
+            for sample in family.samples:
+                names = (*IDLE_METRICS[child.spec.role], "outrider_num_requests_queued")
+                if sample.name in names and sample.value:
+                    busy.append(f"{name}: {sample.name} is {sample.value:g}")
+    async with system.redis_client() as client:
+        busy += [f"Redis has {key}" for key in sorted(map(str, await client.keys("*"))) if ":r:" in key]
+    return busy
+
+
+async def measure(system: SecuredSystem) -> Footprint:
+    """Now."""
+    found = Footprint()
+    for name, pid in system.pids().items():
+        process = psutil.Process(pid)
+        of_ray = {}
+        for child in process.children(recursive=True):
+            with suppress(psutil.Error):
+                line = " ".join(child.cmdline())
+                what = "replica" if "ServeReplica" in line else "HAProxy" if "haproxy" in line else None
+                if what is not None:
+                    of_ray[f"{name} {what} {child.pid}"] = child
+        for each, one in {name: process, **of_ray}.items():
+            with suppress(psutil.Error):
+                found.num_descriptors[each] = one.num_fds()
+                found.memory_bytes[each] = one.memory_info().rss
+    async with system.redis_client() as client:
+        for key in map(str, await client.keys("*")):
+            if await client.pttl(key) < 0:
+                found.redis_keys.add(key)
+    return found
+
+
+def growth(before: Footprint, after: Footprint) -> list[str]:
+    """What is held now and was not then, beyond the bounds above."""
+    found = []
+    for name in before.num_descriptors.keys() & after.num_descriptors.keys():
+        then, now = before.num_descriptors[name], after.num_descriptors[name]
+        if now > then + DESCRIPTORS_MORE:
+            found.append(f"{name} holds {now} file descriptors, {then} before")
+        bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
+        if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
+            found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")
+    if more := after.redis_keys - before.redis_keys:
+        found.append(f"Redis has {', '.join(sorted(more))} and did not before")
+    return found
+
+
+def table(before: Footprint, after: Footprint) -> list[str]:
+    """A line for every process that is in both."""
+    return [
+        f"{name}: {before.num_descriptors[name]} → {after.num_descriptors[name]} descriptors, "
+        f"{before.memory_bytes[name] >> 20} → {after.memory_bytes[name] >> 20} MiB"
+        for name in sorted(before.memory_bytes.keys() & after.memory_bytes.keys())
+    ]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from coordinator.haproxy_launcher import LOOK_EVERY_S
 from outrider.certificate_authority import CertificateAuthority
-from outrider.watched_files import LOOK_EVERY_S, SETTLED_S
 from tests.e2e.chaos.authorities import trust
 from tests.e2e.chaos.certificates import OPERATOR
 from tests.e2e.chaos.costs import Costs
@@ -21,8 +21,8 @@ from tests.e2e.chaos.fault import Fault, WorkerFault
 from tests.e2e.chaos.fleet import Worker
 from tests.e2e.chaos.links import Link
 
-SEEN_S: Final = LOOK_EVERY_S + SETTLED_S + 2.0
-"""Until a process has read files that were replaced, and all that it opens shows them."""
+SEEN_S: Final = 2 * LOOK_EVERY_S + 2.0
+"""Until everybody has read files that were replaced, in two looks, and all that it opens shows them."""
 COORDINATOR, REDIS = "coordinator", "redis"
 
 
@@ -51,7 +51,7 @@ class CertificatesRenewed(_CertificateFault):
     name, costs = "certificates renewed in time", Costs.NOTHING
 
     async def run(self, worker: Worker | None) -> None:
-        seconds = self.rng.uniform(12.0, 20.0)
+        seconds = self.rng.uniform(15.0, 25.0)
         self.describe(f"{len(self.names) + 1} of {seconds:.0f} s")
         self.issue([*self.names, REDIS], seconds)
         await self.fleet.redis.show_certificate()

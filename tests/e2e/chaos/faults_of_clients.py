@@ -25,6 +25,7 @@ from tests.e2e.chaos.verdict import Right
 BYTES_PER_S: Final = 100
 READ_AFTER: Final = 1.9
 """Times the limit of a client's pace. At twice the limit a connection may be cut; until then its client is told."""
+BEGIN_S: Final = 120.0  # beyond the time that anybody waits for a slot
 REST_S: Final = 60.0
 HEARD_S: Final = 1.0  # until the end of a process is known to whoever started it
 MAX_LOST: Final = 3  # workers, to one request
@@ -68,7 +69,7 @@ class _SlowReaders(Fault):
         else:
             client = UnreadHttp(door.http_url, door.key, door.context, prompt)
         try:
-            ending = client.read_beginning(REST_S)
+            ending = client.read_beginning(BEGIN_S)
             if ending is None:
                 until_s = time.monotonic() + READ_AFTER * limit_s
                 ending = client.read_slowly(self.bytes_per_s, until_s)

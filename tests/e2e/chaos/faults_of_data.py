@@ -23,12 +23,13 @@ from tests.e2e.chaos.client import Client
 from tests.e2e.chaos.corruption import damage
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.fleet import Fleet, Worker
+from tests.e2e.chaos.fleet import SETTLED_S, Fleet, Worker
 from tests.e2e.chaos.load import NotReproducible
 from tests.e2e.chaos.other_weights import write_changed
 from tests.e2e.chaos.verdict import Right
 
 EVERY_S: Final = 0.2
+SEEN_S_MAX: Final = 30.0
 DRAIN_S_MAX: Final = 60.0  # for the longest answer, on a busy machine
 _OTHER: Final = "target-other"
 _ROOMY: Final[Mapping[str, object]] = {"max_num_seqs": 12, "kv_cache_gib": 0.1}
@@ -161,8 +162,11 @@ class OtherTarget(_Joins):
         try:
             model = await asyncio.to_thread(write_changed, cls.model, folder)
             await fleet.add_worker("target", _OTHER, model, **_ROOMY, served_model_name=_OTHER)
+            if (problem := await fleet.until_whole(SEEN_S_MAX)) is not None:
+                raise NotReproducible(f"no coordinator serves other weights: {problem}")
             cls.rights = await _learn(fleet.client, cases)
             await fleet.retire(_OTHER)
+            await asyncio.sleep(SETTLED_S)  # while two models are known, requests have to name one
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -33,6 +33,7 @@ from tests.e2e.chaos.faults_of_certificates import (
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.redis_front import RedisBehindTls
 
+pytestmark = pytest.mark.thorough
 TARGET = "target-0"
 EVERY_S = 0.05
 

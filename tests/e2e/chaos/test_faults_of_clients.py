@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
+import httpx
 import pytest
 
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -19,12 +20,13 @@ from tests.coordinator.tiny_model import write_model_dir
 from tests.e2e.chaos import faults_of_clients
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.faults_of_clients import ClientsDoNotRead, OneIdTwice
+from tests.e2e.chaos.faults_of_clients import ClientsDoNotRead, OneIdTwice, PoisonLater
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.own_requests import Door
 from tests.e2e.chaos.slow_clients import UnreadHttp
 from tests.e2e.chaos.verdict import Right
 
+pytestmark = pytest.mark.thorough
 STALL_MAX_S = 1.0
 
 
@@ -122,3 +124,68 @@ async def test_a_twin_with_another_text_is_found(
             problems += (await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed))[1]
         assert problems
         assert all("of 60" in each for each in problems)
+
+
+class DoorTo:
+    """To a function in place of a server."""
+
+    def __init__(self, answer: Callable[[httpx.Request], httpx.Response]) -> None:
+        self._answer = answer
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        transport = httpx.MockTransport(self._answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+            yield client
+
+
+def error(status: int, code: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"code": code, "message": "words"}})
+
+
+async def findings(
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[tuple[httpx.Response, int]]
+) -> list[str]:
+    """What a poison is found fault with that is answered so, one after the other, after so many deaths each."""
+    deaths: list[str] = []
+    left = list(answers)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        response, num_deaths = left.pop(0)
+        deaths.extend(["target-0"] * num_deaths)
+        return response
+
+    monkeypatch.setattr(faults_of_clients, "doors", lambda fleet, rng: [DoorTo(answer)])
+    monkeypatch.setattr(faults_of_clients, "HEARD_S", 0.0)
+    fleet = SimpleNamespace(
+        surprises=[],
+        of_role=lambda role: [SimpleNamespace(name="target-0")],
+        expecting_ends=lambda names: nullcontext(deaths),
+    )
+    await PoisonLater(cast(Any, fleet), cast(Any, None), Random(1), Injection(1, "poison", 0.0)).run(None)
+    assert not left
+    return fleet.surprises
+
+
+async def test_who_is_told_that_a_request_is_poison_after_three_workers_is_content(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = b'data: {"choices": [{"token_ids": [5]}]}\n\n'
+    told = b'data: {"error": {"code": "poisonous_request", "message": "words"}}\n\n'
+    assert not await findings(monkeypatch, [(error(503, "poisonous_request"), 3)])
+    assert not await findings(monkeypatch, [(httpx.Response(200, content=token + told), 1)])
+    assert not await findings(
+        monkeypatch, [(error(429, "overloaded"), 0), (error(503, "poisonous_request"), 2)]
+    )
+
+
+async def test_a_poison_that_costs_more_or_is_not_named_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = b'data: {"choices": [{"token_ids": [5]}]}\n\ndata: [DONE]\n\n'
+    for answer, num_deaths in (
+        (error(503, "poisonous_request"), 4),
+        (error(503, "poisonous_request"), 0),
+        (error(503, "unavailable"), 3),
+        (httpx.Response(200, content=whole), 1),
+        (httpx.Response(200, content=whole[:-16]), 1),
+    ):
+        assert await findings(monkeypatch, [(answer, num_deaths)])

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,13 +20,17 @@ import pytest
 import redis.asyncio
 
 from coordinator.journal import Journal, JournalEntry
+from outrider.checkpoint_fingerprint import checkpoint_fingerprint
+from outrider.cli.deployment import DEMO_TARGET
 from outrider.registry import Registry
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_lease import WorkerLease
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
+from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.faults_of_data import JournalCorrupted, WorkerRecordsCorrupted
+from tests.e2e.chaos.faults_of_data import JournalCorrupted, OtherTarget, WorkerRecordsCorrupted
 from tests.e2e.chaos.ledger import Injection
+from tests.e2e.chaos.verdict import Answer, Right
 
 RECORD = WorkerRecord(
     worker_id="target-0",
@@ -149,3 +159,49 @@ async def test_a_damaged_journal_is_no_other_stream(
     assert fleet.replica.is_killed
     assert all(end > 0 for end in ends), "what was damaged still goes by itself"
     assert num_read < 10, "nothing was damaged, so this shows nothing"
+
+
+class FleetWithNewcomers(FakeFleet):
+    """Takes and gives up one more worker; a sleeping process stands for it."""
+
+    def __init__(self) -> None:
+        super().__init__("redis://unused", [RECORD])
+        self.told: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def add_worker(self, role: str, name: str, model: Path, **flags: object) -> SimpleNamespace:
+        assert checkpoint_fingerprint(model) != checkpoint_fingerprint(DEMO_TARGET)
+        assert model.name == DEMO_TARGET.name, "which is the name that clients ask for"
+        self.told.append(f"add {name}")
+        self._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return SimpleNamespace(name=name, pid=self._process.pid)
+
+    def send(self, worker: Any, number: signal.Signals) -> None:
+        self.told.append(f"{number.name} {worker.name}")
+        if self._process is not None and worker.name != "target-0":
+            self._process.send_signal(number)
+            threading.Thread(target=self._process.wait).start()  # as whoever started it does
+
+    async def retire(self, name: str) -> None:
+        self.told.append(f"retire {name}")
+
+
+@pytest.mark.skipif(not DEMO_TARGET.is_dir(), reason="the demo pair is not in this checkout")
+async def test_answers_of_other_weights_are_right_for_as_long_as_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("a", "x", 3)
+    rights = {"a": (Right((7, 8, 9), "xyz", "length", None),)}
+    monkeypatch.setattr(OtherTarget, "rights", rights)
+    monkeypatch.setattr(OtherTarget, "seconds", (0.1, 0.1))
+    fleet = FleetWithNewcomers()
+    load = SimpleNamespace(other_rights=lambda case, answer: None)
+    fault = OtherTarget(cast(Any, fleet), cast(Any, load), Random(1), Injection(1, "other", 0.0))
+    before = Answer(time.monotonic(), ended_s=time.monotonic())
+    await fault.run(cast(Any, fleet.workers["target-0"]))
+    after = Answer(time.monotonic(), ended_s=time.monotonic())
+    met = Answer(before.asked_s, ended_s=after.ended_s)
+    assert fleet.told == [
+        *("add target-other", "SIGKILL target-0", "SIGTERM target-other", "retire target-other"),
+    ]
+    assert [load.other_rights(case, each) for each in (before, met, after)] == [None, rights["a"], None]

@@ -388,7 +388,7 @@ def create_app(service: GenerationService, *, is_echoing_request_id: bool = True
     @app.exception_handler(HTTPException)
     async def answer_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        body = error_body(InvalidRequest(None, message))  # of a bounded length, whatever the path is
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)

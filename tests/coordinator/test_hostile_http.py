@@ -164,6 +164,13 @@ def test_any_path_and_method_are_answered(clusters: ClusterFactory, effort: int)
         )
 
 
+def test_what_is_refused_by_its_path_has_a_message_of_a_bounded_length(clusters: ClusterFactory) -> None:
+    with held(clusters) as cluster:
+        answer = cluster.send("DELETE", "/v1/models/" + "x" * 5000)
+        assert answer.status_code == 405
+        assert error_of(answer)["message"].startswith("DELETE /v1/models/x")
+
+
 def many(value: str, count: int) -> str:
     return ",".join([value] * count)
 

@@ -291,8 +291,10 @@ class Experiment:
                 self._suspects |= {id(each): each for each in begun if each is not None}
                 worst_ms = now.own.worst_s(before.own) * 1e3
                 self._say(
-                    f"   the loop was held up for up to {worst_ms:.0f} ms; {len(begun)} inputs were in flight"
+                    f"   the loop was held up for up to {worst_ms:.0f} ms; {len(begun)} inputs were in flight:"
                 )
+                for each in begun[:IN_FLIGHT_SHOWN]:
+                    self._say(f"      {CHECKS if each is None else f'{each.kind}: {each.what[:140]!r}'}")
             before = now
 
     async def _send_alone(self, system: SecuredSystem, sender: Sender) -> None:

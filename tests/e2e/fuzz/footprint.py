@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +28,9 @@ class Footprint:
 
     num_descriptors: dict[str, int] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
+    kinds: dict[str, Counter[str]] = field(
+        default_factory=dict
+    )  # of descriptors, connections by state and peer
     redis_keys: set[str] = field(default_factory=set)  # that do not go by themselves
 
 
@@ -66,6 +72,7 @@ async def measure(system: SecuredSystem) -> Footprint:
                     of_ray[f"{name} {what} {child.pid}"] = child
         for each, one in {name: process, **of_ray}.items():
             with suppress(psutil.Error):
+                found.kinds[each] = _kinds(one)
                 found.num_descriptors[each] = one.num_fds()
                 found.memory_bytes[each] = one.memory_info().rss
     async with system.redis_client() as client:
@@ -75,18 +82,36 @@ async def measure(system: SecuredSystem) -> Footprint:
     return found
 
 
+def _kinds(process: psutil.Process) -> Counter[str]:
+    """What a process' descriptors are, as far as it can be seen."""
+    found = Counter(
+        f"{each.status.lower()} connections {f'to {each.raddr.port}' if each.raddr else ''}".strip()
+        for each in process.net_connections("tcp")
+    )
+    for path in Path(f"/proc/{process.pid}/fd").glob("*"):
+        with suppress(OSError):
+            target = os.readlink(path)
+            if not target.startswith("socket:"):
+                found[target if target.startswith("/") else target.partition(":")[0]] += 1
+    return found
+
+
 def growth(before: Footprint, after: Footprint) -> list[str]:
     """What is held now and was not then, beyond the bounds above."""
     found = []
     for name in before.num_descriptors.keys() & after.num_descriptors.keys():
         then, now = before.num_descriptors[name], after.num_descriptors[name]
         if now > then + DESCRIPTORS_MORE:
-            found.append(f"{name} holds {now} file descriptors, {then} before")
+            more = after.kinds.get(name, Counter()) - before.kinds.get(name, Counter())
+            which = ", ".join(f"{count} more {kind}" for kind, count in more.most_common(8))
+            found.append(
+                f"{name} holds {now} file descriptors, {then} before" + (f" ({which})" if which else "")
+            )
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
             found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")
-    if more := after.redis_keys - before.redis_keys:
-        found.append(f"Redis has {', '.join(sorted(more))} and did not before")
+    if new := after.redis_keys - before.redis_keys:
+        found.append(f"Redis has {', '.join(sorted(new))} and did not before")
     return found
 
 

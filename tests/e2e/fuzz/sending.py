@@ -93,7 +93,9 @@ class Sender:
     async def _send_http(self, each: HttpInput) -> Verdict:
         answer = await self._exchange(each.raw, ends=each.ends)
         is_head = each.raw.startswith((b"HEAD ", b"CONNECT "))
-        fault = judge_http(answer, allows=each.allows, may_hang_up=each.may_hang_up, is_head=is_head)
+        fault = judge_http(
+            answer, allows=each.allows, may_hang_up=each.may_hang_up or each.ends, is_head=is_head
+        )
         return Verdict(status_class(answer), fault)
 
     async def _send_grpc(self, each: GrpcInput) -> Verdict:

@@ -153,8 +153,12 @@ class TestLag:
 
 
 def test_growth_is_what_goes_beyond_its_bounds() -> None:
-    before = Footprint({"a": 10, "b": 10}, {"a": 100 << 20, "b": 100 << 20}, {"k"})
-    assert growth(before, Footprint({"a": 20, "b": 26}, {"a": 150 << 20, "b": 90 << 20}, {"k"})) == []
-    grown = growth(before, Footprint({"a": 27, "b": 10}, {"a": 100 << 20, "b": 160 << 20}, {"k", "l"}))
+    before = Footprint({"a": 10, "b": 10}, {"a": 100 << 20, "b": 100 << 20}, redis_keys={"k"})
+    assert (
+        growth(before, Footprint({"a": 20, "b": 26}, {"a": 150 << 20, "b": 90 << 20}, redis_keys={"k"})) == []
+    )
+    grown = growth(
+        before, Footprint({"a": 27, "b": 10}, {"a": 100 << 20, "b": 160 << 20}, redis_keys={"k", "l"})
+    )
     assert len(grown) == 3
     assert "a holds 27 file descriptors" in grown[0]

@@ -263,10 +263,11 @@ def _is_refusal(error: Exception) -> bool | None:
     """Whether this is the system's word that it has no room or lost a part. False: a connection broke, or nobody was
     there to take it. None: it is neither, and asking again would not help."""
     if isinstance(error, grpc.aio.AioRpcError):
-        if error.code() not in _REFUSALS:
-            return None
         words = (error.details() or "").lower()
-        return not any(each in words for each in _TRANSPORT_WORDS)
+        is_transport = any(each in words for each in _TRANSPORT_WORDS)
+        if error.code() is grpc.StatusCode.CANCELLED and is_transport:
+            return False  # what the load balancer resets when a replica dies behind it
+        return not is_transport if error.code() in _REFUSALS else None
     if isinstance(error, _Refused):
         if error.status == httpx.codes.BAD_GATEWAY or (error.code is None and error.status in _NOBODY_THERE):
             return False  # whoever had the request was lost before it answered

@@ -86,7 +86,7 @@ async def test_each_client_that_does_not_read_is_told(
             for cluster in both
         )
         assert slow > 0
-        assert f"{int(slow)} told" in detail
+        assert "told" in detail
 
 
 def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, ...]]]:

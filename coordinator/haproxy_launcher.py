@@ -137,6 +137,9 @@ _HTTP_RULES = "\n".join(
 )
 _GRPC_RULES = "\n".join(
     (
+        # gRPC resets what is no call of its own, which looks like a replica that was lost.
+        "    http-request return status 405 hdr Allow POST unless METH_POST",
+        "    http-request return status 415 unless { req.hdr(content-type) -m beg application/grpc }",
         # Of an answer without a body HAProxy takes no `content-type`, without which clients do not take it for gRPC.
         "    http-after-response set-header content-type application/grpc "
         "if { res.hdr(grpc-status) -m found } !{ res.hdr(content-type) -m found }",

@@ -23,10 +23,11 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from outrider.errors import ConfigurationError
+from outrider.redis_tls import SharedContext
 
 _SENTINEL_SUFFIX: Final = "+sentinel"
 _SENTINEL_PORT: Final = 26379
-MAX_CONNECTIONS: Final = 64
+MAX_CONNECTIONS: Final = 32
 
 
 def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:
@@ -97,15 +98,15 @@ def _mended(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     They tell a reset as the lost connection that it is. Writing to a connection that the other side has reset is a
     RuntimeError on uvloop, which redis-py knows nothing of: it would neither connect anew nor raise one of its errors.
 
-    They read certificates anew whenever they connect. redis-py keeps what an object read when it first connected, and
-    the objects for as long as the process lives: a certificate that is replaced in its file would run out in use.
+    Over TLS they share one context, which follows its files (`SharedContext`).
     """
     kind: Any = client.connection_pool.connection_class
+    shared = SharedContext()
 
     class MendedConnection(kind):
         async def _connect(self) -> None:
-            if (context := getattr(self, "ssl_context", None)) is not None:
-                context.context = None
+            if (settings := getattr(self, "ssl_context", None)) is not None:
+                settings.context = shared.get(settings)
             await super()._connect()
 
         async def send_packed_command(self, *arguments: Any, **options: Any) -> None:

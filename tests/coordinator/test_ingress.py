@@ -157,7 +157,7 @@ class TestLauncher:
         assert [line for line in lines if "bind" not in line and line not in added] == [
             line for line in CONFIGURATION.splitlines() if "bind" not in line
         ]
-        assert len(added) == 21
+        assert len(added) == 23
 
     def test_nobody_holds_a_connection_for_long_without_a_request(self) -> None:
         text = rewritten(CONFIGURATION, "*", frozenset({8000, 9000}))
@@ -332,6 +332,23 @@ class TestErrorsOfTheProxy:
         assert answer.headers["grpc-status"] == code
         assert answer.headers["content-type"] == "application/grpc"
         assert answer.headers["grpc-message"]
+
+    @pytest.mark.parametrize(
+        ("method", "content_type", "status"),
+        [
+            ("GET", "application/grpc", 405),
+            ("POST", "text/plain", 415),
+            ("POST", "application/grpc+proto", 503),
+        ],
+    )
+    async def test_what_is_no_call_is_refused_as_http_does(
+        self, ports: dict[str, int], method: str, content_type: str, status: int
+    ) -> None:
+        """A call goes on to the replica, of which there is none here."""
+        async with httpx.AsyncClient(http1=False, http2=True, trust_env=False) as client:
+            url = f"http://127.0.0.1:{ports['grpc']}/outrider.v1.Generation/Generate"
+            answer = await client.request(method, url, headers={"content-type": content_type})
+        assert answer.status_code == status
 
 
 class TestHandingOver:

@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 import uvloop
+from redis.asyncio.connection import RedisSSLContext
 
 from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError, RegistryUnavailable
 from outrider.free_ports import free_ports
 from outrider.redis_connection import close_redis, open_redis, redis_url_from, without_password
 from outrider.redis_server import find_redis_server
+from outrider.redis_tls import SharedContext
 from outrider.registry import Registry
 from outrider.tls import Role, TlsFiles
 
@@ -235,6 +237,49 @@ async def test_certificates_are_read_anew_for_every_connection(tmp_path: Path) -
         connections.clear()
         await server.wait_closed()
     await close_redis(client)
+
+
+def settings_of(folder: Path, **other: Any) -> RedisSSLContext:
+    files = {"certfile": "tls.crt", "keyfile": "tls.key", "ca_certs": "ca.crt"}
+    paths = {name: str(folder / file) for name, file in files.items()}
+    return RedisSSLContext(cert_reqs="required", check_hostname=True, **{**paths, **other})
+
+
+def test_connections_share_a_context_until_a_file_is_another(tmp_path: Path) -> None:
+    """Making one takes milliseconds of the event loop, and a burst of requests makes dozens of connections."""
+    authority, day = CertificateAuthority.make(), datetime.timedelta(days=1)
+    authority.issue(tmp_path, Role.COORDINATOR, valid_for=day)
+    shared = SharedContext()
+    first = shared.get(settings_of(tmp_path))
+    assert shared.get(settings_of(tmp_path)) is first
+    authority.issue(tmp_path, Role.COORDINATOR, valid_for=day)
+    second = shared.get(settings_of(tmp_path))
+    assert second is not first
+    assert shared.get(settings_of(tmp_path)) is second
+
+
+def test_a_rotation_that_is_half_done_leaves_the_context_from_before(tmp_path: Path) -> None:
+    authority, day = CertificateAuthority.make(), datetime.timedelta(days=1)
+    authority.issue(tmp_path, Role.COORDINATOR, valid_for=day)
+    shared = SharedContext()
+    first = shared.get(settings_of(tmp_path))
+    other = tmp_path / "other"
+    authority.issue(other, Role.COORDINATOR, valid_for=day)
+    (other / "tls.key").replace(tmp_path / "tls.key")
+    assert shared.get(settings_of(tmp_path)) is first
+    (other / "tls.crt").replace(tmp_path / "tls.crt")
+    assert shared.get(settings_of(tmp_path)) is not first
+    with pytest.raises(OSError, match="No such file"):
+        SharedContext().get(settings_of(tmp_path, ca_certs=str(tmp_path / "nowhere")))
+
+
+def test_the_context_believes_nobody_but_whom_the_url_names(tmp_path: Path) -> None:
+    CertificateAuthority.make().issue(tmp_path, Role.COORDINATOR, valid_for=datetime.timedelta(days=1))
+    context = SharedContext().get(settings_of(tmp_path))
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+    assert context.cert_store_stats()["x509_ca"] == 1
+    unnamed = SharedContext().get(settings_of(tmp_path, ca_certs=None))
+    assert unnamed.cert_store_stats() == ssl.create_default_context().cert_store_stats()
 
 
 async def test_sentinels_are_asked_for_the_master(tmp_path: Path) -> None:

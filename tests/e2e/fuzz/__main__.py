@@ -54,6 +54,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=4, help="that send at once (default: %(default)s)")
     parser.add_argument(
+        "--tolerate-lag",
+        action="store_true",
+        help="tell how late the event loop was, and judge the rest: for machines with much other work",
+    )
+    parser.add_argument(
         "--replay",
         type=Path,
         action="append",
@@ -141,9 +146,10 @@ def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
         f"The loop was late by its own work {lag.num_own_late} times, of {lag.num_late} in all (at most "
         f"{lag.any_max_s * 1e3:.0f} ms, waits for a processor included)."
     )
-    verdict = "nothing wrong" if outcome.is_clean else "NOT CLEAN, see above"
+    is_good = outcome.is_clean or (given.tolerate_lag and outcome.is_right)
+    verdict = "nothing wrong" if is_good else "NOT CLEAN, see above"
     say(f"{outcome.num_inputs} inputs in {outcome.seconds:.0f} s: {verdict} (seed {plan.seed}).")
-    return 0 if outcome.is_clean else 1
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     waits_s: float = 0.0  # until the first step, saying so
     is_hung: bool = False  # takes calls and says nothing at all
     may_step: Callable[[int], bool] = lambda num_tokens: True  # after so many tokens; it waits until it may
+    held_s_max: float = 5.0  # that it waits for it
     requests: list[target_pb2.GenerateRequest] = field(default_factory=list)
     speculation_calls: list[target_pb2.SetSpeculationRequest] = field(default_factory=list)
     num_open: int = 0
@@ -102,7 +103,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 )
                 return
             await asyncio.sleep(self.step_s)
-            await eventually(partial(self.may_step, position), "the target may go on")
+            await eventually(partial(self.may_step, position), "the target may go on", self.held_s_max)
             count = min(self.tokens_per_step, end - position)
             yield target_pb2.GenerateEvent(step=self._step(request, position, count))
             position += count

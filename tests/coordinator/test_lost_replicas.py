@@ -94,7 +94,7 @@ class Watched(FakeTarget):
     """Knows who asks."""
 
     def __init__(self, script: list[int]) -> None:
-        super().__init__(script)
+        super().__init__(script, held_s_max=60.0)
         self.peers: list[str] = []
 
     async def Generate(self, request: Any, context: Any) -> Any:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from coordinator.openai_response import error_body
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.telemetry import show_loop_lag
-from tests.e2e.fuzz.footprint import Footprint, growth
+from tests.e2e.fuzz.footprint import DESCRIPTORS_MORE, Footprint, growth
 from tests.e2e.fuzz.judge import (
     HAPROXY_PAGE,
     GrpcAnswer,
@@ -155,10 +155,19 @@ class TestLag:
 def test_growth_is_what_goes_beyond_its_bounds() -> None:
     before = Footprint({"a": 10, "b": 10}, {"a": 100 << 20, "b": 100 << 20}, redis_keys={"k"})
     assert (
-        growth(before, Footprint({"a": 20, "b": 26}, {"a": 150 << 20, "b": 90 << 20}, redis_keys={"k"})) == []
+        growth(
+            before,
+            Footprint(
+                {"a": 20, "b": 10 + DESCRIPTORS_MORE}, {"a": 200 << 20, "b": 90 << 20}, redis_keys={"k"}
+            ),
+        )
+        == []
     )
     grown = growth(
-        before, Footprint({"a": 27, "b": 10}, {"a": 100 << 20, "b": 160 << 20}, redis_keys={"k", "l"})
+        before,
+        Footprint(
+            {"a": 11 + DESCRIPTORS_MORE, "b": 10}, {"a": 100 << 20, "b": 250 << 20}, redis_keys={"k", "l"}
+        ),
     )
     assert len(grown) == 3
-    assert "a holds 27 file descriptors" in grown[0]
+    assert f"a holds {11 + DESCRIPTORS_MORE} file descriptors" in grown[0]

@@ -153,21 +153,11 @@ class TestLag:
 
 
 def test_growth_is_what_goes_beyond_its_bounds() -> None:
-    before = Footprint({"a": 10, "b": 10}, {"a": 100 << 20, "b": 100 << 20}, redis_keys={"k"})
-    assert (
-        growth(
-            before,
-            Footprint(
-                {"a": 20, "b": 10 + DESCRIPTORS_MORE}, {"a": 200 << 20, "b": 90 << 20}, redis_keys={"k"}
-            ),
-        )
-        == []
-    )
-    grown = growth(
-        before,
-        Footprint(
-            {"a": 11 + DESCRIPTORS_MORE, "b": 10}, {"a": 100 << 20, "b": 250 << 20}, redis_keys={"k", "l"}
-        ),
-    )
+    most, mib = 10 + DESCRIPTORS_MORE, 1 << 20
+    before = Footprint({"a": 10, "b": 10}, {"a": 100 * mib, "b": 100 * mib}, redis_keys={"k"})
+    within = Footprint({"a": 20, "b": most}, {"a": 200 * mib, "b": 90 * mib}, redis_keys={"k"})
+    assert growth(before, within) == []
+    beyond = Footprint({"a": most + 1, "b": 10}, {"a": 100 * mib, "b": 250 * mib}, redis_keys={"k", "l"})
+    grown = growth(before, beyond)
     assert len(grown) == 3
-    assert f"a holds {11 + DESCRIPTORS_MORE} file descriptors" in grown[0]
+    assert f"a holds {most + 1} file descriptors" in grown[0]

@@ -102,7 +102,7 @@ def _kinds(process: psutil.Process) -> Counter[str]:
 def growth(before: Footprint, after: Footprint) -> list[str]:
     """What is held now and was not then, beyond the bounds above."""
     found = []
-    for name in before.num_descriptors.keys() & after.num_descriptors.keys():
+    for name in sorted(before.num_descriptors.keys() & after.num_descriptors.keys()):
         then, now = before.num_descriptors[name], after.num_descriptors[name]
         if now > then + DESCRIPTORS_MORE:
             more = after.kinds.get(name, Counter()) - before.kinds.get(name, Counter())

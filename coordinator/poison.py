@@ -17,6 +17,8 @@ from typing import Final
 from coordinator.routing import WorkerKey, key_of
 from outrider.worker_record import WorkerRecord
 
+ON_TRIAL: Final = "on trial"
+"""What restricts a run, beside targets, that has to be tried alone."""
 TRIAL_TOKENS: Final = 8
 """A run has passed its trial when it has so many more tokens than it got at the target that it was lost with."""
 CONVICTED_S: Final = 120.0

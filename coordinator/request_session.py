@@ -30,7 +30,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
-from coordinator.poison import TRIAL_TOKENS
+from coordinator.poison import ON_TRIAL, TRIAL_TOKENS
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -429,7 +429,7 @@ class RequestSession:
     def _restrictions(self) -> Restrictions:
         """What keeps targets from this sequence beside its length: those it has tried, and what its run is bound to."""
         bound_to = {self._spec.run.weights_digest} - {None}
-        return frozenset(self._tried) | bound_to | ({"on trial"} if self._is_on_trial else set())
+        return frozenset(self._tried) | bound_to | ({ON_TRIAL} if self._is_on_trial else set())
 
     def _rank_targets(self) -> list[WorkerRecord]:
         environment = self._environment

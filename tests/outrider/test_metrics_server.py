@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -71,3 +72,30 @@ def test_clients_that_say_nothing_keep_nobody_waiting_for_long(
     finally:
         for each in silent:
             each.close()
+
+
+def test_a_lack_of_memory_and_threads_passes(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accept` gets no memory three times, and then there is no thread for more connections than there is room for."""
+    accept, start = metrics_server.WSGIServer.get_request, threading.Thread.start
+    lacks_memory, lacks_threads = iter(range(3)), iter(range(40))
+
+    def get_request(self: metrics_server.WSGIServer) -> object:
+        if next(lacks_memory, None) is not None:
+            raise MemoryError
+        return accept(self)
+
+    def start_if_there_is_one(self: threading.Thread) -> None:
+        if "process_request_thread" in self.name and next(lacks_threads, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(metrics_server, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(metrics_server.WSGIServer, "get_request", get_request)
+    monkeypatch.setattr(threading.Thread, "start", start_if_there_is_one)
+    port = serve_metrics(registry, "127.0.0.1", 0)
+    for _ in range(40):
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/metrics")
+    assert "outrider_things_total 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text

@@ -260,6 +260,7 @@ def _add_full_journal(scenario: Scenario, chance: random.Random) -> Scenario:
 _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] = {
     Feature.RUSH: _add_rush,
     Feature.SHARES: _add_rush,
+    Feature.FULL_JOURNAL: _add_full_journal,
     Feature.KEYS: _add_keys,
     Feature.ONE_WAY: _add_one_way,
     Feature.NARROW: lambda scenario, chance: replace(scenario, window=chance.choice((2, 4, 16))),
@@ -276,6 +277,5 @@ _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] 
     Feature.LONG_STOP: _add_long_stop,
     Feature.WEIGHTS: _add_weights,
     Feature.SKEWED_CLOCKS: _add_skewed_clocks,
-    Feature.FULL_JOURNAL: _add_full_journal,
 }
-"""In the order in which they are added."""
+"""In the order in which they are added: what adds requests before what chooses by their number."""

@@ -20,6 +20,8 @@ from coordinator.fair_queue import Ticket
 from coordinator.fallback import FallbackPolicy
 from coordinator.generation_request import NOWHERE, Origin
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.poison import ON_TRIAL
+from coordinator.routing import WorkerKey, key_of
 from coordinator.service import GenerationService
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers import WorkerChannels
@@ -109,7 +111,8 @@ class Look:
     """How things stand when a coordinator begins to look whose turn it is."""
 
     num_held: Counter[str]  # slots, by tenant
-    waiting: set[Ticket]
+    waiting: set[Ticket]  # but for those that wait for a target without another suspect
+    targets: set[WorkerKey]  # that may be asked
 
 
 class Observer(Protocol):
@@ -187,15 +190,28 @@ class Coordinator(Process):
         give_one, take = admission._give_one, admission._take
 
         async def watched_look(line: Any) -> bool:
-            waiting = {ticket for ticket, (_, answer) in line.waiting.items() if not answer.done()}
-            looks[id(line)] = Look(Counter(line.queue._num_held_of), waiting)
+            wishes = {
+                ticket: wish
+                for ticket, (wish, answer) in line.waiting.items()
+                if not answer.done() and ON_TRIAL not in wish.restrictions()
+            }
+            now_s = self.now_s()
+            askable = {
+                key_of(worker)
+                for wish in wishes.values()
+                for worker in wish.rank()
+                if admission._router.may_ask(worker, now_s, is_urgent=False)
+            }
+            looks[id(line)] = Look(Counter(line.queue._num_held_of), set(wishes), askable)
             return await give_one(line)
 
         async def watched_take(line: Any, wish: Wish, ranked: Sequence[WorkerRecord]) -> Place | None:
             place = await take(line, wish, ranked)
             self.observer.on_session(wish.token, wish.ticket.tenant)
             look = looks.get(id(line))
-            if place is not None and look is not None and wish.ticket in look.waiting:
+            if place is None or look is None or key_of(place.target) not in look.targets:
+                return place  # or one that was not to be had when the look began
+            if wish.ticket in look.waiting:
                 self.observer.on_slot(self, wish.ticket, look)
             return place
 

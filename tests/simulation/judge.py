@@ -89,6 +89,7 @@ class Judge:
         self._poisons = {each.prompt: each for each in self._scenario.requests if each.poisons_after}
         self._num_kills: Counter[int] = Counter()
         self._num_given: dict[str, int] = {}  # tokens that each session came with
+        self._poisonous: dict[str, Call] = {}  # calls of sessions that may be the end of their targets
         self._admitted: Counter[tuple[Coordinator, str]] = Counter()
         self._weights = self._all_weights()
         self.has_tenants = bool(callers_of(self._scenario))
@@ -156,6 +157,7 @@ class Judge:
         calls.append(call)
         if prompt in self._poisons:
             self._num_given[request.session_id] = len(request.token_ids)
+            self._poisonous[request.session_id] = call
 
     def on_session(self, session_id: str, tenant: str) -> None:
         self._tenants[session_id] = tenant
@@ -244,19 +246,23 @@ class Judge:
         request = self._poisons.get(tuple(session.token_ids[: session.num_prompt_tokens]))
         if request is None:
             return
-        num_before = self._num_given.get(session_id_of(session.session_id), len(session.token_ids))
+        session_id = session_id_of(session.session_id)
+        num_before = self._num_given.get(session_id, len(session.token_ids))
         if len(session.token_ids) - num_before >= request.poisons_after:
-            self._kill(target, request)
+            call = self._poisonous.get(session_id)
+            self._kill(target, request, is_told=call is None or not call.is_over)
 
-    def _kill(self, target: Target, request: Request) -> None:
+    def _kill(self, target: Target, request: Request, *, is_told: bool) -> None:
+        """`is_told`: the coordinator still reads this sequence. One whose connection broke may be computed on for some
+        time, and nobody learns what it was the end of."""
         if target.is_doomed:
             return
         target.is_doomed = True
         self._disturb(target.name[:2], _RESTART_S)
         if target.is_draining:
             return  # it was leaving anyway: nobody can tell
-        self._num_kills[request.number] += 1
         self._world.tell(f"request {request.number} is the end of {target.name}")
+        self._num_kills[request.number] += is_told
         if self._num_kills[request.number] > _LOST_WORKERS_MAX * self.clients[request.number].num_tries:
             self.wrong(f"request {request.number} has brought down {self._num_kills[request.number]} targets")
         self._loop.call_later(0.01, self.network.end, target, context=NOBODY)

@@ -30,7 +30,7 @@ from tests.simulation.planted_bugs import PLANTED
 from tests.simulation.registry import PoolModel
 from tests.simulation.world import run
 
-NUM_SEEDS = int(os.environ.get("OUTRIDER_SIMULATION_SEEDS", "500"))
+NUM_SEEDS = int(os.environ.get("OUTRIDER_SIMULATION_SEEDS", "1000"))
 NUM_SEEDS_TO_FIND = 1000
 
 

@@ -55,7 +55,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                       help="faults that may overlap; there is always a target that none of them touches "
                       "(default: %(default)s)")  # fmt: skip
     fleet = parser.add_argument_group("the fleet")
-    fleet.add_argument("--clients", type=int, default=20, help="that ask all the time (default: %(default)s)")
+    fleet.add_argument(
+        "--clients",
+        type=int,
+        default=FleetOptions.num_clients,
+        help="that ask all the time (default: %(default)s)",
+    )
     fleet.add_argument("--targets", type=int, default=3, help="target workers (default: %(default)s)")
     fleet.add_argument(
         "--ranks", type=int, default=1, help="processes of each target worker (default: %(default)s)"

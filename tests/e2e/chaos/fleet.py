@@ -65,8 +65,8 @@ class FleetOptions:
     num_drafts: int = 2
     num_coordinators: int = 2
     num_replicas: int = 2  # of each coordinator
-    num_clients: int = 20
-    num_slots: int = 4  # of each target: together fewer than clients
+    num_clients: int = 32
+    num_slots: int = 8  # of each target: together fewer than clients, and more than its KV cache holds
     kv_cache_gib: float = 0.005  # of each target: 1,310 tokens in bfloat16, of which one text may need 1,024
     target_silence_max_s: float = 4.0
     client_stall_max_s: float = 5.0

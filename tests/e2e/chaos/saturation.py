@@ -23,7 +23,7 @@ class Saturation:
     num_looks: int = 0
     num_slots_busy: int = 0
     num_kv_full: int = 0
-    num_either: int = 0
+    num_both: int = 0
 
     def add(self, page: str) -> None:
         """A target's metrics. A page without them does not count."""
@@ -35,12 +35,13 @@ class Saturation:
         }
         if len(values) < 3:
             return
-        is_busy = values[RUNNING] >= self.num_slots
-        is_full = values[KV] >= KV_FULL
+        # What waits at a target has a slot, and waits for blocks.
+        is_busy = values[RUNNING] + values[WAITING] >= self.num_slots
+        is_full = values[KV] >= KV_FULL or values[WAITING] > 0
         self.num_looks += 1
         self.num_slots_busy += is_busy
         self.num_kv_full += is_full
-        self.num_either += is_busy or is_full
+        self.num_both += is_busy and is_full
 
     def to_json(self) -> dict[str, float]:
         """Shares of the moments."""
@@ -49,14 +50,14 @@ class Saturation:
             "num_looks": self.num_looks,
             "every_slot_busy": round(self.num_slots_busy / looks, 3),
             "kv_full": round(self.num_kv_full / looks, 3),
-            "no_room": round(self.num_either / looks, 3),
+            "both": round(self.num_both / looks, 3),
         }
 
     def __str__(self) -> str:
         shares = self.to_json()
         return (
             f"targets had every slot busy at {shares['every_slot_busy']:.0%} of {self.num_looks} looks, KV full at "
-            f"{shares['kv_full']:.0%}, one of them at {shares['no_room']:.0%}"
+            f"{shares['kv_full']:.0%}, both at {shares['both']:.0%}"
         )
 
 

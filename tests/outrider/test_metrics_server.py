@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from pathlib import Path
+from wsgiref.simple_server import WSGIServer
 
 import httpx
 import pytest
@@ -78,10 +79,10 @@ def test_a_lack_of_memory_and_threads_passes(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accept` gets no memory three times, and then there is no thread for more connections than there is room for."""
-    accept, start = metrics_server.WSGIServer.get_request, threading.Thread.start
+    accept, start = WSGIServer.get_request, threading.Thread.start
     lacks_memory, lacks_threads = iter(range(3)), iter(range(40))
 
-    def get_request(self: metrics_server.WSGIServer) -> object:
+    def get_request(self: WSGIServer) -> object:
         if next(lacks_memory, None) is not None:
             raise MemoryError
         return accept(self)
@@ -92,7 +93,7 @@ def test_a_lack_of_memory_and_threads_passes(
         start(self)
 
     monkeypatch.setattr(metrics_server, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(metrics_server.WSGIServer, "get_request", get_request)
+    monkeypatch.setattr(WSGIServer, "get_request", get_request)
     monkeypatch.setattr(threading.Thread, "start", start_if_there_is_one)
     port = serve_metrics(registry, "127.0.0.1", 0)
     for _ in range(40):

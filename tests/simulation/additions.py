@@ -172,8 +172,7 @@ def _add_reused_id(scenario: Scenario, chance: random.Random) -> Scenario:
     number = scenario.requests[-1].number + 1
     at_s = first.at_s + chance.choice((0.0, 0.1, 0.5, 2.0, 5.0))
     tenant = first.number % 2 if first.tenant < 0 or chance.random() < 0.7 else 1 - first.number % 2
-    priority = first.number % 3 - 1 if first.priority is None else first.priority
-    first_again = replace(first, request_id=first.name, tenant=first.number % 2, priority=priority)
+    first_again = replace(first, request_id=first.name, tenant=first.number % 2, priority=first.rank)
     second = replace(first_again, number=number, at_s=at_s, tenant=tenant)
     if chance.random() < 0.7:
         second = replace(

@@ -23,8 +23,6 @@ _RETRY_S: Final = (0.2, 1.0)
 _LOST_WORKERS_MAX: Final = 3
 _STRANDED_MAX: Final = 3
 
-_NO_ANSWER_MAX_S: Final = 90.0
-"""Of a coordinator that is there: it queues for 30 s, and tries several targets."""
 _IDENTITY_CODES: Final = (
     grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -44,6 +42,9 @@ class Surroundings(Protocol):
     """What a client sees of the world, and what its judge knows of it."""
 
     network: Network
+
+    def first_word_within_s(self, request: Request) -> float:
+        """Of a coordinator that is there."""
 
     @property
     def waits_briefly(self) -> bool:
@@ -167,7 +168,7 @@ class Client:
         self._num_chunks, self._is_stalled_now = 0, False
         asked_s = loop.time()
         async for chunk in call:
-            if not self._num_chunks and loop.time() - asked_s > _NO_ANSWER_MAX_S:
+            if not self._num_chunks and loop.time() - asked_s > self.world.first_word_within_s(request):
                 self.wrong(f"had no word for {loop.time() - asked_s:.0f} s")
             self._num_chunks += 1
             self._take(chunk)
@@ -334,7 +335,7 @@ class Client:
             stop=[request.stop] if request.stop else [],
             n=request.num_choices,
             deadline_ms=int(request.deadline_s * 1000),
-            priority=request.number % 3 - 1 if request.priority is None else request.priority,
+            priority=request.rank,
             tenant=request.tenant_name,
             resume_from=points,
             run=self._run,

@@ -41,6 +41,7 @@ _CLIENT_STALL_MAX_S: Final = 3.0
 _STALL_GRACE_S: Final = 3.0
 _DISTURBED_S: Final = 15.0
 """For which a fault may be felt after it is over: silence and keepalives, one after the other."""
+_FIRST_WORD_S: Final = 90.0
 _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
 _BRIEF_S: Final = 8.0  # a target may be away for longer, and may come back with other weights
@@ -188,6 +189,12 @@ class Judge:
             self.wrong(
                 f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
             )
+
+    def first_word_within_s(self, request: Request) -> float:
+        """A coordinator that is there queues for 30 s and tries several targets; whoever has the better priority may
+        take a target's places and blocks as long as it has work."""
+        before = (each for each in self._scenario.requests if each.rank < request.rank)
+        return _FIRST_WORD_S + self._scenario.work_s(before)
 
     @property
     def waits_briefly(self) -> bool:

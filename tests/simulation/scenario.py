@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -71,6 +72,11 @@ class Request:
     stalls_s: float = 0.0
 
     @property
+    def rank(self) -> int:
+        """Its priority, a lower one first."""
+        return self.number % 3 - 1 if self.priority is None else self.priority
+
+    @property
     def tenant_name(self) -> str:
         """On whose behalf it is."""
         return f"tenant {self.number % 2 if self.tenant < 0 else self.tenant}"
@@ -97,6 +103,10 @@ class Scenario:
     change_of_weights: int = 0  # so many restarts of targets bring the other weights
     journal_bytes_max: int | None = None  # of a coordinator; None: its own limit
     requests_per_minute: float | None = None  # of a tenant with a key
+
+    def work_s(self, requests: Iterable[Request]) -> float:
+        """What one target takes for these, one token of one sequence after the other."""
+        return self.shape.step_s * sum(each.max_tokens * each.num_choices for each in requests)
 
 
 def draw_ordinary(seed: int) -> Scenario:

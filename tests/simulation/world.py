@@ -69,11 +69,6 @@ def run(scenario: Scenario) -> Outcome:
     return world.outcome
 
 
-def _work_s(scenario: Scenario) -> float:
-    """What one target takes for all that is asked for, one token of one sequence after the other."""
-    return scenario.shape.step_s * sum(each.max_tokens * each.num_choices for each in scenario.requests)
-
-
 def _no_time(self: LoopShare, now: float) -> float:
     return 0.0
 
@@ -132,7 +127,7 @@ class World:
         clients = [asyncio.create_task(self._serve_client(request)) for request in scenario.requests]
         end_s = max([fault.at_s + fault.duration_s for fault in scenario.faults], default=0.0)
         end_s = max([end_s, *(request.at_s for request in scenario.requests)]) + _LIVENESS_S
-        end_s += _REPETITIONS_MAX * _work_s(scenario)
+        end_s += _REPETITIONS_MAX * scenario.work_s(scenario.requests)
         _, unfinished = await asyncio.wait(clients, timeout=end_s)
         for task in unfinished:
             self.wrong("a request has not ended")

@@ -51,7 +51,7 @@ from coordinator.openai_schema import (
 )
 from coordinator.openapi import openapi_json
 from coordinator.request_session import Finished
-from coordinator.resumption import StreamPosition, parse_position
+from coordinator.resumption import Resumption, StreamPosition, parse_position
 from coordinator.service import GenerationService, Recollection
 from coordinator.text_output import VisibleOutput
 from outrider.api_keys import Caller
@@ -153,8 +153,9 @@ class HttpApi:
         if first is None:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        opening = writer.opening() if resumption is None else writer.opening(resumption.points)
-        position = StreamPosition(spec.num_choices, spec.run) if shows_ids else None
+        points = (resumption or Resumption.of_nothing(spec.num_choices)).points
+        opening = writer.opening(points)
+        position = StreamPosition(points, spec.run) if shows_ids else None
         return EventStream(self._events(first, items, writer, opening, position), items)
 
     async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
@@ -189,10 +190,11 @@ class HttpApi:
                 item = first
                 while not isinstance(item, RequestFinished):
                     event, news = await self._event(item, writer), item.news
-                    if position is not None:
-                        _advance(position, item)
-                    if event is not None and not news.is_repeat:
-                        held += _with_id(position, event)
+                    if not news.is_repeat:
+                        if position is not None:
+                            _advance(position, item)
+                        if event is not None:
+                            held += _with_id(position, event)
                     if held and not isinstance(news, Finished):
                         yield held
                         held = ""

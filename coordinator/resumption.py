@@ -45,14 +45,15 @@ NOTHING_SEEN: Final = ResumePoint()
 
 
 class StreamPosition:
-    """How far a stream has come, one point for each sequence of its run."""
+    """How far a client has come, one point for each sequence of the run. What it has already, from another replica, it
+    keeps: its connection may break again before this replica has made all of that again."""
 
-    def __init__(self, num_texts: int, run: RunIdentity) -> None:
-        self._points = [NOTHING_SEEN] * num_texts
+    def __init__(self, points: Sequence[ResumePoint], run: RunIdentity) -> None:
+        self._points = list(points)
         self._run = run
 
     def advance(self, index: int, num_tokens: int, *, has_ended: bool = False) -> None:
-        """So many more tokens of a text have been shown, perhaps none, perhaps with its end."""
+        """So many more tokens of a text are shown to it, perhaps none, perhaps with its end."""
         self._points[index] = ResumePoint(self._points[index].num_tokens + num_tokens, True, has_ended)
 
     def __str__(self) -> str:

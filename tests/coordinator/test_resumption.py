@@ -126,6 +126,31 @@ async def test_the_rest_follows_behind_every_event(
             assert rest[-1][1] == "[DONE]"
 
 
+async def test_a_connection_that_breaks_twice_repeats_no_text(clusters: ClusterFactory) -> None:
+    """The second time before the texts that the client has were made again."""
+    request = {
+        "prompt": "import",
+        "temperature": 1,
+        "seed": 3,
+        "n": 3,
+        "max_tokens": 9,
+        "stream": True,
+    } | WITH_IDS
+    request["return_token_ids"] = True
+    async with replicas(clusters) as (one, other, _):
+        whole = await one.client.post("/v1/completions", json=request)
+        right, run = said(events_of(whole.text)), run_of(whole.text)
+        headers = {"X-Request-Id": "unknown", "Last-Event-ID": f"{run}:1.9e.4"}
+        rest = events_of((await other.client.post("/v1/completions", json=request, headers=headers)).text)
+        for num_seen in range(len(rest)):
+            if num_seen and (last := rest[num_seen - 1][0]):
+                headers["Last-Event-ID"] = last
+            answer = await one.client.post("/v1/completions", json=request, headers=headers)
+            seen = said(rest[:num_seen] + events_of(answer.text))
+            found = {index: text["ids"] for index, text in seen.items()}
+            assert found == {0: right[0]["ids"][1:], 2: right[2]["ids"][4:]}, (num_seen, headers)
+
+
 async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
     messages = [{"role": "user", "content": "import"}]
     request = {"messages": messages, "temperature": 0, "max_tokens": 8, "stream": True} | WITH_IDS
@@ -313,7 +338,9 @@ class TestOverGrpc:
 
 class TestPosition:
     def test_it_reads_back(self) -> None:
-        position = StreamPosition(3, RunIdentity("0123456789ab", weights_digest="ba9876543210"))
+        position = StreamPosition(
+            [ResumePoint()] * 3, RunIdentity("0123456789ab", weights_digest="ba9876543210")
+        )
         assert str(position) == SOME_RUN + "-.-.-"
         assert parse_position(str(position), 3, "id") is None
         position.advance(0, 12)

@@ -31,7 +31,7 @@ NOTICE_S_MAX = 15.0  # of a lease that runs out
 WARM_UP_S = 8.0
 NUM_STRANGERS = 2
 STREAMING_SHARE = 0.7  # of what strangers ask
-CROWDED_S, CALM_S = 50.0, 10.0  # with all clients, and with a third of them
+CROWDED_S, CALM_S = 45.0, 15.0  # with all clients, and with a third of them
 LAG_S_MAX = 1.0
 PAUSE_S = (0.1, 1.0)  # between two faults: the moment is chosen by chance
 
@@ -180,7 +180,7 @@ class Experiment:
                 self._ledger.begin(injection)
                 await fault.run(worker)
                 self._ledger.mended(injection, time.monotonic())
-                problem = await fleet.until_whole(RECOVERY_S_MAX, None if worker is None else worker.name)
+                problem = await fleet.until_whole(RECOVERY_S_MAX, fault.part if worker is None else worker.name)
                 self._ledger.end(injection, time.monotonic(), problem)
             self._tell(injection, began_s)
 

@@ -65,8 +65,8 @@ class FleetOptions:
     num_drafts: int = 2
     num_coordinators: int = 2
     num_replicas: int = 2  # of each coordinator
-    num_clients: int = 32
-    num_slots: int = 8  # of each target: together fewer than clients, and more than its KV cache holds
+    num_clients: int = 26
+    num_slots: int = 6  # of each target: together fewer than clients, and more than its KV cache holds
     kv_cache_gib: float = 0.005  # of each target: 1,310 tokens in bfloat16, of which one text may need 1,024
     target_silence_max_s: float = 4.0
     client_stall_max_s: float = 5.0
@@ -340,7 +340,11 @@ class Fleet:
     async def only_one(self, part: str) -> AsyncIterator[None]:
         """Holds something that there is only one of, for as long as the context is open."""
         async with self._locks.setdefault(part, asyncio.Lock()):
-            yield
+            self._borrowed.add(part)
+            try:
+                yield
+            finally:
+                self._borrowed.discard(part)
 
     def expect_end(self, name: str) -> None:
         """The next end of this process, a worker or `coordinator-0`, is no surprise; it is started again at once."""
@@ -360,7 +364,7 @@ class Fleet:
 
     @property
     def borrowed_names(self) -> frozenset[str]:
-        """Workers that faults have in their hands."""
+        """Workers, and parts that there is one of, that faults have in their hands."""
         return frozenset(self._borrowed)
 
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
@@ -486,7 +490,7 @@ class Fleet:
         for worker in self.workers.values():
             if worker.name not in aside and f"{{or:{worker.role}}}:w:{worker.name}" not in keys:
                 return f"Redis knows nothing of {worker.name}"
-        for index in range(len(self.coordinators)):
+        for index in range(0 if "coordinator" in aside else len(self.coordinators)):
             if len(self.replicas(index)) < self.options.num_replicas:
                 return f"a replica of coordinator-{index} is missing"
             health = await self.health(index)

@@ -148,10 +148,11 @@ class OtherTarget(_Joins):
     """A target with other weights joins under the same model's name, and another target is killed meanwhile.
 
     An answer is all of the one weights' text or all of the other's: sequences of the target that died go on at equal
-    ones alone. The newcomer finishes what it has before it goes.
+    ones alone. The newcomer finishes what it has before it goes; whoever loses it earlier, by another fault, has to ask
+    anew.
     """
 
-    name, part, costs, model = "target of other weights", "target", Costs.NOTHING, DEMO_TARGET
+    name, part, costs, model = "target of other weights", "target", Costs.CAPACITY, DEMO_TARGET
     rights: ClassVar[Mapping[str, Sequence[Right]]] = {}
     """What the other weights say, by the cases' names."""
 

@@ -59,18 +59,18 @@ class _Paused(_CoordinatorFault):
         """Who is stopped; drawn once, looked up anew each time."""
 
     async def hit(self, index: int) -> None:
-        seconds = self.rng.uniform(*self.seconds)
+        seconds, began_s = self.rng.uniform(*self.seconds), time.monotonic()
         targets = {worker.name: worker.num_lives for worker in self.fleet.of_role("target")}
         with stopped(self.family(index)) as num_processes:
             self.describe(f"{num_processes} processes of coordinator-{index}", seconds)
             await asyncio.sleep(seconds)
-        if blamed := await self._blamed(index, targets):
+        if blamed := await self._blamed(index, targets, began_s):
             self.fleet.surprises.append(
                 f"coordinator-{index} stood still for {seconds:.1f} s and blamed {', '.join(sorted(blamed))} for it"
             )
 
-    async def _blamed(self, index: int, targets: dict[str, int]) -> set[str]:
-        """Targets that have lived through all of it, that nobody has touched, and that it passes over all the same."""
+    async def _blamed(self, index: int, targets: dict[str, int], began_s: float) -> set[str]:
+        """Targets that have lived through all of it, that nobody has touched since `began_s`, and that it passes over all the same."""
         blamed: set[str] = set()
         end_s = time.monotonic() + BLAMED_S
         while time.monotonic() < end_s:
@@ -82,7 +82,7 @@ class _Paused(_CoordinatorFault):
             }
             for worker in self.fleet.of_role("target"):
                 is_well = worker.is_ready and targets.get(worker.name) == worker.num_lives
-                if worker.name in passed_over and is_well and worker.name not in self.fleet.borrowed_names:
+                if worker.name in passed_over and is_well and not self.fleet.is_touched(worker.name, began_s):
                     blamed.add(worker.name)
             await asyncio.sleep(LOOK_EVERY_S)
         return blamed

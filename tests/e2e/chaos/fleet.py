@@ -112,6 +112,7 @@ class Fleet:
         self._say = say
         self._stack = AsyncExitStack()
         self._borrowed: set[str] = set()
+        self._returned_s: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._expected_ends: set[str] = set()
         self._mortal: list[tuple[frozenset[str], list[str]]] = []  # who may end at any time, and who has
@@ -334,7 +335,7 @@ class Fleet:
         try:
             yield worker
         finally:
-            self._borrowed.discard(worker.name)
+            self._return(worker.name)
 
     @asynccontextmanager
     async def only_one(self, part: str) -> AsyncIterator[None]:
@@ -344,7 +345,11 @@ class Fleet:
             try:
                 yield
             finally:
-                self._borrowed.discard(part)
+                self._return(part)
+
+    def _return(self, name: str) -> None:
+        self._borrowed.discard(name)
+        self._returned_s[name] = time.monotonic()
 
     def expect_end(self, name: str) -> None:
         """The next end of this process, a worker or `coordinator-0`, is no surprise; it is started again at once."""
@@ -362,10 +367,9 @@ class Fleet:
         finally:
             self._mortal.remove(entry)
 
-    @property
-    def borrowed_names(self) -> frozenset[str]:
-        """Workers, and parts that there is one of, that faults have in their hands."""
-        return frozenset(self._borrowed)
+    def is_touched(self, name: str, since_s: float) -> bool:
+        """Whether a fault has had this worker in its hands since then."""
+        return name in self._borrowed or self._returned_s.get(name, 0.0) >= since_s
 
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
         """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""

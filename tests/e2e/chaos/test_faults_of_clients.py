@@ -101,13 +101,19 @@ def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, 
     return asked, known
 
 
+def load_of(
+    asked: list[Case], known: dict[str, tuple[Right, ...]], others: Sequence[Right] | None = None
+) -> SimpleNamespace:
+    return SimpleNamespace(cases=asked, known=known, other_rights=lambda case, answer: others)
+
+
 async def test_twins_get_their_own_text_or_are_refused(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, known = cases(clusters)
     async with two_doors(clusters, monkeypatch):
         for seed in range(4):
-            detail, problems = await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed)
+            detail, problems = await run(OneIdTwice, load_of(asked, known), seed)
             assert not problems
             assert "complete" in detail
 
@@ -121,7 +127,9 @@ async def test_a_twin_with_another_text_is_found(
     async with two_doors(clusters, monkeypatch):
         problems = []
         for seed in range(4):
-            problems += (await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed))[1]
+            problems += (await run(OneIdTwice, load_of(asked, known), seed))[1]
+            by_others = await run(OneIdTwice, load_of(asked, known, (right,)), seed)
+            assert not by_others[1], "what other weights say is right while they are there"
         assert problems
         assert all("of 60" in each for each in problems)
 

@@ -1,7 +1,6 @@
 """What can be broken, one class each: how it begins and how it ends.
 
-Each fault runs once: `run` breaks something, holds it for a while, mends it and gives back the names of the workers
-that have to serve again before it counts as over.
+Each fault runs once: `run` breaks something, holds it for a while and mends it.
 """
 
 from __future__ import annotations

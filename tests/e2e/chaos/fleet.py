@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,6 @@ class Worker:
     is_ready: bool = False
     ready_at_s: float = 0.0
     num_lives: int = 0
-    environment: dict[str, str] = field(default_factory=dict)  # of lives to come, on top of the usual one
 
     @property
     def pid(self) -> int:

@@ -90,7 +90,6 @@ class Outcome:
     check_faults: list[str] = field(default_factory=list)
     lag: LagTable = field(default_factory=LagTable)
     late_alone: list[Failure] = field(default_factory=list)  # that hold up the loop by themselves
-    num_suspects: int = 0
     growth: list[str] = field(default_factory=list)
     footprints: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -305,7 +304,6 @@ class Experiment:
     async def _send_alone(self, system: SecuredSystem, sender: Sender) -> None:
         """What was in flight while the loop was late, one after the other and nothing beside it."""
         suspects = list(self._suspects.values())
-        self._outcome.num_suspects = len(suspects)
         if suspects:
             self._say(
                 f"{len(suspects)} inputs were in flight while the loop was held up; each is sent alone."

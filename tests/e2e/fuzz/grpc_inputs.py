@@ -199,7 +199,6 @@ METADATA = (
     (b"multiplexed_model_id", b"x"),
     (b"cookie", b"a=b; c=d"),
 )
-TIMEOUTS = (b"grpc-timeout",)
 
 
 def odd_calls(count: int, seed: int) -> list[GrpcInput]:

@@ -407,9 +407,9 @@ class Fleet:
                     found.append(process)
         return found
 
-    def callers_from(self, workers: Iterable[Worker], link: Link) -> Callers:
-        """The connections that these workers have made to the link."""
-        pids = [worker.pid for worker in workers if worker.is_ready]
+    def hint_streams_to(self, target: Worker) -> Callers:
+        """The connections that draft workers have made to it."""
+        link, pids = target.link, [worker.pid for worker in self.of_role("draft") if worker.is_ready]
 
         def is_meant(port: int) -> bool:
             for pid in pids:

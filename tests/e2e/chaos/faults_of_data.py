@@ -198,10 +198,7 @@ async def _learn(client: Client, cases: Sequence[Case]) -> dict[str, tuple[Right
             answer = await client.ask(named, speculation="off")
         if answer.error is not None or not answer.is_complete:
             raise NotReproducible(f"{case.name}, other weights: {answer.error}")
-        return case.name, tuple(
-            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string)
-            for each in answer.choices
-        )
+        return case.name, answer.as_right()
 
     return dict(await asyncio.gather(*map(ask, cases)))
 

@@ -186,8 +186,9 @@ class Fleet:
             )
         )
         await self._start_balancer(balancer_port)
+        balancer, trust = self.balancer, self.certificates
         self.client = await self._stack.enter_async_context(
-            self._client(self.balancer.url, self.balancer.address)
+            Client(balancer.url, balancer.address, trust.context(None), trust.credentials(), self.keys)
         )
         problem = await self.until_whole(60.0)
         if problem is not None:
@@ -202,16 +203,6 @@ class Fleet:
         )
         self._stack.push_async_callback(asyncio.to_thread, self.balancer.stop)
         await asyncio.to_thread(self.balancer.start)
-
-    def _client(self, http_url: str, grpc_address: str) -> Client:
-        trust = self.certificates
-        return Client(http_url, grpc_address, trust.context(None), trust.credentials(), self.keys)
-
-    async def client_of(self, index: int) -> Client:
-        """Straight to one coordinator; open for as long as the fleet is."""
-        backend = self.backends[index]
-        client = self._client(f"https://127.0.0.1:{backend.http_port}", f"127.0.0.1:{backend.grpc_port}")
-        return await self._stack.enter_async_context(client)
 
     async def _add_worker(
         self, role: str, name: str, port: int, other: dict[str, object], model: Path | None = None

@@ -72,7 +72,8 @@ class _Paused(_CoordinatorFault):
             )
 
     async def _blamed(self, index: int, targets: dict[str, int], began_s: float) -> set[str]:
-        """Targets that have lived through all of it, that nobody has touched since `began_s`, and that it passes over all the same."""
+        """Targets that have lived through all of it, that nobody has touched since `began_s`, and that it passes over
+        all the same."""
         blamed: set[str] = set()
         end_s = time.monotonic() + BLAMED_S
         while time.monotonic() < end_s:

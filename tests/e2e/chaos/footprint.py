@@ -37,8 +37,8 @@ class Footprint:
     pids: dict[str, int] = field(default_factory=dict)  # by what the process is
     num_descriptors: dict[str, int] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
-    connections: dict[str, str] = field(default_factory=dict)  # most frequent ones, in words
     redis_keys: set[str] = field(default_factory=set)
+    connections: dict[str, str] = field(default_factory=dict)  # most frequent ones, in words
 
 
 async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:

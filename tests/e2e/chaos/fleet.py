@@ -358,8 +358,12 @@ class Fleet:
             self._mortal.remove(entry)
 
     def is_touched(self, name: str, since_s: float) -> bool:
-        """Whether a fault has had this worker in its hands since then."""
+        """Whether a fault has had this worker, or part, in its hands since then."""
         return name in self._borrowed or self._returned_s.get(name, 0.0) >= since_s
+
+    def may_break_connections(self, since_s: float) -> bool:
+        """Whether a fault has had since then what carries everybody's connections."""
+        return any(self.is_touched(part, since_s) for part in ("balancer", "certificates", "coordinator"))
 
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
         """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""

@@ -67,7 +67,8 @@ async def two_doors(
 
 async def run(kind: type[Fault], load: object, seed: int) -> tuple[str, list[str]]:
     """What it says that it has seen, and what it finds fault with."""
-    fleet = SimpleNamespace(surprises=[], options=SimpleNamespace(client_stall_max_s=STALL_MAX_S))
+    options = SimpleNamespace(client_stall_max_s=STALL_MAX_S)
+    fleet = SimpleNamespace(surprises=[], options=options, may_break_connections=lambda since_s: False)
     injection = Injection(1, kind.name, 0.0)
     await kind(cast(Any, fleet), cast(Any, load), Random(seed), injection).run(None)
     return injection.detail, fleet.surprises

@@ -111,8 +111,9 @@ async def test_what_clients_have_of_long_streams_is_made_text_again_a_part_in_a_
             await asyncio.sleep(0)
             num_turns += 1
 
-    num_tokens, request = 3 * REPEATED_TOKENS, {"temperature": 0, "n": 8, "stream": True}
-    request |= {"prompt": "import", "max_tokens": num_tokens, "stream_options": {"include_event_ids": True}}
+    num_tokens = 3 * REPEATED_TOKENS
+    request: dict[str, Any] = {"prompt": "import", "temperature": 0, "n": 8, "max_tokens": num_tokens}
+    request |= {"stream": True, "stream_options": {"include_event_ids": True}}
     target, memory = clusters.target(tokens_per_step=500), Memory()
     async with clusters.open([target], max_model_len=1 << 20, registry=memory) as cluster:  # type: ignore[arg-type]
         answer = await cluster.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})

@@ -105,12 +105,6 @@ class JournaledStream:
             self._changed["weights"] = weights_digest
         self._tell()
 
-    @property
-    def num_losses(self) -> int:
-        """As last told."""
-        packed = self._changed.get("losses")
-        return self.entry.num_losses if packed is None else _unpack_losses(packed)
-
     def count_losses(self, num_losses: int) -> None:
         """So many workers were lost while they had this run."""
         self._changed["losses"] = _pack_losses(num_losses)

@@ -6,7 +6,7 @@
         request         digest of what the output depends on (`coordinator.run_identity`)
         seed, max_tokens  as they are for this run, whoever chose them
         weights         digest of weights and numerics, with the first token
-        losses          workers lost while they had this run, followed by a checksum
+        losses          workers lost while they had this run or, before it, its prompt, followed by a checksum
         check           checksum of those above that never change, so that damage to them is not taken for a request
         INDEX:CHUNK     CHUNK_TOKENS tokens of a sequence at most: three bytes each, little endian, in base64, followed
                         by their checksum

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.grammar import compile_queue
 from outrider.grammar.compile_queue import MAX_RUNNING, CompileQueue
 
@@ -146,6 +146,21 @@ async def test_a_refusal_is_remembered_and_a_lack_of_room_is_not() -> None:
             with pytest.raises((InvalidRequest, Overloaded), match=message):
                 await queue.get_async(message.encode(), "", partial(build, error))
     assert [type(error) for error in tried] == [InvalidRequest, MemoryError, MemoryError]
+
+
+async def test_a_build_that_fails_as_nobody_foresaw_tells_its_callers_and_frees_its_slot() -> None:
+    class Panic(BaseException):
+        """As pyo3's: a panic of Rust code is no Exception."""
+
+    def build(error: BaseException) -> str:
+        raise error
+
+    queue = CompileQueue[str](4)
+    for number, error in enumerate([Panic("index out of bounds"), KeyError("oneOf"), Panic()]):
+        with pytest.raises(OutriderError, match="compiling the grammar failed") as caught:
+            await queue.get_async(b"%d" % number, "", partial(build, error))
+        assert type(caught.value) is OutriderError
+    assert await queue.get_async(b"good", "", lambda: "compiled") == "compiled"
 
 
 async def test_without_a_thread_to_be_had_callers_are_told_and_the_queue_goes_on(

@@ -180,7 +180,9 @@ class Experiment:
                 self._ledger.begin(injection)
                 await fault.run(worker)
                 self._ledger.mended(injection, time.monotonic())
-                problem = await fleet.until_whole(RECOVERY_S_MAX, fault.part if worker is None else worker.name)
+                problem = await fleet.until_whole(
+                    RECOVERY_S_MAX, fault.part if worker is None else worker.name
+                )
                 self._ledger.end(injection, time.monotonic(), problem)
             self._tell(injection, began_s)
 

@@ -13,6 +13,9 @@ from typing import Final
 
 CUT_AFTER: Final = 2
 """Times the limit of a client's pace. Between the two it can still read why its request was ended."""
+PACE_BYTES: Final = 1 << 20
+"""Of what is ready at once, such as a finished answer, that a client has to take in the time after which it is cut, as
+much of a stream as may wait for it; less than that within the same time."""
 _LATE_S: Final = 1.0  # behind its time, an event loop was held up, and looks again before it judges
 
 

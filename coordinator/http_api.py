@@ -158,7 +158,7 @@ class HttpApi:
         position = StreamPosition(points, spec.run) if shows_ids else None
         return EventStream(self._events(first, items, writer, opening, position), items)
 
-    async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
+    async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> bytes:
         """The answer as JSON."""
         news: list[ChoiceNews] = []
         size = num_bytes = 0
@@ -170,7 +170,7 @@ class HttpApi:
                     return write() if is_small else await self._service.environment.threads.run(write)
                 news.append(item)
                 size += num_values(spec, item.news)
-                num_bytes += size_of(item.news)
+                num_bytes += size_of(item.news) + writer.size_of(item)
                 check_gathered(num_bytes)
         raise AssertionError("a request ended without its end")
 
@@ -322,8 +322,8 @@ def _read(kind: BodyKind, raw: bytes, request_id: str) -> tuple[CompletionBody |
     return body, body.to_input(body.request_id or request_id)
 
 
-def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> str:
-    return to_json_text(writer.whole(news, finished))
+def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> bytes:
+    return to_json_text(writer.whole(news, finished)).encode()
 
 
 def _advance(position: StreamPosition, item: ChoiceNews) -> None:

@@ -22,7 +22,7 @@ from typing import Final, Self
 from redis.commands.core import AsyncScript
 
 from outrider.api_keys import Caller
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import InvalidRequest, Overloaded, RegistryUnavailable
 from outrider.registry import RENEW_S, RESERVATION_S, Registry
 
@@ -88,8 +88,12 @@ class ConcurrencyLimits:
     async def __aenter__(self) -> Self:
         if self._registry is not None:
             self._tasks = [
-                asyncio.create_task(self._keep_renewing(), name="concurrency limits"),
-                asyncio.create_task(self._keep_releasing(), name="ended sequences"),
+                asyncio.create_task(
+                    keep_going(self._keep_renewing, "renewing concurrency limits"), name="concurrency limits"
+                ),
+                asyncio.create_task(
+                    keep_going(self._keep_releasing, "releasing ended sequences"), name="ended sequences"
+                ),
             ]
         return self
 

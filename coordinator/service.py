@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, Self
@@ -49,7 +50,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
 from coordinator.worker_threads import WorkerThreads
 from outrider.api_keys import ANYBODY, Caller, KeyFile, Scope
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.canary.store import CanaryStore
 from outrider.errors import (
     Conflict,
@@ -208,9 +209,11 @@ class GenerationService:
         await self._stack.enter_async_context(self._identities)
         await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
-        housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
-        ticks = keep_ticking(self.environment.lag, self.environment.metrics.observe_loop_lag)
-        ticking = asyncio.create_task(ticks, name="loop lag")
+        housekeeping = asyncio.create_task(
+            keep_going(self._keep_house, "housekeeping"), name="coordinator housekeeping"
+        )
+        ticks = partial(keep_ticking, self.environment.lag, self.environment.metrics.observe_loop_lag)
+        ticking = asyncio.create_task(keep_going(ticks, "the loop's ticking"), name="loop lag")
         self._stack.push_async_callback(end_tasks, housekeeping, ticking)
         return self
 

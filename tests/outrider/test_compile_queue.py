@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.grammar import compile_queue
+from outrider.grammar import GrammarCompiler, compile_queue
 from outrider.grammar.compile_queue import MAX_RUNNING, CompileQueue
+from outrider.sampling_params import GrammarKind, GrammarSpec
 
 
 class Builds:
@@ -177,3 +179,20 @@ async def test_without_a_thread_to_be_had_callers_are_told_and_the_queue_goes_on
                 await ask(queue, builds, "a")
     builds.gate.set()
     assert await ask(queue, builds, "a") == "compiled a"
+
+
+async def test_a_worker_compiles_for_the_owners_that_its_callers_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owners = []
+
+    async def get_async(self: CompileQueue[str], key: bytes, owner: str, build: object) -> str:
+        owners.append(owner)
+        raise Overloaded("that is all")
+
+    monkeypatch.setattr(CompileQueue, "get_async", get_async)
+    compiler = GrammarCompiler(Path("none"), vocab_size=1, eos_token_ids=frozenset())
+    for owner in ("one", "other"):
+        with pytest.raises(Overloaded):
+            await compiler.compile_async(GrammarSpec(GrammarKind.REGEX, "a"), owner)
+    assert owners == ["one", "other"]

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 
 from starlette.types import Message, Receive, Send
 
-from coordinator.client_pace import CUT_AFTER, PACE_BYTES, StallWatch
+from coordinator.client_pace import CUT_AFTER, PACE_BYTES, PaceWatch
 
 PART_BYTES_MAX: Final = 64 << 10
 """Of what the server is given at once. It holds as much again, for it takes another part while less than that waits."""
@@ -41,7 +41,7 @@ class ClientConnection:
         self._since_s: float | None = None
         self._task: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
-        self._watch = StallWatch(lambda: self._since_s, self._take_max_s, self._cut)
+        self._watch = PaceWatch(lambda: self._since_s, self._take_max_s, self._cut)
         self._is_cancelled = False
         self.is_cut = False
         """Whether the client took nothing for too long. What is sent from then on goes nowhere."""

@@ -266,7 +266,8 @@ class GenerationService:
         if not has_begun:
             environment.limits.check(caller)
             retry_after_s = environment.admission.retry_after_s(model)
-            environment.concurrency.check(caller, request.best_of or request.n, retry_after_s)
+            num, parameter = (request.best_of, "best_of") if request.best_of else (request.n, "n")
+            environment.concurrency.check(caller, num, retry_after_s, parameter)
             time_left_s = request.deadline_s or environment.settings.deadline_default_s
             ticket = Ticket(request.priority, request.tenant)
             environment.admission.check_room(model, ticket, time_left_s)

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message
 
 from coordinator.client_connection import PART_BYTES_MAX, ClientConnection
-from coordinator.client_pace import CUT_AFTER, PACE_BYTES, StallWatch
+from coordinator.client_pace import CUT_AFTER, PACE_BYTES, PaceWatch
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Measured:
     def __init__(self, timers: Timers) -> None:
         self.since_s: float | None = None
         self.stalls: list[float] = []
-        self.watch = StallWatch(lambda: self.since_s, 30.0, lambda: self.stalls.append(timers.now_s))
+        self.watch = PaceWatch(lambda: self.since_s, 30.0, lambda: self.stalls.append(timers.now_s))
         self.watch.start()
 
 

@@ -167,7 +167,9 @@ class HttpApi:
                 if isinstance(item, RequestFinished):
                     write = partial(_written, writer, news, item)
                     is_small = size <= SMALL_ANSWER_VALUES
-                    return write() if is_small else await self._service.environment.threads.run(write)
+                    return (
+                        write() if is_small else await self._service.environment.threads.run_admitted(write)
+                    )
                 news.append(item)
                 size += num_values(spec, item.news)
                 num_bytes += size_of(item.news) + writer.size_of(item)
@@ -211,7 +213,7 @@ class HttpApi:
     async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
         # What a step brought is small; a prompt may be long, and so may its token ids beside the first step.
         if writer.is_long(item):
-            return await self._service.environment.threads.run(writer.event, item)
+            return await self._service.environment.threads.run_admitted(writer.event, item)
         return writer.event(item)
 
     async def _unless_small(self, raw: bytes, work: Callable[[], ResultT]) -> ResultT:

@@ -91,3 +91,6 @@ class Environment:
     long_prompts: asyncio.Lock = field(
         default_factory=asyncio.Lock
     )  # one is made a message in a turn of the loop
+    repeats: asyncio.Lock = field(
+        default_factory=asyncio.Lock
+    )  # likewise of what clients have, made text again

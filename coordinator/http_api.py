@@ -103,8 +103,8 @@ class HttpApi:
         return await self._answer(request, kind, entry.payload, recollection)
 
     async def _generate(self, request: Request, kind: BodyKind) -> Response:
-        # A header proves nothing: whether the stream has begun is looked up below, and what has not is checked then. One
-        # that goes on pays again, and may owe more than another.
+        # A header proves nothing: whether the stream has begun is looked up below, and what has not is checked then.
+        # One that goes on pays again, and may owe more than another.
         if LAST_EVENT_HEADER not in request.headers:
             self._service.environment.limits.check(_caller(request))
         return await self._answer(request, kind, await read_body(request))

@@ -2,6 +2,7 @@
 
     or:journal:ID   hash; expires with the request's deadline, or soon after its end
         writer          drawn by the replica that has the stream; what an earlier writer still sends is not taken
+        begun_ms        when that one began, by Redis' clock, which tells who is the earlier
         kind, payload   the request as its edge got it
         request         digest of what the output depends on (`coordinator.run_identity`)
         seed, max_tokens  as they are for this run, whoever chose them
@@ -13,9 +14,12 @@
 
 Written at once, then every FLUSH_S, and beside the requests: Redis is not on their path. What a crash keeps from being
 written costs time, for those tokens are made again, and no token. While Redis is away what is to be written waits,
-bounded by the requests that run, and is forgotten with them. An entry that Redis lost is written anew.
+bounded by the requests that run, and is forgotten with them. An entry that Redis lost is written anew. A long one is
+written in parts: whoever reads it in between finds the beginnings of its sequences.
 
-Invariant: an entry is of one run. Whoever takes a stream over, or begins another run under its id, replaces all of it.
+Invariant: an entry is of one run, the last one that began under its id and wanted to be kept. Whoever takes a stream
+over, or begins another run under its id, replaces all of it; one that is too long or for which there is no room leaves
+nothing there. A request that did not ask for event ids is no business of the journal's: it leaves alone what is there.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import sys
 import time
 import uuid
 import zlib
@@ -50,6 +55,8 @@ TENANT_SHARE: Final = 0.25
 """Of a replica's bytes, that the streams of one tenant may take, where tenants are told apart by their keys."""
 CHUNK_TOKENS: Final = 256
 """Tokens of one field, 1 KiB: what a flush writes again of a sequence, at most."""
+PART_FIELDS_MAX: Final = 1024
+"""Fields of one call, 1 MiB: a few ms on the event loop and in Redis, whose scripts take 3,900 or so at most."""
 _TOKEN_BYTES: Final = 3
 _TOKEN_CHARS: Final = 4  # in base64
 _CHECKSUM_CHARS: Final = 8
@@ -72,6 +79,17 @@ class JournalEntry:
     token_ids: tuple[Sequence[int], ...] = ()  # of each sequence, as far as they were written
 
 
+@dataclass(frozen=True, slots=True)
+class JournalPart:
+    """What one call writes of a stream."""
+
+    fields: Mapping[str, str]
+    is_first: bool  # it replaces what is there
+    is_last: bool  # more does not follow at once
+    has_ended: bool  # the stream has, and this says so
+    num_tokens: Mapping[int, int]  # of each sequence, that are written with it
+
+
 @dataclass(slots=True, eq=False)
 class JournaledStream:
     """A stream that runs here. What it is told is written soon."""
@@ -79,11 +97,13 @@ class JournaledStream:
     request_id: str
     entry: JournalEntry
     writer: str
+    begun_s: float
     life_s: float
     _wake: Callable[[], None]
     _may_grow: Callable[[int], bool]  # by so many bytes; it is told that they are taken
     _on_end: Callable[[], None]
-    is_first: bool = True  # nothing has been written yet, or it is lost
+    is_kept: bool = True  # else all that there is to be written is that an earlier run's entry is gone
+    is_first: bool = True  # nothing is known to have been written, or it is lost
     has_news: bool = True
     has_ended: bool = False
     _is_full: bool = False
@@ -122,25 +142,32 @@ class JournaledStream:
         self._on_end()
         self._tell()
 
-    def next_fields(self) -> dict[str, str]:
-        """What is to be written now: everything the first time, then whatever has changed since."""
+    def next_part(self) -> JournalPart:
+        """What is to be written now: everything the first time, then whatever has changed since `wrote`."""
         self.has_news = False
         fields = {**self._changed}
-        if self.is_first:
-            self._num_written.clear()
+        if self.is_first and self.is_kept:
             fields = _header(self.entry) | fields
+        num_tokens = {} if self.is_first else {**self._num_written}
+        is_last = True
         for index, token_ids in self._token_ids.items():
-            for chunk in range(
-                self._num_written.get(index, 0) // CHUNK_TOKENS, -(-len(token_ids) // CHUNK_TOKENS)
-            ):
+            first = num_tokens.get(index, 0) // CHUNK_TOKENS
+            end = min(-(-len(token_ids) // CHUNK_TOKENS), first + PART_FIELDS_MAX - len(fields))
+            for chunk in range(first, end):
                 part = token_ids[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS]
                 fields[f"{index}:{chunk}"] = pack(index, chunk, part)
-            self._num_written[index] = len(token_ids)
-        return fields
+            num_tokens[index] = min(end * CHUNK_TOKENS, len(token_ids))
+            is_last &= num_tokens[index] == len(token_ids)
+        return JournalPart(fields, self.is_first, is_last, self.has_ended, num_tokens)
 
-    def write_again(self) -> None:
-        """The last write did not arrive, or what there was is lost."""
-        self.is_first = self.has_news = True
+    def wrote(self, part: JournalPart) -> None:
+        """It has arrived."""
+        self.is_first, self._num_written = False, {**part.num_tokens}
+
+    def write_again(self, *, is_lost: bool = False) -> None:
+        """Nobody knows whether the last part arrived, or it `is_lost` with all that was written before."""
+        self.is_first |= is_lost
+        self.has_news = True
         self._wake()
 
     def _tell(self) -> None:
@@ -191,7 +218,8 @@ class Journal:
         self, request_id: str, entry: JournalEntry, deadline_s: float, tenant: str | None = None
     ) -> JournaledStream | None:
         """A stream begins, or goes on here; its tokens follow from the first one on. None for one that is too long, or
-        one too many. `tenant` is that of the caller's key."""
+        one too many, which leaves what is there: `forget` it where that is of another run. `tenant` is that of the
+        caller's key."""
         while self._leaving and self._leaving[0][0] <= self._now_s():
             _, whose, num_bytes = self._leaving.popleft()
             self._take_bytes(whose, -num_bytes)
@@ -212,8 +240,26 @@ class Journal:
         def end() -> None:
             self._leaving.append((self._now_s() + LIFE_AFTER_END_S, tenant, num_taken))
 
-        life_s = deadline_s + LIFE_AFTER_END_S
-        stream = JournaledStream(request_id, entry, self._new_id(), life_s, self._has_news.set, may_grow, end)
+        return self._add(request_id, entry, deadline_s, may_grow, end)
+
+    def forget(self, request_id: str, deadline_s: float) -> None:
+        """A run begins that is not kept: an earlier one's output is not to be taken for its own."""
+        nothing = JournalEntry("grpc", b"")
+        stream = self._add(request_id, nothing, deadline_s, lambda num_bytes: False, lambda: None)
+        stream.is_kept, stream.has_ended = False, True
+
+    def _add(
+        self,
+        request_id: str,
+        entry: JournalEntry,
+        deadline_s: float,
+        may_grow: Callable[[int], bool],
+        on_end: Callable[[], None],
+    ) -> JournaledStream:
+        begun_s, life_s = self._now_s(), deadline_s + LIFE_AFTER_END_S
+        stream = JournaledStream(
+            *(request_id, entry, self._new_id(), begun_s, life_s), *(self._has_news.set, may_grow, on_end)
+        )
         self._streams[request_id] = stream  # in place of one whose client has come back before it was missed
         self._has_news.set()
         return stream
@@ -233,6 +279,8 @@ class Journal:
     async def load(self, request_id: str) -> JournalEntry | None:
         """None when there is no such stream. Raises RegistryUnavailable."""
         stored = await self._registry.read_journal(request_id)
+        if len(stored) > PART_FIELDS_MAX:  # 50 ms where there are a million tokens
+            return await asyncio.to_thread(_parse, stored)
         return _parse(stored) if stored else None
 
     async def _keep(self) -> None:
@@ -243,16 +291,12 @@ class Journal:
             await asyncio.sleep(self._flush_s)
 
     async def _flush(self) -> None:
-        """One write for each stream that has news, for as long as Redis answers."""
+        """Writes the news of each stream that has some, for as long as Redis answers."""
         for request_id, stream in list(self._streams.items()):
             if not stream.has_news:
                 continue
-            fields, is_first, has_ended = stream.next_fields(), stream.is_first, stream.has_ended
-            stream.is_first = False
             try:
-                done = await self._registry.write_journal(
-                    request_id, stream.writer, fields, stream.life_s, is_first=is_first
-                )
+                done, has_ended = await self._write(stream)
             except RegistryUnavailable as error:
                 stream.write_again()
                 # What has ended meanwhile is not kept: nobody knows for how long.
@@ -263,27 +307,56 @@ class Journal:
                 return
             is_ours = self._streams.get(request_id) is stream  # unless its client is back, in its place
             if done is JournalWrite.GONE and not has_ended:
-                stream.write_again()
+                stream.write_again(is_lost=True)
             elif is_ours and (has_ended or done is JournalWrite.SUPERSEDED):
                 del self._streams[request_id]
         self.is_degraded = False
 
+    async def _write(self, stream: JournaledStream) -> tuple[JournalWrite, bool]:
+        """Writes the news of a stream in as many parts as they need. What became of the last one, and whether it said
+        that the stream has ended. Raises RegistryUnavailable."""
+        while True:
+            part = stream.next_part()
+            done = await self._registry.write_journal(
+                stream.request_id,
+                stream.writer,
+                part.fields,
+                stream.life_s,
+                age_s=self._now_s() - stream.begun_s if part.is_first else None,
+            )
+            if done is not JournalWrite.WRITTEN:
+                return done, part.has_ended
+            stream.wrote(part)
+            if part.is_last:
+                return done, part.has_ended
+
 
 def pack(index: int, chunk: int, token_ids: Sequence[int]) -> str:
     """A chunk of a sequence's tokens as text; `unpack` reverses it."""
-    raw = b"".join(token_id.to_bytes(_TOKEN_BYTES, "little") for token_id in token_ids)
+    raw = bytearray(_to_little_endian(array("I", token_ids)).tobytes())
+    del raw[3::4]
     return base64.b64encode(raw).decode() + _checksum(index, chunk, raw)
 
 
-def unpack(index: int, chunk: int, text: str) -> list[int]:
+def unpack(index: int, chunk: int, text: str) -> array[int]:
     """Raises ValueError for what `pack` did not write for this place."""
     raw = base64.b64decode(text[:-_CHECKSUM_CHARS], validate=True)
     if text[-_CHECKSUM_CHARS:] != _checksum(index, chunk, raw) or len(raw) % _TOKEN_BYTES:
         raise ValueError(f"chunk {chunk} of sequence {index} is damaged")
-    return [int.from_bytes(raw[at : at + _TOKEN_BYTES], "little") for at in range(0, len(raw), _TOKEN_BYTES)]
+    wide = bytearray(len(raw) // _TOKEN_BYTES * 4)
+    for byte in range(_TOKEN_BYTES):
+        wide[byte::4] = raw[byte::_TOKEN_BYTES]
+    return _to_little_endian(array("I", bytes(wide)))
 
 
-def _checksum(index: int, chunk: int, raw: bytes) -> str:
+def _to_little_endian(token_ids: array[int]) -> array[int]:
+    """Or back."""
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
+def _checksum(index: int, chunk: int, raw: bytes | bytearray) -> str:
     return f"{zlib.crc32(raw, zlib.crc32(f'{index}:{chunk}'.encode())):0{_CHECKSUM_CHARS}x}"
 
 
@@ -319,6 +392,8 @@ def _header_checksum(fields: Mapping[str, str]) -> str:
 
 
 def _parse(stored: Mapping[str, str]) -> JournalEntry | None:
+    if "kind" not in stored:
+        return None  # of a run that is not kept
     try:
         if stored["check"] != _header_checksum(stored):
             raise ValueError("it is damaged")
@@ -340,9 +415,9 @@ def _parse(stored: Mapping[str, str]) -> JournalEntry | None:
         return None
 
 
-def _tokens_of(stored: Mapping[str, str]) -> tuple[list[int], ...]:
+def _tokens_of(stored: Mapping[str, str]) -> tuple[array[int], ...]:
     """Of each sequence, up to the first chunk that is missing or not full. Raises ValueError."""
-    chunks: dict[int, dict[int, list[int]]] = {}
+    chunks: dict[int, dict[int, array[int]]] = {}
     for name, value in stored.items():
         before, is_tokens, after = name.partition(":")
         if is_tokens:
@@ -350,12 +425,12 @@ def _tokens_of(stored: Mapping[str, str]) -> tuple[list[int], ...]:
             if not 0 <= index < CHOICES_MAX:
                 raise ValueError(f"there is no sequence {index}")
             chunks.setdefault(index, {})[chunk] = unpack(index, chunk, value)
-    sequences: list[list[int]] = []
+    sequences: list[array[int]] = []
     for index in range(max(chunks, default=-1) + 1):
-        known: list[int] = []
+        known = array("I")
         own = chunks.get(index, {})
         for chunk in range(len(own)):
-            part = own.get(chunk, [])
+            part = own.get(chunk, array("I"))
             known += part
             if len(part) != CHUNK_TOKENS:
                 break

@@ -297,16 +297,8 @@ class GenerationService:
         _check_harmless(environment, spec)
         held = await self._enter(spec, has_begun=resumption is not None and any(resumption.token_ids))
         stream = None
-        if entry is not None and self._journal is not None and spec.num_candidates == spec.num_choices:
-            entry = replace(
-                entry,
-                request_digest=spec.run.request_digest,
-                seed=spec.sampling.seed,
-                max_tokens=spec.max_tokens,
-                num_losses=spec.run.num_losses,
-            )
-            tenant = spec.request.origin.caller.tenant
-            stream = self._journal.begin(_journal_id(spec.request), entry, spec.deadline_s, tenant)
+        if entry is not None and self._journal is not None:
+            stream = _journalled(self._journal, spec, entry, is_resumed=resumption is not None)
         try:
             with RequestRecord(environment, spec) as record:
                 spec = replace(spec, span=record.span)
@@ -377,9 +369,11 @@ class GenerationService:
         return Recollection(entry)
 
     async def look_up(self, request_id: str, caller: Caller) -> Recollection:
-        """With its entry. Raises InvalidRequest, NotFound where there is none, Unavailable where nobody can say."""
+        """With its entry. Raises InvalidRequest, NotFound where there is none, Unavailable where nobody can say, and
+        Overloaded where there is none yet and the tenant has used up what it may."""
         recollection = await self.recall(request_id, caller)
         if recollection.entry is None and self._journal is not None and not recollection.is_away:
+            await self.admit(caller)  # what has begun has been charged, and this may not have
             await asyncio.sleep(FLUSH_S + _WRITE_S)  # one that has just begun is on its way there
             recollection = await self.recall(request_id, caller)
         if recollection.entry is None:
@@ -400,13 +394,13 @@ class GenerationService:
         self, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
     ) -> tuple[GenerationSpec, Resumption]:
         """The request as its run was begun, and what is known of its output. `claim` is None for a client that has seen
-        nothing. Raises InvalidRequest when tokens that have been shown cannot be made again, and Conflict when they are
-        of another run."""
+        nothing. Raises InvalidRequest when tokens that have been shown cannot be made again, Conflict when they are of
+        another run, and Unavailable where the journal would know, which cannot be asked."""
         entry = recollection.entry
         restored = spec if entry is None else _restored(spec, entry)
         if claim is None:  # it begins anew, with the seed that it had
             is_same = entry is not None and restored.run.request_digest == entry.request_digest
-            return restored if is_same else spec, Resumption.of_nothing(spec.num_choices)
+            return restored if is_same else spec, Resumption.of_nothing(spec.num_candidates)
         if spec.num_candidates > spec.num_choices:
             raise InvalidRequest("best_of", "with best_of above n a stream cannot be resumed")
         if spec.sampling.decoding_mode is DecodingMode.REJECTION:
@@ -416,6 +410,12 @@ class GenerationService:
             )
         found = [each for each in (restored, spec) if each.run.request_digest == claim.request_digest]
         if not found:
+            if recollection.is_away and (spec.has_drawn_seed or spec.request.max_tokens is None):
+                raise Unavailable(
+                    f"the registry does not answer, which would know how the stream {spec.request.request_id} began; "
+                    "come back",
+                    2.0,
+                )
             raise _other_run(spec, recollection)
         spec = identified(found[0], claim.weights_digest)
         spec.run.resume_with(0 if entry is None else entry.num_losses)
@@ -518,6 +518,26 @@ def _restored(spec: GenerationSpec, entry: JournalEntry) -> GenerationSpec:
         max_tokens = entry.max_tokens
         sampling = replace(sampling, max_tokens=max(max_tokens, 1))
     return identified(replace(spec, sampling=sampling, max_tokens=max_tokens))
+
+
+def _journalled(
+    journal: Journal, spec: GenerationSpec, entry: JournalEntry, *, is_resumed: bool
+) -> JournaledStream | None:
+    """The run's entry in the journal, from here on. None for one that is not kept; where it begins, nor is then that of
+    an earlier run under its id."""
+    journal_id, stream = _journal_id(spec.request), None
+    if spec.num_candidates == spec.num_choices:
+        entry = replace(
+            entry,
+            request_digest=spec.run.request_digest,
+            seed=spec.sampling.seed,
+            max_tokens=spec.max_tokens,
+            num_losses=spec.run.num_losses,
+        )
+        stream = journal.begin(journal_id, entry, spec.deadline_s, spec.request.origin.caller.tenant)
+    if stream is None and not is_resumed:
+        journal.forget(journal_id, spec.deadline_s)
+    return stream
 
 
 def _other_run(spec: GenerationSpec, recollection: Recollection) -> Conflict:

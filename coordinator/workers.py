@@ -8,8 +8,10 @@ one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
-from typing import Final, cast
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -36,7 +38,34 @@ _CHANNEL_OPTIONS: Final = (
 _NEVER_SENT: Final = "failed to connect to all addresses", "errors resolving "
 
 GenerateCall = grpc.aio.UnaryStreamCall[target_pb2.GenerateRequest, target_pb2.GenerateEvent]
+CallT = TypeVar("CallT", bound=grpc.aio.RpcContext)
 AttachCall = grpc.aio.UnaryStreamCall[draft_pb2.AttachRequest, draft_pb2.AttachStatus]
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A channel, and how many calls are on it."""
+
+    channel: grpc.aio.Channel
+    num_calls: int = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[grpc.aio.Channel]:
+        """For one call that ends with the context."""
+        self.num_calls += 1
+        try:
+            yield self.channel
+        finally:
+            self.num_calls -= 1
+
+    def carry(self, call: CallT) -> CallT:
+        """A call that was opened on it just now."""
+        self.num_calls += 1
+        call.add_done_callback(self._end)
+        return call
+
+    def _end(self, _: object) -> None:
+        self.num_calls -= 1
 
 
 class WorkerChannels:
@@ -49,78 +78,87 @@ class WorkerChannels:
         self._dialer = dialer
         self._name_at = name_at
         self._version = dialer.version
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and name
+        self._lines: dict[tuple[str, str], _Line] = {}  # by address and name
         self._unlisted_since_s: dict[str, float] = {}
-        self._outdated: list[tuple[float, grpc.aio.Channel]] = []  # since when, seconds
+        self._outdated: list[tuple[float, _Line]] = []  # since when, seconds
 
     def generate(
         self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
     ) -> GenerateCall:
         """Opens Target.Generate; nothing is sent until the event loop runs."""
-        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
-        return cast(
-            GenerateCall, stub.Generate(request, timeout=timeout_s, metadata=metadata_of(traceparent))
-        )
+        line = self._line(address, Role.TARGET)
+        stub = target_pb2_grpc.TargetStub(line.channel)
+        call = stub.Generate(request, timeout=timeout_s, metadata=metadata_of(traceparent))
+        return line.carry(cast(GenerateCall, call))
 
     async def set_speculation(
         self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float
     ) -> None:
         """Calls Target.SetSpeculation. Raises grpc.aio.AioRpcError."""
-        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
-        await stub.SetSpeculation(request, timeout=timeout_s)
+        with self._line(address, Role.TARGET).busy() as channel:
+            await target_pb2_grpc.TargetStub(channel).SetSpeculation(request, timeout=timeout_s)
 
     async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
         """Whether the same life of a target worker still answers there."""
-        stub = target_pb2_grpc.TargetStub(self._channel(address, Role.TARGET))
-        try:
-            info = await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
+        with self._line(address, Role.TARGET).busy() as channel:
+            stub = target_pb2_grpc.TargetStub(channel)
+            try:
+                info = await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError:
+                return False
         return info.incarnation == incarnation
 
     def attach(
         self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
     ) -> AttachCall:
         """Opens Draft.Attach; cancelling the call detaches."""
-        stub = draft_pb2_grpc.DraftStub(self._channel(address, Role.DRAFT))
-        return cast(AttachCall, stub.Attach(request, timeout=timeout_s, metadata=metadata_of(traceparent)))
+        line = self._line(address, Role.DRAFT)
+        stub = draft_pb2_grpc.DraftStub(line.channel)
+        call = stub.Attach(request, timeout=timeout_s, metadata=metadata_of(traceparent))
+        return line.carry(cast(AttachCall, call))
 
     async def forget_all_but(self, addresses: Collection[str], now_s: float, after_s: float) -> None:
-        """Closes channels to workers that have been gone for `after_s`, so that a long life does not collect
-        them, and those with certificates that have been replaced since: calls from now on find new ones.
+        """Closes channels that no call uses any more: to workers that are not listed, so that a long life does not
+        collect them, and those with certificates that have been replaced, for which calls find new ones from now on.
+        After `after_s` calls are ended with them.
 
-        Not sooner: a worker may be off the list (a restart of Redis, a lease that ran out) while calls to it
-        go on.
+        Not sooner: a worker may be off the list (a restart of Redis, a lease that ran out) while calls to it go on.
         """
         if self._dialer.version != self._version:
             self._version = self._dialer.version
-            self._outdated += [(now_s, channel) for channel in self._channels.values()]
-            self._channels.clear()
-        while self._outdated and now_s - self._outdated[0][0] >= after_s:
-            await self._outdated.pop(0)[1].close(grace=None)
-        for address in {address for address, _ in self._channels} - set(addresses):
+            self._outdated += [(now_s, line) for line in self._lines.values()]
+            self._lines.clear()
+        for address in {address for address, _ in self._lines} - set(addresses):
             self._unlisted_since_s.setdefault(address, now_s)
-        for address, since_s in list(self._unlisted_since_s.items()):
-            if address in addresses:
-                del self._unlisted_since_s[address]
-            elif now_s - since_s >= after_s:
-                del self._unlisted_since_s[address]
-                for key in [key for key in self._channels if key[0] == address]:
-                    await self._channels.pop(key).close(grace=None)
+        for address in set(addresses) & self._unlisted_since_s.keys():
+            del self._unlisted_since_s[address]
+        for key, line in list(self._lines.items()):
+            since_s = self._unlisted_since_s.get(key[0])
+            if since_s is not None and (not line.num_calls or now_s - since_s >= after_s):
+                await self._lines.pop(key).channel.close(grace=None)
+        for since_s, line in self._outdated[:]:
+            if not line.num_calls or now_s - since_s >= after_s:
+                self._outdated.remove((since_s, line))
+                await line.channel.close(grace=None)
+        listed = {address for address, _ in self._lines}
+        self._unlisted_since_s = {
+            address: since_s for address, since_s in self._unlisted_since_s.items() if address in listed
+        }
 
     async def close(self) -> None:
         """Closes every channel; calls in flight end as cancelled."""
-        channels = [*self._channels.values(), *(channel for _, channel in self._outdated)]
-        self._channels, self._outdated = {}, []
-        await asyncio.gather(*(channel.close(grace=None) for channel in channels))
+        lines = [*self._lines.values(), *(line for _, line in self._outdated)]
+        self._lines, self._outdated = {}, []
+        await asyncio.gather(*(line.channel.close(grace=None) for line in lines))
 
-    def _channel(self, address: str, role: Role) -> grpc.aio.Channel:
+    def _line(self, address: str, role: Role) -> _Line:
         name = self._name_at(address, role)
-        channel = self._channels.get((address, name))
-        if channel is None:
-            channel = self._dialer.open(address, role, _CHANNEL_OPTIONS, name)
-            self._channels[address, name] = channel
-        return channel
+        line = self._lines.get((address, name))
+        if line is None:
+            line = self._lines[address, name] = _Line(
+                self._dialer.open(address, role, _CHANNEL_OPTIONS, name)
+            )
+        return line
 
 
 def remaining_s(deadline_s: float, now_s: float) -> float:

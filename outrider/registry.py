@@ -131,15 +131,20 @@ redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 return 1
 """
 
-# KEYS: a stream's journal. ARGV: its writer, life in ms, 1 for the writer's first call, then field, value, ...
-# The first call replaces what is there. Later ones return 0 where another writer has replaced it, 2 where it is gone.
-_WRITE_JOURNAL: Final = """
-if ARGV[3] == '1' then redis.call('DEL', KEYS[1])
-else
-  local writer = redis.call('HGET', KEYS[1], 'writer')
-  if not writer then return 2 end
-  if writer ~= ARGV[1] then return 0 end
-end
+# KEYS: a stream's journal. ARGV: its writer, life in ms, then how many ms ago the writer began or nothing, then field,
+# value, ...
+# With the time it is all that the writer has: it replaces what is there, or returns 0 where another writer has begun
+# since. Without, it adds, or returns 0 where the entry is another writer's, 2 where it is gone.
+_WRITE_JOURNAL: Final = f"""{_NOW}
+local writer, begun = unpack(redis.call('HMGET', KEYS[1], 'writer', 'begun_ms'))
+if ARGV[3] ~= '' then
+  local mine = now - ARGV[3]
+  -- Not later than now: the clock may have been set back.
+  if writer and writer ~= ARGV[1] and math.min(tonumber(begun or 0) or 0, now) > mine then return 0 end
+  redis.call('DEL', KEYS[1])
+  redis.call('HSET', KEYS[1], 'begun_ms', string.format('%.0f', mine))
+elseif not writer then return 2
+elseif writer ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'writer', ARGV[1], unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
@@ -151,7 +156,7 @@ class JournalWrite(IntEnum):
 
     SUPERSEDED = 0  # another writer has the stream now
     WRITTEN = 1
-    GONE = 2  # Redis lost it, or it expired: the writer's first call has to be made again
+    GONE = 2  # Redis lost it, or it expired: all of it has to be written again
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ class RegistryCalls(Protocol):
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
     ) -> JournalWrite: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
 
@@ -307,11 +312,16 @@ class Registry:
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
 
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
     ) -> JournalWrite:
-        """Sets fields of a stream's journal, which lasts for another `life_s` (`coordinator.journal`). A writer's first
-        call replaces what is there; later ones change nothing that another writer has begun since."""
-        arguments: list[str | int] = [writer, int(life_s * 1000), int(is_first)]
+        """Sets fields of a stream's journal, which lasts for another `life_s` (`coordinator.journal`).
+
+        With `age_s`, for how long its writer has been at it, they replace what is there unless another writer has begun
+        since: so a call can be repeated at any time, and no clock but Redis' own tells who came last. Without, they are
+        added to what this writer has written.
+        """
+        age_ms: str | int = "" if age_s is None else int(age_s * 1000)
+        arguments: list[str | int] = [writer, int(life_s * 1000), age_ms]
         arguments += [part for pair in fields.items() for part in pair]
         key = f"or:journal:{request_id}"
         return JournalWrite(int(await self.ask(self._write_journal(keys=[key], args=arguments))))

@@ -23,8 +23,8 @@ SETTLED_S: Final = 1.0
 AGAIN_S: Final = 10.0
 """After which files that were no good are read again though they have not changed."""
 SMALL_BYTES: Final = 16 << 10
-"""Of all files together, which whoever asks may read on an event loop: a hundred keys take 3 ms, and twice that where there
-is a slip among them."""
+"""Of all files together, which whoever asks may read on an event loop: a hundred keys take 3 ms, and twice that where
+there is a slip among them."""
 
 _Stamp = tuple[tuple[int, int, int], ...]
 

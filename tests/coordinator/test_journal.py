@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from coordinator.journal import LIFE_AFTER_END_S, PAYLOAD_BYTES_MAX, Journal, JournalEntry, _header, pack
+from coordinator.journal import (
+    LIFE_AFTER_END_S,
+    PART_FIELDS_MAX,
+    PAYLOAD_BYTES_MAX,
+    Journal,
+    JournalEntry,
+    _header,
+    pack,
+)
 from outrider.errors import RegistryUnavailable
 from outrider.registry import Registry
 from tests.coordinator.fakes import eventually
@@ -93,7 +101,7 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
             {"payload": ""},
             {"kind": "chat", "payload": "", "0:0": "1 2 3"},
         ):
-            await registry.write_journal("r1", "w", fields, 10, is_first=True)
+            await registry.write_journal("r1", "w", fields, 10, age_s=0)
             assert await journal.load("r1") is None
 
 
@@ -138,7 +146,7 @@ async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: s
         assert stream is not None
         stream.add(0, [1, 2, 3])
         await loaded(journal, "r1", 3)
-        await registry.write_journal("r1", stream.writer, {name: value}, 10, is_first=False)
+        await registry.write_journal("r1", stream.writer, {name: value}, 10, age_s=None)
         assert await journal.load("r1") is None
 
 
@@ -283,3 +291,113 @@ async def test_requests_beyond_a_replicas_share_of_redis_are_not_kept_until_othe
         now_s = LIFE_AFTER_END_S
         assert journal.begin("r4", ENTRY, deadline_s=10) is not None
         assert journal.begin("r5", ENTRY, deadline_s=10) is None
+
+
+async def test_a_writer_that_was_superseded_does_not_take_an_entry_back(registry: Registry) -> None:
+    """It missed a write, and began again what another one had begun meanwhile."""
+    absent = Absent(registry)
+    absent.is_away = False
+    async with Journal(absent, 3600) as before, Journal(registry, 3600) as after:
+        old = before.begin("r1", ENTRY, deadline_s=10)
+        assert old is not None
+        await before._flush()
+        absent.is_away = True
+        old.add(0, [7] * 40)
+        await before._flush()
+        new = after.begin("r1", replace(ENTRY, seed=99), deadline_s=10)
+        assert new is not None
+        new.add(0, [1, 2])
+        await after._flush()
+        absent.is_away = False
+        await before._flush()
+        assert not before.num_streams
+        new.add(0, [3])
+        await after._flush()
+        entry = await after.load("r1")
+        assert entry is not None
+        assert (entry.seed, [list(each) for each in entry.token_ids]) == (99, [[1, 2, 3]])
+        assert after.num_streams
+
+
+@pytest.mark.parametrize("is_later", [True, False])
+async def test_a_first_write_that_did_not_arrive_replaces_what_is_older_alone(
+    registry: Registry, is_later: bool
+) -> None:
+    absent, now_s = Absent(registry), 0.0
+    async with (
+        Journal(absent, 3600, now_s=lambda: now_s) as one,
+        Journal(registry, 3600, now_s=lambda: now_s) as other,
+    ):
+        ours = one.begin("r1", ENTRY, deadline_s=10)
+        now_s += 2.0 if is_later else 1.0
+        assert other.begin("r1", replace(ENTRY, seed=99), deadline_s=10) is not None
+        assert ours is not None
+        if is_later:
+            ours.begun_s += 3.0
+        now_s += 2.0
+        await other._flush()
+        await one._flush()
+        assert ours.is_first
+        absent.is_away = False
+        await one._flush()
+        entry = await one.load("r1")
+        assert entry is not None
+        assert entry.seed == (7 if is_later else 99)
+        assert one.num_streams == is_later
+
+
+async def test_what_was_added_while_redis_was_away_is_written_later(registry: Registry) -> None:
+    absent = Absent(registry)
+    absent.is_away = False
+    async with Journal(absent, 3600) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        for number, absent.is_away in enumerate((False, True, True, False)):
+            stream.add(0, [number] * 300)
+            await journal._flush()
+        entry = await journal.load("r1")
+        assert entry is not None
+        assert list(entry.token_ids[0]) == [number for number in range(4) for _ in range(300)]
+
+
+async def test_a_long_stream_is_written_in_parts(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one it was more than a script of Redis can take, which read as a Redis that was away."""
+    num_tokens, sizes, write = 2_000_000, list[int](), registry.write_journal
+
+    async def seen(
+        request_id: str, writer: str, fields: dict[str, str], life_s: float, *, age_s: float | None
+    ) -> Any:
+        sizes.append(len(fields))
+        return await write(request_id, writer, fields, life_s, age_s=age_s)
+
+    monkeypatch.setattr(registry, "write_journal", seen)
+    async with Journal(registry, 3600) as journal:
+        stream = journal.begin("r1", ENTRY, deadline_s=10)
+        assert stream is not None
+        stream.add(0, range(num_tokens))
+        stream.add(1, [9])
+        await journal._flush()
+        assert not journal.is_degraded
+        assert max(sizes) <= PART_FIELDS_MAX
+        entry = await journal.load("r1")
+        assert entry is not None
+        assert list(entry.token_ids[0]) == list(range(num_tokens))
+        assert list(entry.token_ids[1]) == [9]
+        num_before = len(sizes)
+        stream.add(0, [1])
+        await journal._flush()
+        assert sizes[num_before:] == [2], "the end of each sequence is written again, and no more"
+
+
+async def test_a_run_that_is_not_kept_leaves_nothing_of_an_earlier_one(registry: Registry) -> None:
+    async with Journal(registry, 3600) as one, Journal(registry, 3600) as other:
+        earlier = one.begin("r1", ENTRY, deadline_s=10)
+        assert earlier is not None
+        await one._flush()
+        other.forget("r1", deadline_s=10)
+        await other._flush()
+        assert await other.load("r1") is None
+        assert other.num_streams == 0
+        earlier.add(0, [1])
+        await one._flush()
+        assert await other.load("r1") is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,13 +21,15 @@ from coordinator.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_js
 from coordinator.json_text import to_json_text
 from coordinator.openai_response import ResponseWriter
 from coordinator.preparation import RequestPreparation
-from coordinator.request_session import LONG_PROMPT_TOKENS, RequestSession
+from coordinator.request_session import LONG_PROMPT_TOKENS, REPEATED_TOKENS, RequestSession
+from coordinator.text_output import TextOutput, VisibleOutput
 from coordinator.worker_threads import WorkerThreads
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import eventually
+from tests.coordinator.test_resumption import Memory, events_of, said
 
 LONG_TEXT = "import os, sys\n" * 2000
 CHAT = {"messages": [{"role": "user", "content": LONG_TEXT}], "max_tokens": 2}
@@ -92,6 +95,39 @@ async def test_sequences_of_a_long_prompt_are_made_messages_one_in_a_turn_of_the
     assert answer.status_code == 200, answer.text
     assert len(turns) == 16
     assert len(set(turns)) == 16, "some were made in the same turn"
+
+
+async def test_what_clients_have_of_long_streams_is_made_text_again_a_part_in_a_turn_of_the_loop(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_turns, num_in_turn, push = 0, Counter[int](), TextOutput.push
+
+    def seen(output: TextOutput, token_ids: Sequence[int], *others: Any) -> VisibleOutput:
+        num_in_turn[num_turns] += len(token_ids)
+        return push(output, token_ids, *others)
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    num_tokens = 3 * REPEATED_TOKENS
+    request: dict[str, Any] = {"prompt": "import", "temperature": 0, "n": 8, "max_tokens": num_tokens}
+    request |= {"stream": True, "stream_options": {"include_event_ids": True}}
+    target, memory = clusters.target(tokens_per_step=500), Memory()
+    async with clusters.open([target], max_model_len=1 << 20, registry=memory) as cluster:  # type: ignore[arg-type]
+        answer = await cluster.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
+        position = events_of(answer.text)[0][0].rpartition(":")[0] + ":" + ".".join([str(num_tokens)] * 8)
+        await cluster.service._journal._flush()  # type: ignore[union-attr]
+        monkeypatch.setattr(TextOutput, "push", seen)
+        counting = asyncio.create_task(count_turns())
+        rest = await cluster.client.get("/v1/streams/r1", headers={"Last-Event-ID": position})
+        counting.cancel()
+    assert rest.status_code == 200, rest.text
+    assert all(text["ends"] == ["length"] for text in said(events_of(rest.text)).values())
+    assert num_in_turn.total() == 8 * num_tokens
+    assert max(num_in_turn.values()) <= REPEATED_TOKENS + 8  # and the last one of each, which is generated
 
 
 async def test_a_grpc_prompts_log_probabilities_are_written_beside_the_event_loop(

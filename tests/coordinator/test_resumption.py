@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -13,8 +15,9 @@ import pytest
 from coordinator import grpc_api
 from coordinator.resumption import Claim, ResumePoint, StreamPosition, parse_position
 from coordinator.run_identity import RunIdentity
-from outrider.errors import InvalidRequest, NotFound
+from outrider.errors import InvalidRequest, NotFound, RegistryUnavailable
 from outrider.registry import JournalWrite
+from outrider.worker_record import Snapshot
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget
@@ -30,9 +33,9 @@ class Memory:
         self.stored: dict[str, dict[str, str]] = {}
 
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
     ) -> JournalWrite:
-        return write_journal(self.stored, request_id, writer, fields, is_first=is_first)
+        return write_journal(self.stored, request_id, writer, fields, time.monotonic(), age_s=age_s)
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         return self.stored.get(request_id, {})
@@ -268,6 +271,71 @@ async def test_events_have_ids_only_where_somebody_wants_them(clusters: ClusterF
         assert not memory.stored
 
 
+@pytest.mark.parametrize(
+    ("body", "change", "status"),
+    [
+        ({"temperature": 1, "max_tokens": 4}, {}, 503),
+        ({"temperature": 0}, {}, 503),
+        ({"temperature": 1, "seed": 3, "max_tokens": 4}, {}, 200),
+        ({"temperature": 1, "seed": 3, "max_tokens": 4}, {"seed": 5}, 409),
+    ],
+    ids=["a seed that was drawn", "as many tokens as there is room for", "all is told", "another request"],
+)
+async def test_while_redis_is_away_what_it_alone_knows_is_asked_for_later(
+    clusters: ClusterFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    body: dict[str, Any],
+    change: dict[str, Any],
+    status: int,
+) -> None:
+    request = {"messages": [{"role": "user", "content": "import"}], "stream": True} | WITH_IDS | body
+    async with clusters.open(
+        [clusters.target()],
+        settings={"seed_requests": True},
+        registry=(memory := Memory()),  # type: ignore[arg-type]
+        max_model_len=100,
+    ) as one:
+        whole = events_of((await one.client.post("/v1/chat/completions", json=request)).text)
+
+        async def away(request_id: str) -> Mapping[str, str]:
+            raise RegistryUnavailable("away")
+
+        monkeypatch.setattr(memory, "read_journal", away)
+        shorter = replace(one.service.snapshot().targets[0], max_model_len=90)
+        monkeypatch.setattr(one.service, "_injected_snapshot", lambda: Snapshot((shorter,)))
+        headers = {"Last-Event-ID": whole[1][0]}  # behind the role
+        answer = await one.client.post("/v1/chat/completions", json=request | change, headers=headers)
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert said(whole[:2] + events_of(answer.text)) == said(whole)
+    else:
+        # Whoever is to come back is told when, and nobody else is to come back.
+        assert ("Retry-After" in answer.headers) == (status == 503)
+        assert answer.headers.get("X-Should-Retry") == (None if status == 503 else "false")
+
+
+async def test_a_request_that_finds_no_room_in_the_journal_is_not_taken_for_an_earlier_one(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS
+    headers = {"X-Request-Id": "r1"}
+    async with replicas(clusters) as (one, _, _):
+        journal = one.service._journal
+        assert journal is not None
+        whole = await one.client.post("/v1/completions", json=request, headers=headers)
+        await journal._flush()
+        monkeypatch.setattr(journal, "_bytes_max", 0)
+        rest = await one.client.post(
+            "/v1/completions", json=request, headers=headers | {"Last-Event-ID": f"{run_of(whole.text)}:3"}
+        )
+        assert rest.status_code == 200
+        await journal._flush()
+        assert (await one.client.get("/v1/streams/r1")).status_code == 200, "the entry is of that very run"
+        await one.client.post("/v1/completions", json=request | {"prompt": "def"}, headers=headers)
+        await journal._flush()
+        assert (await one.client.get("/v1/streams/r1")).status_code == 404
+
+
 async def test_a_seed_that_the_coordinator_drew_is_kept(clusters: ClusterFactory) -> None:
     request = {"prompt": "import", "temperature": 1, "max_tokens": 4, "stream": True} | WITH_IDS
     memory = Memory()
@@ -315,6 +383,17 @@ class TestOverGrpc:
                 assert [token_id for chunk in rest for token_id in chunk.token_ids] == right[num_seen:]
                 num_seen += num_new
                 seen = clusters.tokenizer.decode(right[:num_seen])
+
+    async def test_the_best_of_several_begin_anew_for_whoever_has_nothing(
+        self, clusters: ClusterFactory
+    ) -> None:
+        async with replicas(clusters) as (one, _, _):
+            fields: dict[str, Any] = {"prompt": "import", "sampling": self.SAMPLING, "best_of": 2}
+            whole = await self.chunks(one, **fields)
+            again = await self.chunks(
+                one, **fields, request_id="a", resume_from=[generation_pb2.ResumePoint()]
+            )
+            assert "".join(chunk.text for chunk in again) == "".join(chunk.text for chunk in whole)
 
     async def test_what_has_ended_brings_nothing_more(self, clusters: ClusterFactory) -> None:
         async with replicas(clusters) as (one, other, _):

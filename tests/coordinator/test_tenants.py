@@ -153,6 +153,18 @@ async def test_whoever_is_over_its_limit_gets_no_work_done(clusters: ClusterFact
         assert num_prepared == 0
 
 
+async def test_looking_for_a_stream_that_nobody_knows_counts_as_a_request(
+    clusters: ClusterFactory, tmp_path: Path
+) -> None:
+    """It costs two looks at Redis and a wait in between."""
+    async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
+        codes = [
+            (await one.cluster.client.get("/v1/streams/r9", headers=one.headers)).status_code
+            for _ in range(3)
+        ]
+        assert codes == [404, 404, 429]
+
+
 @pytest.mark.parametrize(
     ("limits", "priority", "code"),
     [("", 0, 200), ("", 7, 200), ("", -1, 403), ("priority_min = -3", -3, 200), ("priority_min = -3", -4, 403)],

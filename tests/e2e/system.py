@@ -21,7 +21,10 @@ from typing import Any, TypeVar
 
 import httpx
 import psutil
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")
@@ -32,6 +35,10 @@ READY = re.compile(
 )
 
 SeenT = TypeVar("SeenT")
+
+needs_the_pair = pytest.mark.skipif(
+    not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
+)
 
 
 def eventually(

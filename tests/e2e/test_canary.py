@@ -19,20 +19,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from demo.corpus import held_out_prompts
 from outrider.canary.plan import ArmName, CanaryPlan
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from outrider.cli.deployment import DEMO_DRAFT
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.coordinator.canaries import key_in
 from tests.e2e.replicas import wait_until_ready
-from tests.e2e.system import ROOT, Command, System, environment, eventually, running_system
+from tests.e2e.system import ROOT, Command, System, environment, eventually, needs_the_pair, running_system
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
     pytest.mark.timeout(400),
     pytest.mark.xdist_group("system"),
-    pytest.mark.skipif(
-        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-    ),
+    needs_the_pair,
 ]
 
 NUM_TOKENS = 30

@@ -21,23 +21,20 @@ import httpx2
 import openai
 import pytest
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from outrider.free_ports import free_ports
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import BALANCERS, Backend, Balancer
 from tests.e2e.replicas import Replicas, running_replicas
 from tests.e2e.streams import READ_TIMEOUT_S, Stream, grpc_request, grpc_stream, http_stream
-from tests.e2e.system import eventually
+from tests.e2e.system import eventually, needs_the_pair
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("system"),
-    pytest.mark.skipif(
-        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-    ),
+    needs_the_pair,
 ]
 
 # Plain, for it shall take a while.

@@ -11,16 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from demo.corpus import held_out_prompts
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
-from tests.e2e.system import System, eventually, running_system
+from tests.e2e.system import System, eventually, needs_the_pair, running_system
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("system"),
-    pytest.mark.skipif(
-        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-    ),
+    needs_the_pair,
 ]
 
 NUM_PROMPTS = 10

@@ -9,20 +9,18 @@ import psutil
 import pytest
 
 from demo.corpus import held_out_prompts
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from outrider.cli.deployment import DEMO_TARGET
 from outrider.engine.loading import load_model
 from outrider.engine.model import EngineConfig
 from outrider.tokenizer import Tokenizer
-from tests.e2e.system import System, eventually, running_system
+from tests.e2e.system import System, eventually, needs_the_pair, running_system
 from tests.engine.sequences import feed
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("system"),
-    pytest.mark.skipif(
-        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-    ),
+    needs_the_pair,
 ]
 
 PROMPTS = held_out_prompts(6)

@@ -24,17 +24,15 @@ import httpx
 import pytest
 
 from demo.corpus import held_out_prompts
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from outrider.cli.deployment import DEMO_TARGET
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.e2e.system import FREE_PORTS, Command, System, eventually, running_system, text_of
+from tests.e2e.system import FREE_PORTS, Command, System, eventually, needs_the_pair, running_system, text_of
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("system"),
-    pytest.mark.skipif(
-        not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-    ),
+    needs_the_pair,
 ]
 
 PROMPT = "def read_file(path):\n"

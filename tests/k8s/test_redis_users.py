@@ -47,14 +47,14 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
     worker, coordinator = Registry(url_of(folder, pool)), Registry(url_of(folder, "coordinator"))
     record = record_of(pool, "127.0.0.1:1", "fingerprint")
     try:
-        await coordinator.write_journal("r", "w", {"payload": "a prompt"}, 10, is_first=True)
+        await coordinator.write_journal("r", "w", {"payload": "a prompt"}, 10, age_s=0)
         assert await worker.write(record, await worker.join(pool))
         assert [each.worker_id for each in (await coordinator.read(pool)).workers] == [record.worker_id]
         for refused in (
             worker.read(other),
             worker.join(other),
             worker.read_journal("r"),
-            worker.write_journal("r", "w", {"a": "b"}, 1, is_first=True),
+            worker.write_journal("r", "w", {"a": "b"}, 1, age_s=0),
         ):
             with pytest.raises(RegistryUnavailable, match="no permissions"):
                 await refused

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import socket
 import ssl
-import threading
 import time
 from pathlib import Path
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 import httpx
@@ -75,26 +75,24 @@ def test_clients_that_say_nothing_keep_nobody_waiting_for_long(
             each.close()
 
 
-def test_a_lack_of_memory_and_threads_passes(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`accept` gets no memory three times, and then there is no thread for more connections than there is room for."""
-    accept, start = WSGIServer.get_request, threading.Thread.start
-    lacks_memory, lacks_threads = iter(range(3)), iter(range(40))
+def test_a_lack_of_memory_passes(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More often than there are threads, first where connections are taken, then where they are answered."""
+    accept, answer = WSGIServer.get_request, WSGIServer.finish_request
+    in_accepting, in_answering = iter(range(40)), iter(range(40))
 
     def get_request(self: WSGIServer) -> object:
-        if next(lacks_memory, None) is not None:
+        if next(in_accepting, None) is not None:
             raise MemoryError
         return accept(self)
 
-    def start_if_there_is_one(self: threading.Thread) -> None:
-        if "process_request_thread" in self.name and next(lacks_threads, None) is not None:
-            raise RuntimeError("can't start new thread")
-        start(self)
+    def finish_request(self: WSGIServer, request: Any, client_address: Any) -> None:
+        if next(in_answering, None) is not None:
+            raise MemoryError
+        answer(self, request, client_address)
 
     monkeypatch.setattr(metrics_server, "_PAUSE_S", 0.01)
     monkeypatch.setattr(WSGIServer, "get_request", get_request)
-    monkeypatch.setattr(threading.Thread, "start", start_if_there_is_one)
+    monkeypatch.setattr(WSGIServer, "finish_request", finish_request)
     port = serve_metrics(registry, "127.0.0.1", 0)
     for _ in range(40):
         with pytest.raises(httpx.TransportError):

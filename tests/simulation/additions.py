@@ -184,7 +184,23 @@ def _add_reused_id(scenario: Scenario, chance: random.Random) -> Scenario:
     # Both send their body each time that they come: nobody can tell apart two who only give the id.
     requests = [replace(each, request_id=first.name) if each is first else each for each in scenario.requests]
     again = replace(scenario, requests=(*requests, second))
+    if chance.random() < 0.3:
+        return _cut_off_from_redis_during(again, chance, second)
     return _end_coordinators_during(again, chance, chance.choice((first, second)))
+
+
+def _cut_off_from_redis_during(scenario: Scenario, chance: random.Random, second: Request) -> Scenario:
+    """One of two coordinators, perhaps the one that has the first request, for longer than it waits for an answer."""
+    requests = tuple(
+        replace(each, max_tokens=78, ignore_eos=True, stop="", deadline_s=300.0)
+        if each.name == second.name and each is not second
+        else each
+        for each in scenario.requests
+    )
+    cut = Fault(second.at_s, FaultKind.CUT, chance.choice(("c0", "c1")), chance.choice((2.5, 4.0)), REDIS)
+    slow = replace(scenario.shape, step_s=0.2)
+    changed = replace(scenario, requests=requests, num_coordinators=2, shape=slow)
+    return _with_faults(changed, (*(fault for fault in scenario.faults if chance.random() < 0.3), cut))
 
 
 def _add_liar(scenario: Scenario, chance: random.Random) -> Scenario:

@@ -16,7 +16,7 @@ from coordinator import generation_request, grpc_api, journal
 from coordinator.client_pace import PaceWatch
 from coordinator.fair_queue import FairQueue
 from coordinator.generation_request import GenerationSpec
-from coordinator.journal import Journal, JournalEntry
+from coordinator.journal import Journal, JournaledStream, JournalEntry
 from coordinator.rate_limits import RateLimits
 from coordinator.resumption import NOTHING_SEEN, Claim, Resumption
 from coordinator.run_identity import RunIdentity
@@ -54,6 +54,13 @@ async def let_everybody_in(self: RateLimits, *arguments: Any, **named: Any) -> N
 
 async def make_up_what_is_not_there(self: Journal, request_id: str) -> JournalEntry | None:
     return await LOAD(self, request_id) or JournalEntry("grpc", b"")
+
+
+def begin_again(self: JournaledStream, *, is_lost: bool = False) -> None:
+    """As `write_again`, by a writer that takes itself for the last to have come."""
+    self.is_first = self.has_news = True
+    self.begun_s += 60.0
+    self._wake()
 
 
 def announce_the_same_weights(weights: int) -> str:
@@ -154,6 +161,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "tenants share a prefix cache": (
         *(Feature.KEYS, generation_request, "cache_salt", share_with_everybody, "I9: tenant"),
+    ),
+    "a writer that missed a write takes the journal back": (
+        *(Feature.REUSED_ID, JournaledStream, "write_again", begin_again, "I9"),
     ),
     "a tenant may fill the journal": (
         *(Feature.FULL_JOURNAL, journal, "TENANT_SHARE", 1.0, "I10: one tenant's streams"),

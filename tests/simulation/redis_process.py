@@ -32,6 +32,7 @@ class Redis(Process):
         self._on_wrong, self._on_journal = on_wrong, on_journal
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
         self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
+        self._replaced: dict[str, set[str]] = {}  # writers of each stream's journal that others followed
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
 
     def empty(self) -> None:
@@ -40,12 +41,20 @@ class Redis(Process):
         self.journal.clear()
 
     def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
     ) -> JournalWrite:
         """As the script does."""
         stored = {id: each for id, (each, until_s) in self.journal.items() if until_s > self.now_s()}
-        answer = write_journal(stored, request_id, writer, fields, is_first=is_first)
+        before = stored.get(request_id, {}).get("writer")
+        answer = write_journal(stored, request_id, writer, fields, self.now_s(), age_s=age_s)
         if answer is JournalWrite.WRITTEN:
+            replaced = self._replaced.setdefault(request_id, set())
+            if before is not None and before != writer:
+                if writer in replaced:
+                    self._on_wrong(
+                        f"I9: {writer} took back the journal of {request_id}, which {before} had taken over"
+                    )
+                replaced.add(before)
             self.journal[request_id] = stored[request_id], self.now_s() + life_s
             self._tell_size(request_id, writer, stored)
         return answer
@@ -131,10 +140,10 @@ class RegistryClient:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
 
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, is_first: bool
+        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
     ) -> JournalWrite:
         def write(redis: Redis, reply: Callable[[Any], None]) -> None:
-            reply(redis.write_journal(request_id, writer, fields, life_s, is_first=is_first))
+            reply(redis.write_journal(request_id, writer, fields, life_s, age_s=age_s))
 
         return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
 

@@ -17,15 +17,21 @@ def write_journal(
     request_id: str,
     writer: str,
     fields: Mapping[str, str],
+    now_s: float,
     *,
-    is_first: bool,
+    age_s: float | None,
 ) -> JournalWrite:
     """As the script of `Registry.write_journal`, but for the time that an entry lasts."""
-    if is_first:
-        stored[request_id] = {}
-    elif request_id not in stored:
+    there = stored.get(request_id)
+    if age_s is not None:
+        now_ms = int(now_s * 1000)
+        begun_ms = now_ms - int(age_s * 1000)
+        if there and there["writer"] != writer and min(int(there["begun_ms"]), now_ms) > begun_ms:
+            return JournalWrite.SUPERSEDED
+        stored[request_id] = {"begun_ms": str(begun_ms)}
+    elif there is None:
         return JournalWrite.GONE
-    elif stored[request_id]["writer"] != writer:
+    elif there["writer"] != writer:
         return JournalWrite.SUPERSEDED
     stored[request_id] |= {"writer": writer, **fields}
     return JournalWrite.WRITTEN

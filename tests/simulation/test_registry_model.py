@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.registry import LEASE_S, RESERVATION_S, Registry
 from outrider.worker_record import WorkerRecord
-from tests.simulation.registry import PoolModel
+from tests.simulation.registry import PoolModel, write_journal
 
 RECORD = WorkerRecord("t0", "target", "h:1", "a", 1, "demo", "0" * 16, 8, 8, 2, "float32", 1)
 INCARNATIONS = ("a", "b", "c")
@@ -121,6 +121,40 @@ def test_the_model_answers_as_redis_does(redis_url: str, steps: list[tuple[Any, 
                 assert real == do_in_model(model, joined_in_model, now_s, name, *arguments), (name, arguments)
         told = [tuple(fields.values()) for _, fields in client.xrange("{or:target}:events")]
         assert in_order(told) == in_order(model.events)
+        await registry.close()
+
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        client.flushall()
+        asyncio.run(compare())
+
+
+writes = st.tuples(
+    st.sampled_from(("a", "b", "c")),
+    st.dictionaries(st.sampled_from(("kind", "0:0", "0:1")), st.sampled_from("xyz"), max_size=2),
+    st.sampled_from((None, 0, 10, 20)),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.one_of(writes, st.none()), max_size=12))
+def test_the_model_keeps_a_journal_as_redis_does(
+    redis_url: str, steps: list[tuple[str, dict[str, str], int | None] | None]
+) -> None:
+    """None: Redis loses the entry. Ages differ by more than a test takes."""
+
+    async def compare() -> None:
+        registry, stored = Registry(redis_url), dict[str, dict[str, str]]()
+        for step in steps:
+            if step is None:
+                client.delete("or:journal:r1")
+                stored.clear()
+                continue
+            writer, fields, age_s = step
+            real = await registry.write_journal("r1", writer, fields, 100, age_s=age_s)
+            assert real is write_journal(stored, "r1", writer, fields, 1000.0, age_s=age_s)
+            there, expected = dict(await registry.read_journal("r1")), dict(stored.get("r1", {}))
+            there.pop("begun_ms", None), expected.pop("begun_ms", None)
+            assert there == expected
         await registry.close()
 
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:

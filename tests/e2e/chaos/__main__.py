@@ -12,8 +12,6 @@ Exit status: 0 when every answer was right and nothing was left behind, 1 when n
 from __future__ import annotations
 
 import argparse
-import json
-import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,18 +24,11 @@ from tests.e2e.chaos.fault import Fault
 from tests.e2e.chaos.faults import FAULTS
 from tests.e2e.chaos.fleet import FleetOptions
 from tests.e2e.chaos.load import NotReproducible
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+from tests.e2e.command_line import add_output, add_seed, new_parser, say, tell
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.e2e.chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("chaos", __doc__)
     bounds = parser.add_argument_group("how long (whichever comes first)")
     bounds.add_argument(
         "--faults", type=int, default=10**9, metavar="N", help="injections (default: as many as fit)"
@@ -46,8 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, default=300.0, help="beside start and end (default: %(default)s)"
     )
     what = parser.add_argument_group("what")
-    what.add_argument("--seed", type=int, default=None,
-                      help="of requests, faults, moments and times (default: a new one, which is printed)")  # fmt: skip
+    add_seed(what, "requests, faults, moments and times")
     what.add_argument("--only", action="append", default=[], metavar="WORDS",
                       help="faults whose name has these words in it, such as redis; may be repeated (default: all but "
                       "the rare ones)")  # fmt: skip
@@ -72,9 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s"
     )
     output = parser.add_argument_group("what is said at the end")
-    output.add_argument("--json", type=Path, metavar="FILE", help="everything that was counted")
-    output.add_argument("--markdown", action="store_true", help="the table on standard output")
-    output.add_argument("--logs", type=Path, metavar="DIR", help="of all processes (default: a new folder)")
+    add_output(output)
     output.add_argument("--list", action="store_true", help="the faults, and nothing else happens")
     given = parser.parse_args(arguments)
     if given.at_once >= given.targets:
@@ -109,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     plan = Plan(
         faults=kinds,
-        seed=secrets.randbelow(10**6) if given.seed is None else given.seed,
+        seed=given.seed,
         num_faults_max=given.faults,
         seconds_max=given.seconds,
         num_at_once=given.at_once,
@@ -127,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_dir = given.logs or Path(tempfile.mkdtemp(prefix="outrider-chaos-"))
 
     async def run() -> int:
-        return report(plan, await Experiment(plan, log_dir, say).run(), given)
+        return report(await Experiment(plan, log_dir, say).run(), given)
 
     try:
         return run_until_signalled(run)
@@ -136,20 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
+def report(outcome: Outcome, given: argparse.Namespace) -> int:
     """Says how it went. Returns the exit status."""
-    if given.json is not None:
-        given.json.write_text(json.dumps({"seed": plan.seed, **outcome.to_json()}, indent=1) + "\n")
-    for line in outcome.footprints:
-        say(f"  {line}")
-    for title, found in (
-        ("Wrong", outcome.ledger.failures),
-        ("Ended by itself", outcome.surprises),
-        ("Left behind", outcome.leaks),
-        ("A stranger could not know", outcome.strangers.silent),
-    ):
-        for line in found:
-            say(f"{title}: {line}")
+    problems = {
+        "Wrong": outcome.ledger.failures,
+        "Ended by itself": outcome.surprises,
+        "Left behind": outcome.leaks,
+        "A stranger could not know": outcome.strangers.silent,
+    }
+    tell(given, outcome.to_json(), outcome.footprints, problems)
     for table in (outcome.ledger.markdown(), outcome.strangers.markdown()):
         if given.markdown:
             print(f"{table}\n", flush=True)
@@ -159,7 +142,7 @@ def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
     say(f"  {outcome.saturation}")
     say(
         f"{total.num_injected} faults in {outcome.seconds:.0f} s, {outcome.ledger.num_answers} answers: "
-        f"{'every one of them right' if outcome.is_clean else 'NOT CLEAN, see above'} (seed {plan.seed})."
+        f"{'every one of them right' if outcome.is_clean else 'NOT CLEAN, see above'} (seed {given.seed})."
     )
     return 0 if outcome.is_clean else 1
 

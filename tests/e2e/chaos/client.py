@@ -199,9 +199,11 @@ class Client:
         try:
             await self._read_chunks(by_id, call)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:
+            # Its replica died before the journal had it, or the journal cannot be read now.
+            is_journal_away = (error.details() or "").startswith("the registry does not answer")
+            if error.code() is not grpc.StatusCode.NOT_FOUND and not is_journal_away:
                 raise
-            await self._read_chunks(message, call)  # its replica died before the journal had it
+            await self._read_chunks(message, call)
 
     async def _read_chunks(self, message: generation_pb2.GenerationRequest, call: _Call) -> None:
         metadata = tuple(self._headers(call.tenant).items())

@@ -1,7 +1,6 @@
 """What can be broken, one class each: how it begins and how it ends.
 
-Each fault runs once: `run` breaks something, holds it for a while, mends it and gives back the names of the workers
-that have to serve again before it counts as over.
+Each fault runs once: `run` breaks something, holds it for a while and mends it.
 """
 
 from __future__ import annotations
@@ -111,36 +110,33 @@ class TargetTerminated(_Terminated):
     name, part = "target SIGTERM", "target"
 
 
-class TargetCut(NetworkFault):
+class TargetCut(NetworkFault, WorkerFault):
     """Every connection to a target is reset, once or for a while."""
 
     name, part, seconds = "target connections cut", "target", (0.0, 3.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
+    async def hit(self, worker: Worker) -> None:
         if self.rng.random() < 0.5:
             self.describe(f"{worker.name}, {worker.link.cut()} connections once")
         else:
             await self.hold(worker.link, f"{worker.name}, {worker.link.refuse()} connections")
 
 
-class TargetStalled(NetworkFault):
+class TargetStalled(NetworkFault, WorkerFault):
     """Nothing passes to or from a target, which runs on."""
 
     name, part, seconds = "target connections blackholed", "target", (0.5, 9.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
+    async def hit(self, worker: Worker) -> None:
         await self.hold(worker.link, f"{worker.name}, {worker.link.stall()} connections")
 
 
-class TargetDelayed(NetworkFault):
+class TargetDelayed(NetworkFault, WorkerFault):
     """Everything to and from a target takes longer, each way."""
 
     name, part, seconds = "target connections delayed", "target", (1.0, 4.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
+    async def hit(self, worker: Worker) -> None:
         worker.link.delay_s = self.rng.choice((0.005, 0.02, 0.1))
         await self.hold(worker.link, f"{worker.name} by {worker.link.delay_s * 1e3:.0f} ms")
 
@@ -163,36 +159,33 @@ class DraftTerminated(_Terminated):
     name, part = "draft SIGTERM", "draft"
 
 
-class DraftCut(NetworkFault):
+class DraftCut(NetworkFault, WorkerFault):
     """Every connection of the coordinator to a draft worker is reset, once or for a while."""
 
     name, part, seconds = "draft connections cut", "draft", (0.0, 3.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
+    async def hit(self, worker: Worker) -> None:
         await self.hold(worker.link, f"{worker.name}, {worker.link.refuse()} connections")
 
 
-class HintsCut(NetworkFault):
+class HintsCut(NetworkFault, WorkerFault):
     """The hint streams of all draft workers to one target are reset; the coordinator's calls to it are not."""
 
     name, part, seconds = "hint links cut", "target", (0.0, 3.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
-        callers = self.fleet.callers_from(self.fleet.of_role("draft"), worker.link)
-        await self.hold(worker.link, f"to {worker.name}, {worker.link.refuse(callers)} streams")
+    async def hit(self, worker: Worker) -> None:
+        num = worker.link.refuse(self.fleet.hint_streams_to(worker))
+        await self.hold(worker.link, f"to {worker.name}, {num} streams")
 
 
-class HintsStalled(NetworkFault):
+class HintsStalled(NetworkFault, WorkerFault):
     """Nothing passes on the hint streams of all draft workers to one target."""
 
     name, part, seconds = "hint links blackholed", "target", (0.5, 6.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
-        callers = self.fleet.callers_from(self.fleet.of_role("draft"), worker.link)
-        await self.hold(worker.link, f"to {worker.name}, {worker.link.stall(callers)} streams")
+    async def hit(self, worker: Worker) -> None:
+        num = worker.link.stall(self.fleet.hint_streams_to(worker))
+        await self.hold(worker.link, f"to {worker.name}, {num} streams")
 
 
 class ReplicaKilled(Fault):
@@ -273,7 +266,7 @@ class LogsFull(Fault):
         for each in workers:
             _limit_files(each.pid, each.log_path.stat().st_size)
         for target in self.fleet.of_role("target"):
-            target.link.cut(self.fleet.callers_from(self.fleet.of_role("draft"), target.link))
+            target.link.cut(self.fleet.hint_streams_to(target))
         await asyncio.sleep(seconds)
         for pid in pids:
             _limit_files(pid, resource.RLIM_INFINITY)

@@ -38,11 +38,9 @@ class _CertificateFault(Fault):
 
     def issue(self, names: Sequence[str], seconds: float | None = None) -> None:
         """New certificates, valid for so long; a usual time where none is given."""
+        valid_for = {} if seconds is None else {"valid_for": datetime.timedelta(seconds=seconds)}
         for name in names:
-            if seconds is None:
-                self.fleet.certificates.issue(name)
-            else:
-                self.fleet.certificates.issue(name, datetime.timedelta(seconds=seconds))
+            self.fleet.certificates.issue(name, **valid_for)
 
 
 class CertificatesRenewed(_CertificateFault):
@@ -81,26 +79,25 @@ async def _let_run_out(fault: Fault, name: str, links: Sequence[Link], late_s: f
             await fault.fleet.redis.show_certificate()
 
 
-class TargetCertificateRunsOut(WorkerFault):
+class _WorkerCertificateRunsOut(WorkerFault):
+    """The certificate of a worker runs out and connections to it break; a new one comes late."""
+
+    async def hit(self, worker: Worker) -> None:
+        late_s = self.rng.uniform(2.0, 8.0)
+        self.describe(worker.name, late_s)
+        await _let_run_out(self, worker.name, [worker.link], late_s)
+
+
+class TargetCertificateRunsOut(_WorkerCertificateRunsOut):
     """The certificate of a target runs out and its connections break; a new one comes late. Others serve meanwhile."""
 
-    name, part, costs = "target certificate runs out", "target", Costs.NOTHING
-
-    async def hit(self, worker: Worker) -> None:
-        late_s = self.rng.uniform(2.0, 8.0)
-        self.describe(worker.name, late_s)
-        await _let_run_out(self, worker.name, [worker.link], late_s)
+    name, part = "target certificate runs out", "target"
 
 
-class DraftCertificateRunsOut(WorkerFault):
-    """The certificate of a draft worker runs out, its connections and those to all targets break; a new one is late."""
+class DraftCertificateRunsOut(_WorkerCertificateRunsOut):
+    """The certificate of a draft worker runs out and connections to it break; a new one comes late."""
 
-    name, part, costs = "draft certificate runs out", "draft", Costs.NOTHING
-
-    async def hit(self, worker: Worker) -> None:
-        late_s = self.rng.uniform(2.0, 8.0)
-        self.describe(worker.name, late_s)
-        await _let_run_out(self, worker.name, [worker.link], late_s)
+    name, part = "draft certificate runs out", "draft"
 
 
 class RedisCertificateRunsOut(_CertificateFault):

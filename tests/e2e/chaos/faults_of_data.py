@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final, cast
@@ -22,7 +22,7 @@ from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.client import Client
 from tests.e2e.chaos.corruption import damage
 from tests.e2e.chaos.costs import Costs
-from tests.e2e.chaos.fault import Fault
+from tests.e2e.chaos.fault import Fault, WorkerFault
 from tests.e2e.chaos.fleet import SETTLED_S, Fleet, Worker
 from tests.e2e.chaos.load import NotReproducible
 from tests.e2e.chaos.other_weights import write_changed
@@ -127,73 +127,66 @@ class _Joins(Fault):
     seconds: ClassVar[tuple[float, float]] = (4.0, 12.0)
     model: ClassVar[Path]
 
-    async def join(self, role: str) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="other-", dir="/tmp"))
-        name, seconds = f"{role}-other", self.rng.uniform(*self.seconds)
-        try:
-            model = await asyncio.to_thread(write_changed, self.model, folder)
-            await self.fleet.add_worker(role, name, model=model)
-            self.describe("joined and left", seconds)
-            await asyncio.sleep(seconds)
-            await self.fleet.retire(name)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    @classmethod
+    @asynccontextmanager
+    async def changed_model(cls) -> AsyncIterator[Path]:
+        """The other version, on disk for as long as the context is open."""
+        with tempfile.TemporaryDirectory(prefix="other-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+            yield await asyncio.to_thread(write_changed, cls.model, Path(folder))
 
     @classmethod
     def why_not(cls) -> str | None:
         return None if cls.model.is_dir() else "the demo pair is not in this checkout"
 
 
-class OtherTarget(_Joins):
+class OtherTarget(_Joins, WorkerFault):
     """A target with other weights joins under the same model's name, and another target is killed meanwhile.
 
     An answer is all of the one weights' text or all of the other's: sequences of the target that died go on at equal
-    ones alone. The newcomer finishes what it has before it goes.
+    ones alone. The newcomer finishes what it has before it goes; whoever loses it earlier, by another fault, has to ask
+    anew.
     """
 
-    name, part, costs, model = "target of other weights", "target", Costs.NOTHING, DEMO_TARGET
+    name, part, costs, model = "target of other weights", "target", Costs.CAPACITY, DEMO_TARGET
     rights: ClassVar[Mapping[str, Sequence[Right]]] = {}
     """What the other weights say, by the cases' names."""
 
     @classmethod
     async def prepare(cls, fleet: Fleet, cases: Sequence[Case]) -> None:
         """Asks such a target for everything, by a name of its own."""
-        folder = Path(tempfile.mkdtemp(prefix="other-", dir="/tmp"))
-        try:
-            model = await asyncio.to_thread(write_changed, cls.model, folder)
+        async with cls.changed_model() as model:
             await fleet.add_worker("target", _OTHER, model, **_ROOMY, served_model_name=_OTHER)
             if (problem := await fleet.until_whole(SEEN_S_MAX)) is not None:
                 raise NotReproducible(f"no coordinator serves other weights: {problem}")
             cls.rights = await _learn(fleet.client, cases)
             await fleet.retire(_OTHER)
             await asyncio.sleep(SETTLED_S)  # while two models are known, requests have to name one
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
+    async def hit(self, worker: Worker) -> None:
         began_s, gone_s = time.monotonic(), float("inf")
         self.load.other_rights = lambda case, answer: (
             self.rights[case.name] if answer.ended_s >= began_s and answer.asked_s <= gone_s else None
         )
-        folder = Path(tempfile.mkdtemp(prefix="other-", dir="/tmp"))
         try:
-            model = await asyncio.to_thread(write_changed, self.model, folder)
-            newcomer = await self.fleet.add_worker("target", _OTHER, model, drain_grace_s=DRAIN_S_MAX)
-            await asyncio.sleep(self.rng.uniform(*self.seconds))
-            self.describe(f"{worker.name} killed")
-            self.fleet.send(worker, signal.SIGKILL)
-            await asyncio.sleep(self.rng.uniform(*self.seconds))
-            # Drained to its end, which whoever keeps it alive would take for a reason to start it again.
-            pid = newcomer.pid
-            self.fleet.send(newcomer, signal.SIGTERM)
-            async with asyncio.timeout(DRAIN_S_MAX + 30.0):
-                while psutil.pid_exists(pid):  # noqa: ASYNC110 - it tells nobody
-                    await asyncio.sleep(0.1)
-            await self.fleet.retire(_OTHER)
+            async with self.changed_model() as model:
+                await self._join(worker, model)
         finally:
             gone_s = time.monotonic()
-            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _join(self, worker: Worker, model: Path) -> None:
+        """The newcomer comes and goes; `worker` is killed in between."""
+        newcomer = await self.fleet.add_worker("target", _OTHER, model, drain_grace_s=DRAIN_S_MAX)
+        await asyncio.sleep(self.rng.uniform(*self.seconds))
+        self.describe(f"{worker.name} killed")
+        self.fleet.send(worker, signal.SIGKILL)
+        await asyncio.sleep(self.rng.uniform(*self.seconds))
+        # Drained to its end, which whoever keeps it alive would take for a reason to start it again.
+        pid = newcomer.pid
+        self.fleet.send(newcomer, signal.SIGTERM)
+        async with asyncio.timeout(DRAIN_S_MAX + 30.0):
+            while psutil.pid_exists(pid):  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.1)
+        await self.fleet.retire(_OTHER)
 
 
 async def _learn(client: Client, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
@@ -206,10 +199,7 @@ async def _learn(client: Client, cases: Sequence[Case]) -> dict[str, tuple[Right
             answer = await client.ask(named, speculation="off")
         if answer.error is not None or not answer.is_complete:
             raise NotReproducible(f"{case.name}, other weights: {answer.error}")
-        return case.name, tuple(
-            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string)
-            for each in answer.choices
-        )
+        return case.name, answer.as_right()
 
     return dict(await asyncio.gather(*map(ask, cases)))
 
@@ -220,7 +210,12 @@ class OtherDraft(_Joins):
     name, part, costs, model = "draft of another version", "another draft", Costs.NOTHING, DEMO_DRAFT
 
     async def run(self, worker: Worker | None) -> None:
-        await self.join("draft")
+        name, seconds = "draft-other", self.rng.uniform(*self.seconds)
+        async with self.changed_model() as model:
+            await self.fleet.add_worker("draft", name, model=model)
+            self.describe("joined and left", seconds)
+            await asyncio.sleep(seconds)
+            await self.fleet.retire(name)
 
 
 FAULTS_OF_DATA: Final[tuple[type[Fault], ...]] = (

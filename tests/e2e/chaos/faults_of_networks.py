@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-from tests.e2e.chaos.fault import Fault, NetworkFault
+from tests.e2e.chaos.fault import Fault, NetworkFault, WorkerFault
 from tests.e2e.chaos.fleet import Worker
-from tests.e2e.chaos.links import Callers, Direction
+from tests.e2e.chaos.links import Direction
 
 
 class _OneWay(NetworkFault):
@@ -15,14 +15,13 @@ class _OneWay(NetworkFault):
     direction: ClassVar[Direction]
 
 
-class _TargetOneWay(_OneWay):
+class _TargetOneWay(_OneWay, WorkerFault):
     """Between the coordinators and a target. The hint streams to it are well."""
 
     part, seconds = "target", (0.5, 9.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
-        is_hints = self.fleet.callers_from(self.fleet.of_role("draft"), worker.link)
+    async def hit(self, worker: Worker) -> None:
+        is_hints = self.fleet.hint_streams_to(worker)
         num = worker.link.stall(lambda port: not is_hints(port), self.direction)
         await self.hold(worker.link, f"{worker.name}, {num} connections")
 
@@ -39,15 +38,13 @@ class TargetDeaf(_TargetOneWay):
     name, direction = "coordinator to target blackholed", Direction.TO_SERVER
 
 
-class _HintsOneWay(_OneWay):
+class _HintsOneWay(_OneWay, WorkerFault):
     """Between all draft workers and one target."""
 
     part, seconds = "target", (0.5, 6.0)
 
-    async def run(self, worker: Worker | None) -> None:
-        assert worker is not None
-        callers: Callers = self.fleet.callers_from(self.fleet.of_role("draft"), worker.link)
-        num = worker.link.stall(callers, self.direction)
+    async def hit(self, worker: Worker) -> None:
+        num = worker.link.stall(self.fleet.hint_streams_to(worker), self.direction)
         await self.hold(worker.link, f"{worker.name}, {num} streams")
 
 

@@ -9,7 +9,8 @@ import signal
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -20,6 +21,7 @@ from tests.e2e.chaos.clocks import Clock, find_library
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault, WorkerFault
 from tests.e2e.chaos.fleet import Worker
+from tests.e2e.chaos.links import Link
 from tests.e2e.chaos.pauses import stopped
 from tests.e2e.chaos.specs import delayed, with_environment
 
@@ -59,18 +61,20 @@ class _Paused(_CoordinatorFault):
         """Who is stopped; drawn once, looked up anew each time."""
 
     async def hit(self, index: int) -> None:
-        seconds = self.rng.uniform(*self.seconds)
+        seconds, began_s = self.rng.uniform(*self.seconds), time.monotonic()
         targets = {worker.name: worker.num_lives for worker in self.fleet.of_role("target")}
         with stopped(self.family(index)) as num_processes:
             self.describe(f"{num_processes} processes of coordinator-{index}", seconds)
             await asyncio.sleep(seconds)
-        if blamed := await self._blamed(index, targets):
+        blamed = await self._blamed(index, targets, began_s)
+        if blamed and not self.fleet.is_touched("certificates", began_s):  # without its own it reaches nobody
             self.fleet.surprises.append(
                 f"coordinator-{index} stood still for {seconds:.1f} s and blamed {', '.join(sorted(blamed))} for it"
             )
 
-    async def _blamed(self, index: int, targets: dict[str, int]) -> set[str]:
-        """Targets that have lived through all of it, that nobody has touched, and that it passes over all the same."""
+    async def _blamed(self, index: int, targets: dict[str, int], began_s: float) -> set[str]:
+        """Targets that have lived through all of it, that nobody has touched since `began_s`, and that it passes over
+        all the same."""
         blamed: set[str] = set()
         end_s = time.monotonic() + BLAMED_S
         while time.monotonic() < end_s:
@@ -82,7 +86,7 @@ class _Paused(_CoordinatorFault):
             }
             for worker in self.fleet.of_role("target"):
                 is_well = worker.is_ready and targets.get(worker.name) == worker.num_lives
-                if worker.name in passed_over and is_well and worker.name not in self.fleet.borrowed_names:
+                if worker.name in passed_over and is_well and not self.fleet.is_touched(worker.name, began_s):
                     blamed.add(worker.name)
             await asyncio.sleep(LOOK_EVERY_S)
         return blamed
@@ -135,38 +139,47 @@ class RayHeadKilled(_CoordinatorFault):
         await _until_next_life(child, before.pid)
 
 
-class CoordinatorClockSkewed(_CoordinatorFault):
-    """A coordinator is started with a clock that is wrong for a while, and then with the right one again."""
+class _ClockSkewed(Fault):
+    """A process is started with a clock that is wrong for a while, and then with the right one again."""
 
-    name = "coordinator clock skewed"
     seconds: ClassVar[tuple[float, float]] = (5.0, 15.0)
 
-    async def hit(self, index: int) -> None:
-        child, name = self.fleet.coordinators[index], f"coordinator-{index}"
+    async def skew(self, name: str, child: Child, again: Callable[[], Awaitable[None]]) -> None:
+        """`again` ends the process as a rollout does; it comes back with the specification that it has then."""
         usual = child.spec
         seconds = self.rng.uniform(*self.seconds)
         with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
             clock, what = _skewed(self.rng.choice(SKEWS), Path(folder))
             self.describe(f"{name} {what}", seconds)
             child.spec = with_environment(usual, clock.environment)
-            # Ray may fail to start on a busy machine, and is tried again.
-            with self.fleet.expecting_ends([name]):
-                try:
-                    await self._again(child)
-                    await asyncio.sleep(seconds)
-                finally:
-                    child.spec = usual
-                    await self._again(child)
-
-    async def _again(self, child: Child) -> None:
-        """Ends it as a rollout does; it comes back with the specification that it has now."""
-        pid = int(child.ready_line["pid"])
-        psutil.Process(pid).terminate()
-        await _until_next_life(child, pid)
+            try:
+                await again()
+                await asyncio.sleep(seconds)
+            finally:
+                child.spec = usual
+                await again()
 
     @classmethod
     def why_not(cls) -> str | None:
         return None if find_library() is not None else "libfaketime is not installed"
+
+
+class CoordinatorClockSkewed(_ClockSkewed, _CoordinatorFault):
+    """A coordinator is started with a clock that is wrong for a while, and then with the right one again."""
+
+    name = "coordinator clock skewed"
+
+    async def hit(self, index: int) -> None:
+        child, name = self.fleet.coordinators[index], f"coordinator-{index}"
+
+        async def again() -> None:
+            pid = int(child.ready_line["pid"])
+            psutil.Process(pid).terminate()
+            await _until_next_life(child, pid)
+
+        # Ray may fail to start on a busy machine, and is tried again.
+        with self.fleet.expecting_ends([name]):
+            await self.skew(name, child, again)
 
 
 class BalancerKilled(Fault):
@@ -193,11 +206,11 @@ class AllTargetsLost(Fault):
 
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.uniform(*self.seconds)
-        ways = {
+        ways: dict[str, Callable[[list[Worker], float], Awaitable[None]]] = {
             "SIGKILL": self._kill,
             "SIGSTOP": self._stop,
-            "connections cut": self._refuse,
-            "connections blackholed": self._stall,
+            "connections cut": partial(self._break_links, Link.refuse),
+            "connections blackholed": partial(self._break_links, Link.stall),
         }
         how = self.rng.choice(list(ways))
         self.describe(how, seconds)
@@ -222,16 +235,9 @@ class AllTargetsLost(Fault):
         with stopped(lambda: [psutil.Process(worker.pid) for worker in targets if worker.is_ready]):
             await asyncio.sleep(seconds)
 
-    async def _refuse(self, targets: list[Worker], seconds: float) -> None:
+    async def _break_links(self, how: Callable[[Link], int], targets: list[Worker], seconds: float) -> None:
         for worker in targets:
-            worker.link.refuse()
-        await asyncio.sleep(seconds)
-        for worker in targets:
-            worker.link.open()
-
-    async def _stall(self, targets: list[Worker], seconds: float) -> None:
-        for worker in targets:
-            worker.link.stall()
+            how(worker.link)
         await asyncio.sleep(seconds)
         for worker in targets:
             worker.link.open()
@@ -244,33 +250,16 @@ class AllTargetsLostForLong(AllTargetsLost):
     name, seconds, is_rare = "all targets lost for 70 s", (70.0, 70.0), True
 
 
-class _WorkerClockSkewed(WorkerFault):
-    """It is started with a clock that is wrong for a while, and then with the right one again."""
-
-    seconds: ClassVar[tuple[float, float]] = (5.0, 15.0)
+class _WorkerClockSkewed(_ClockSkewed, WorkerFault):
+    """Of one worker."""
 
     async def hit(self, worker: Worker) -> None:
-        usual = worker.child.spec
-        seconds = self.rng.uniform(*self.seconds)
-        with tempfile.TemporaryDirectory(prefix="chaos-clock-") as folder:
-            clock, what = _skewed(self.rng.choice(SKEWS), Path(folder))
-            self.describe(f"{worker.name} {what}", seconds)
-            worker.child.spec = with_environment(usual, clock.environment)
-            try:
-                await self._again(worker)
-                await asyncio.sleep(seconds)
-            finally:
-                worker.child.spec = usual
-                await self._again(worker)
+        async def again() -> None:
+            num_lives = worker.num_lives
+            self.fleet.send(worker, signal.SIGTERM)
+            await _eventually(lambda: worker.num_lives > num_lives, BACK_S_MAX)
 
-    async def _again(self, worker: Worker) -> None:
-        num_lives = worker.num_lives
-        self.fleet.send(worker, signal.SIGTERM)
-        await _eventually(lambda: worker.num_lives > num_lives, BACK_S_MAX)
-
-    @classmethod
-    def why_not(cls) -> str | None:
-        return None if find_library() is not None else "libfaketime is not installed"
+        await self.skew(worker.name, worker.child, again)
 
 
 class TargetClockSkewed(_WorkerClockSkewed):

@@ -201,7 +201,6 @@ class ReplicaDescriptors(Fault):
 
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.uniform(*self.seconds)
-
         with exhausted(self.rng.choice(self.fleet.replicas()).pid) as num_held:
             self.describe(f"a replica at {num_held}", seconds)
             await asyncio.sleep(seconds)

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,6 @@ class Worker:
     is_ready: bool = False
     ready_at_s: float = 0.0
     num_lives: int = 0
-    environment: dict[str, str] = field(default_factory=dict)  # of lives to come, on top of the usual one
 
     @property
     def pid(self) -> int:
@@ -112,6 +111,7 @@ class Fleet:
         self._say = say
         self._stack = AsyncExitStack()
         self._borrowed: set[str] = set()
+        self._returned_s: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._expected_ends: set[str] = set()
         self._mortal: list[tuple[frozenset[str], list[str]]] = []  # who may end at any time, and who has
@@ -187,8 +187,9 @@ class Fleet:
             )
         )
         await self._start_balancer(balancer_port)
+        balancer, trust = self.balancer, self.certificates
         self.client = await self._stack.enter_async_context(
-            self._client(self.balancer.url, self.balancer.address)
+            Client(balancer.url, balancer.address, trust.context(None), trust.credentials(), self.keys)
         )
         problem = await self.until_whole(60.0)
         if problem is not None:
@@ -203,16 +204,6 @@ class Fleet:
         )
         self._stack.push_async_callback(asyncio.to_thread, self.balancer.stop)
         await asyncio.to_thread(self.balancer.start)
-
-    def _client(self, http_url: str, grpc_address: str) -> Client:
-        trust = self.certificates
-        return Client(http_url, grpc_address, trust.context(None), trust.credentials(), self.keys)
-
-    async def client_of(self, index: int) -> Client:
-        """Straight to one coordinator; open for as long as the fleet is."""
-        backend = self.backends[index]
-        client = self._client(f"https://127.0.0.1:{backend.http_port}", f"127.0.0.1:{backend.grpc_port}")
-        return await self._stack.enter_async_context(client)
 
     async def _add_worker(
         self, role: str, name: str, port: int, other: dict[str, object], model: Path | None = None
@@ -334,7 +325,7 @@ class Fleet:
         try:
             yield worker
         finally:
-            self._borrowed.discard(worker.name)
+            self._return(worker.name)
 
     @asynccontextmanager
     async def only_one(self, part: str) -> AsyncIterator[None]:
@@ -344,7 +335,11 @@ class Fleet:
             try:
                 yield
             finally:
-                self._borrowed.discard(part)
+                self._return(part)
+
+    def _return(self, name: str) -> None:
+        self._borrowed.discard(name)
+        self._returned_s[name] = time.monotonic()
 
     def expect_end(self, name: str) -> None:
         """The next end of this process, a worker or `coordinator-0`, is no surprise; it is started again at once."""
@@ -362,10 +357,13 @@ class Fleet:
         finally:
             self._mortal.remove(entry)
 
-    @property
-    def borrowed_names(self) -> frozenset[str]:
-        """Workers, and parts that there is one of, that faults have in their hands."""
-        return frozenset(self._borrowed)
+    def is_touched(self, name: str, since_s: float) -> bool:
+        """Whether a fault has had this worker, or part, in its hands since then."""
+        return name in self._borrowed or self._returned_s.get(name, 0.0) >= since_s
+
+    def may_break_connections(self, since_s: float) -> bool:
+        """Whether a fault has had since then what carries everybody's connections."""
+        return any(self.is_touched(part, since_s) for part in ("balancer", "certificates", "coordinator"))
 
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
         """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""
@@ -412,9 +410,9 @@ class Fleet:
                     found.append(process)
         return found
 
-    def callers_from(self, workers: Iterable[Worker], link: Link) -> Callers:
-        """The connections that these workers have made to the link."""
-        pids = [worker.pid for worker in workers if worker.is_ready]
+    def hint_streams_to(self, target: Worker) -> Callers:
+        """The connections that draft workers have made to it."""
+        link, pids = target.link, [worker.pid for worker in self.of_role("draft") if worker.is_ready]
 
         def is_meant(port: int) -> bool:
             for pid in pids:

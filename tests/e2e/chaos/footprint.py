@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class Footprint:
     num_descriptors: dict[str, int] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
     redis_keys: set[str] = field(default_factory=set)
+    connections: dict[str, str] = field(default_factory=dict)  # most frequent ones, in words
 
 
 async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
@@ -83,6 +85,7 @@ async def measure(fleet: Fleet) -> Footprint:
             found.pids[name] = process.pid
             found.num_descriptors[name] = process.num_fds()
             found.memory_bytes[name] = process.memory_info().rss
+            found.connections[name] = _connections(process)
     return found
 
 
@@ -93,7 +96,9 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
     for name in before.num_descriptors.keys() & after.num_descriptors.keys():
         then, now = before.num_descriptors[name], after.num_descriptors[name]
         if now > then + DESCRIPTORS_MORE and not any(each in name for each in NOT_OURS):
-            found.append(f"{name} holds {now} file descriptors, {then} before")
+            found.append(
+                f"{name} holds {now} file descriptors, {then} before; now {after.connections.get(name) or 'unknown'}"
+            )
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
             found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")
@@ -112,6 +117,17 @@ def table(before: Footprint, after: Footprint) -> list[str]:
         for name in before.pids
         if name in after.memory_bytes and name in before.memory_bytes
     ]
+
+
+def _connections(process: psutil.Process) -> str:
+    """By state and the port at the other end, or the own one where the other end came."""
+    own = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    counts = Counter(
+        f"{each.status} from :{each.laddr.port}" if each.laddr.port in own or not each.raddr
+        else f"{each.status} to :{each.raddr.port}"
+        for each in process.net_connections("tcp")
+    )  # fmt: skip
+    return ", ".join(f"{count} {what}" for what, count in counts.most_common(5))
 
 
 def _short(words: list[str]) -> str:

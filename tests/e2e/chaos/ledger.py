@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict
+from tests.e2e.tables import add_up, markdown_table
 
 QUIET = "(no fault)"
 LATE_S = 10.0
@@ -137,22 +138,11 @@ class Ledger:
 
     def total(self) -> Row:
         """All faults together."""
-        total = Row("**all**")
-        for row in self.rows.values():
-            total.num_injected += row.num_injected
-            total.num_requests += row.num_requests
-            total.num_refused += row.num_refused
-            total.num_refusals += row.num_refusals
-            total.num_breaks += row.num_breaks
-            total.num_tokens += row.num_tokens
-            total.gaps_s += row.gaps_s
-            total.recovery_s += row.recovery_s
-        return total
+        return add_up(Row("**all**"), self.rows.values(), leaving_out=("name",))
 
     def to_json(self) -> dict[str, Any]:
-        rows = [*(self.rows[name] for name in sorted(self.rows)), self.total()]
         return {
-            "faults": [_row_to_json(row) for row in rows],
+            "faults": [_row_to_json(row) for row in self._sorted_with_total()],
             "num_answers": self.num_answers,
             "num_clients_that_left": self.num_left,
             "failures": self.failures,
@@ -160,18 +150,22 @@ class Ledger:
 
     def markdown(self) -> str:
         """The table of the README."""
-        lines = [
-            "| Fault | injected | requests in flight | lost | repeated | wrong | never answered "
-            "| asked again: refused / broken | next token p50 / p99 |",
-            "|---|---|---|---|---|---|---|---|---|",
+        titles = (
+            "Fault | injected | requests in flight | lost | repeated | wrong | never answered "
+            "| asked again: refused / broken | next token p50 / p99"
+        )
+        cells = [
+            [
+                *(row.name, row.num_injected, row.num_requests),
+                *(row.num_tokens[kind] for kind in (Kind.LOST, Kind.REPEATED, Kind.WRONG)),
+                *(row.num_refused, f"{row.num_refusals} / {row.num_breaks}", p50_and_p99(row.gaps_s)),
+            ]
+            for row in self._sorted_with_total()
         ]
-        for row in [*(self.rows[name] for name in sorted(self.rows)), self.total()]:
-            counts = [row.num_tokens[kind] for kind in (Kind.LOST, Kind.REPEATED, Kind.WRONG)]
-            times = f"{in_words(percentile(row.gaps_s, 50))} / {in_words(percentile(row.gaps_s, 99))}"
-            again = f"{row.num_refusals} / {row.num_breaks}"
-            cells = [row.name, row.num_injected, row.num_requests, *counts, row.num_refused, again, times]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        return "\n".join(lines)
+        return markdown_table(titles, cells)
+
+    def _sorted_with_total(self) -> list[Row]:
+        return [*(self.rows[name] for name in sorted(self.rows)), self.total()]
 
 
 def longest_gap_s(answer: Answer, began_s: float, recovered_s: float) -> float:
@@ -189,6 +183,10 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     if not ordered:
         return None
     return ordered[max(0, -int(-percent * len(ordered) // 100) - 1)]
+
+
+def p50_and_p99(values_s: Sequence[float]) -> str:
+    return f"{in_words(percentile(values_s, 50))} / {in_words(percentile(values_s, 99))}"
 
 
 def in_words(seconds: float | None) -> str:

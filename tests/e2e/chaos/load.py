@@ -59,10 +59,7 @@ class Learner:
             # The worker knows nothing of stop strings and goes on.
             if num_same < len(choice.token_ids) or (not case.stop and len(again) > num_same):
                 raise NotReproducible(f"{case.name}: another worker differs from token {num_same} on")
-        return tuple(
-            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string)
-            for each in answer.choices
-        )
+        return answer.as_right()
 
     async def _ask(self, case: Case) -> Answer:
         answer = await self._client.ask(case, speculation="off")

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.e2e.chaos.ledger import in_words, percentile
+from tests.e2e.chaos.ledger import p50_and_p99, percentile
 from tests.e2e.chaos.stranger import Ending, Seen
+from tests.e2e.tables import add_up, markdown_table
 
 EXAMPLES_MAX = 5
 """Details that are kept of each way to end badly, for each kind of fault."""
@@ -57,15 +58,7 @@ class StrangerTable:
 
     def total(self) -> StrangerRow:
         """All faults together, without examples."""
-        total = StrangerRow("**all**")
-        for row in self.rows.values():
-            total.endings += row.endings
-            total.refusals += row.refusals
-            total.num_told += row.num_told
-            total.num_tried_again += row.num_tried_again
-            total.num_saved += row.num_saved
-            total.waits_s += row.waits_s
-        return total
+        return add_up(StrangerRow("**all**"), self.rows.values(), leaving_out=("name", "examples"))
 
     @property
     def silent(self) -> list[str]:
@@ -78,27 +71,26 @@ class StrangerTable:
 
     def markdown(self) -> str:
         """The table of the README."""
-        lines = [
-            "| Stranger during | asked | complete | refused (explicit) | unanswered | broken off (told why) "
-            "| silently short | hung | tried again, of these complete | longest wait p50 / p99 |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
-        for row in [*self._sorted(), self.total()]:
-            count = row.endings
-            cells = [
+        titles = (
+            "Stranger during | asked | complete | refused (explicit) | unanswered | broken off (told why) "
+            "| silently short | hung | tried again, of these complete | longest wait p50 / p99"
+        )
+        cells = [
+            [
                 row.name,
                 row.num_asked,
-                count[Ending.COMPLETE],
-                _with_reasons(count[Ending.REFUSED], row.refusals),
-                count[Ending.UNANSWERED],
-                f"{count[Ending.BROKEN_OFF]} ({row.num_told})",
-                count[Ending.SILENTLY_SHORT],
-                count[Ending.HUNG],
+                row.endings[Ending.COMPLETE],
+                _with_reasons(row.endings[Ending.REFUSED], row.refusals),
+                row.endings[Ending.UNANSWERED],
+                f"{row.endings[Ending.BROKEN_OFF]} ({row.num_told})",
+                row.endings[Ending.SILENTLY_SHORT],
+                row.endings[Ending.HUNG],
                 f"{row.num_tried_again}, {row.num_saved}",
-                f"{in_words(percentile(row.waits_s, 50))} / {in_words(percentile(row.waits_s, 99))}",
+                p50_and_p99(row.waits_s),
             ]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        return "\n".join(lines)
+            for row in [*self._sorted(), self.total()]
+        ]
+        return markdown_table(titles, cells)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

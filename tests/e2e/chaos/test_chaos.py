@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from tests.e2e.chaos.__main__ import chosen, parse
 from tests.e2e.chaos.faults import FAULTS
-from tests.e2e.system import ROOT, environment
+from tests.e2e.reports import report_of
+from tests.e2e.system import needs_the_pair
 
 # Of the part with faults; start, learning and end take about two minutes more.
 SECONDS = float(os.environ.get("OUTRIDER_CHAOS_SECONDS", "45"))
 SECONDS_LONG = float(os.environ.get("OUTRIDER_CHAOS_SECONDS_LONG", "1800"))
 AROUND_S = 420.0
 
-needs_the_pair = pytest.mark.skipif(
-    not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-)
-
 
 def break_things(folder: Path, seconds: float, *flags: str) -> dict[str, Any]:
     """The report of a run, which must be clean."""
-    words = [sys.executable, "-m", "tests.e2e.chaos", "--seconds", str(seconds), *flags]
-    words += ["--logs", str(folder / "logs"), "--json", str(folder / "report.json")]
-    with (folder / "said").open("w+") as said:
-        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=said, stderr=said)
-        try:
-            status = process.wait(seconds + AROUND_S)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-            status = None
-        said.seek(0)
-        print(text := said.read())
-    assert status == 0, text[-8000:]
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return report
+    return report_of("chaos", folder, seconds + AROUND_S, "--seconds", str(seconds), *flags)
 
 
 @needs_the_pair

@@ -67,7 +67,8 @@ async def two_doors(
 
 async def run(kind: type[Fault], load: object, seed: int) -> tuple[str, list[str]]:
     """What it says that it has seen, and what it finds fault with."""
-    fleet = SimpleNamespace(surprises=[], options=SimpleNamespace(client_stall_max_s=STALL_MAX_S))
+    options = SimpleNamespace(client_stall_max_s=STALL_MAX_S)
+    fleet = SimpleNamespace(surprises=[], options=options, may_break_connections=lambda since_s: False)
     injection = Injection(1, kind.name, 0.0)
     await kind(cast(Any, fleet), cast(Any, load), Random(seed), injection).run(None)
     return injection.detail, fleet.surprises
@@ -101,13 +102,19 @@ def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, 
     return asked, known
 
 
+def load_of(
+    asked: list[Case], known: dict[str, tuple[Right, ...]], others: Sequence[Right] | None = None
+) -> SimpleNamespace:
+    return SimpleNamespace(cases=asked, known=known, other_rights=lambda case, answer: others)
+
+
 async def test_twins_get_their_own_text_or_are_refused(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, known = cases(clusters)
     async with two_doors(clusters, monkeypatch):
         for seed in range(4):
-            detail, problems = await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed)
+            detail, problems = await run(OneIdTwice, load_of(asked, known), seed)
             assert not problems
             assert "complete" in detail
 
@@ -121,7 +128,9 @@ async def test_a_twin_with_another_text_is_found(
     async with two_doors(clusters, monkeypatch):
         problems = []
         for seed in range(4):
-            problems += (await run(OneIdTwice, SimpleNamespace(cases=asked, known=known), seed))[1]
+            problems += (await run(OneIdTwice, load_of(asked, known), seed))[1]
+            by_others = await run(OneIdTwice, load_of(asked, known, (right,)), seed)
+            assert not by_others[1], "what other weights say is right while they are there"
         assert problems
         assert all("of 60" in each for each in problems)
 

@@ -26,26 +26,14 @@ from outrider.registry import Registry
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_lease import WorkerLease
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
+from tests.coordinator.fakes import record_of
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.fault import Fault
 from tests.e2e.chaos.faults_of_data import JournalCorrupted, OtherTarget, WorkerRecordsCorrupted
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.verdict import Answer, Right
 
-RECORD = WorkerRecord(
-    worker_id="target-0",
-    pool="target",
-    address="127.0.0.1:7000",
-    incarnation="target-0",
-    started_at_ms=1000,
-    model_name="demo",
-    tokenizer_fingerprint="0123456789abcdef",
-    vocab_size=4096,
-    max_model_len=1024,
-    max_num_seqs=8,
-    dtype="bfloat16",
-    num_model_parameters=14_000_000,
-)
+RECORD = record_of("target", "127.0.0.1:7000", "0123456789abcdef", worker_id="target-0")
 ENTRY = JournalEntry("completions", b'{"prompt": "x"}', "0" * 12, seed=7, max_tokens=500)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.chaos.links import Direction, Link
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+BROKEN = (ConnectionError, asyncio.IncompleteReadError)
 
 
 class Echo(asyncio.Protocol):
@@ -54,6 +55,18 @@ async def linked(protocol: Callable[[], asyncio.Protocol]) -> AsyncIterator[Dial
         server.close()
 
 
+async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110 - what is looked at has no event
+            await asyncio.sleep(0.01)
+
+
+async def heard(ends: Ends, data: bytes) -> None:
+    """Returns once exactly this has come."""
+    async with asyncio.timeout(5):
+        assert await ends[0].readexactly(len(data)) == data
+
+
 def echoing() -> AbstractAsyncContextManager[DialledLink]:
     return linked(Echo)
 
@@ -77,7 +90,7 @@ async def test_a_cut_resets_what_stands_and_takes_what_comes() -> None:
         before = await link.dial()
         await say(before, b"x")
         assert link.cut() == 1
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        with pytest.raises(BROKEN):
             await say(before, b"x")
         assert await say(await link.dial(), b"again") == b"again"
 
@@ -85,7 +98,7 @@ async def test_a_cut_resets_what_stands_and_takes_what_comes() -> None:
 async def test_a_refusing_link_resets_what_comes_until_it_opens() -> None:
     async with echoing() as link:
         link.refuse()
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        with pytest.raises(BROKEN):
             await say(await link.dial(), b"x")
         link.open()
         assert await say(await link.dial(), b"again") == b"again"
@@ -101,9 +114,8 @@ async def test_a_stalled_link_passes_nothing_and_loses_nothing() -> None:
             with pytest.raises(TimeoutError):
                 await say(ends, b"under way", within_s=0.1)
         link.open()
-        for reader, _ in (before, late):
-            async with asyncio.timeout(5):
-                assert await reader.readexactly(9) == b"under way"
+        for ends in (before, late):
+            await heard(ends, b"under way")
 
 
 async def test_the_end_of_a_stalled_connection_is_not_heard_of() -> None:
@@ -115,9 +127,7 @@ async def test_the_end_of_a_stalled_connection_is_not_heard_of() -> None:
         await asyncio.sleep(0.1)
         assert len(link.relays) == 1
         link.open()
-        async with asyncio.timeout(5):
-            while link.relays:  # noqa: ASYNC110 - the relay has nothing to wait for
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not link.relays)
 
 
 async def test_a_fault_may_concern_some_callers_only() -> None:
@@ -145,7 +155,7 @@ async def test_a_delayed_link_keeps_the_order() -> None:
 async def test_nobody_behind_a_link_is_a_closed_connection() -> None:
     async with echoing() as link:
         link.server_address = ("127.0.0.1", 1)
-        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        with pytest.raises(BROKEN):
             await say(await link.dial(), b"x")
 
 
@@ -167,42 +177,38 @@ class Talker(asyncio.Protocol):
         self.transport.write(data)
 
 
-async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110 - what is looked at has no event
-            await asyncio.sleep(0.01)
+@asynccontextmanager
+async def talking() -> AsyncIterator[tuple[DialledLink, Talker, Ends]]:
+    """A link to a talker, and one connection over it, which stands."""
+    server = Talker()
+    async with linked(lambda: server) as link:
+        ends = await link.dial()
+        await eventually(lambda: server.transport is not None)
+        yield link, server, ends
 
 
 async def test_a_link_stalled_towards_the_server_lets_the_caller_hear() -> None:
-    server = Talker()
-    async with linked(lambda: server) as link:
-        reader, writer = await link.dial()
-        await eventually(lambda: server.transport is not None)
+    async with talking() as (link, server, ends):
         assert link.stall(directions=Direction.TO_SERVER) == 1
-        writer.write(b"unheard")
+        ends[1].write(b"unheard")
         server.say(b"heard")
-        async with asyncio.timeout(5):
-            assert await reader.readexactly(5) == b"heard"
+        await heard(ends, b"heard")
         assert server.heard == b""
         link.open()
         await eventually(lambda: server.heard == b"unheard")
 
 
 async def test_a_link_stalled_towards_the_caller_lets_the_server_hear() -> None:
-    server = Talker()
-    async with linked(lambda: server) as link:
-        reader, writer = await link.dial()
-        await eventually(lambda: server.transport is not None)
+    async with talking() as (link, server, ends):
         link.stall(directions=Direction.TO_CALLER)
-        writer.write(b"heard")
+        ends[1].write(b"heard")
         server.say(b"unheard")
         await eventually(lambda: server.heard == b"heard")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await reader.readexactly(1)
+                await ends[0].readexactly(1)
         link.open()
-        async with asyncio.timeout(5):
-            assert await reader.readexactly(7) == b"unheard"
+        await heard(ends, b"unheard")
 
 
 async def test_no_connection_comes_about_with_one_direction_alone() -> None:
@@ -218,31 +224,24 @@ async def test_no_connection_comes_about_with_one_direction_alone() -> None:
 
 
 async def test_the_servers_end_is_not_heard_of_where_it_is_not_heard() -> None:
-    server = Talker()
-    async with linked(lambda: server) as link:
-        reader, writer = await link.dial()
-        await eventually(lambda: server.transport is not None)
+    async with talking() as (link, server, ends):
         link.stall(directions=Direction.TO_CALLER)
         assert server.transport is not None
         server.transport.abort()
-        writer.write(b"x" * 1000)  # the relay hears of the end by writing at the latest
+        ends[1].write(b"x" * 1000)  # the relay hears of the end by writing at the latest
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await reader.read(1)
+                await ends[0].read(1)
         link.open()
         async with asyncio.timeout(5):
-            assert await reader.read(1) == b""
+            assert await ends[0].read(1) == b""
 
 
 async def test_what_is_delayed_one_way_holds_up_nothing_the_other_way() -> None:
-    server = Talker()
-    async with linked(lambda: server) as link:
-        reader, writer = await link.dial()
-        await eventually(lambda: server.transport is not None)
+    async with talking() as (link, server, ends):
         link.stall(directions=Direction.TO_SERVER)
         link.delay_s = 0.01
-        writer.write(b"unheard")
+        ends[1].write(b"unheard")
         for _ in range(3):
             server.say(b"heard")
-            async with asyncio.timeout(5):
-                assert await reader.readexactly(5) == b"heard"
+            await heard(ends, b"heard")

@@ -10,11 +10,10 @@ from outrider.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from outrider.tokenizer import fingerprint
 from tests.e2e.chaos.other_weights import write_changed
+from tests.e2e.system import needs_the_pair
 
 
-@pytest.mark.skipif(
-    not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
-)
+@needs_the_pair
 @pytest.mark.parametrize("model", [DEMO_TARGET, DEMO_DRAFT], ids=["target", "draft"])
 def test_a_changed_model_has_the_name_and_the_tokenizer_and_other_weights(
     model: Path, tmp_path: Path

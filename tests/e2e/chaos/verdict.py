@@ -62,6 +62,13 @@ class Answer:
     def is_complete(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
+    def as_right(self) -> tuple[Right, ...]:
+        """Its texts as what others are compared with."""
+        return tuple(
+            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string)
+            for each in self.choices
+        )
+
 
 class Kind(Enum):
     """From best to worst."""

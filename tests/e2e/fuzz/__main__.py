@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,29 +20,19 @@ from pathlib import Path
 
 from outrider.cli.system import run_until_signalled
 from outrider.errors import OutriderError
+from tests.e2e.command_line import add_output, add_seed, new_parser, say, tell
 from tests.e2e.fuzz.experiment import MAKERS, Experiment, Outcome, Plan
 from tests.e2e.fuzz.inputs import Input, from_json
 
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+SHOWN_MAX = 50  # faults of each kind, in words; the report has them all
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.e2e.fuzz",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("fuzz", __doc__)
     parser.add_argument(
         "--inputs", type=int, default=10_000, metavar="N", help="how many (default: %(default)s)"
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=None,
-        help="of all inputs and their order (default: a new one, which is printed)",
-    )
+    add_seed(parser, "all inputs and their order")
     parser.add_argument(
         "--only",
         action="append",
@@ -66,9 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="sends an input that was saved, and nothing else; may be repeated",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was counted")
-    parser.add_argument("--markdown", action="store_true", help="the table on standard output")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="of all processes (default: a new folder)")
+    add_output(parser)
     parser.add_argument(
         "--failures",
         type=Path,
@@ -97,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     plan = Plan(
         num_inputs=given.inputs,
-        seed=secrets.randbelow(10**6) if given.seed is None else given.seed,
+        seed=given.seed,
         only=tuple(given.only),
         replayed=given.replayed,
         num_clients=given.clients,
@@ -107,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failure_dir = given.failures or log_dir / "failures"
 
     async def run() -> int:
-        return report(plan, await Experiment(plan, log_dir, failure_dir, say).run(), given)
+        return report(await Experiment(plan, log_dir, failure_dir, say).run(), given)
 
     try:
         return run_until_signalled(run)
@@ -116,27 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
+def report(outcome: Outcome, given: argparse.Namespace) -> int:
     """Says how it went. Returns the exit status."""
-    if given.json is not None:
-        given.json.write_text(json.dumps({"seed": plan.seed, **outcome.to_json()}, indent=1) + "\n")
-    for line in outcome.footprints:
-        say(f"  {line}")
-    for title, lines in (
-        (
-            "Wrong",
-            [
-                f"{each.each.kind}: {each.each.what[:80]!r}: {each.fault[:300]}"
-                for each in outcome.failures[:50]
-            ],
-        ),
-        ("Wrong in between", outcome.check_faults[:50]),
-        ("Holds up the loop", [f"{each.each.what[:80]!r}: {each.fault}" for each in outcome.late_alone[:50]]),
-        ("Left behind", outcome.growth),
-        ("Ended by itself", outcome.ends),
-    ):
-        for line in lines:
-            say(f"{title}: {line}")
+    failures, late = outcome.failures[:SHOWN_MAX], outcome.late_alone[:SHOWN_MAX]
+    problems = {
+        "Wrong": [f"{each.each.kind}: {each.each.what[:80]!r}: {each.fault[:300]}" for each in failures],
+        "Wrong in between": outcome.check_faults[:SHOWN_MAX],
+        "Holds up the loop": [f"{each.each.what[:80]!r}: {each.fault}" for each in late],
+        "Left behind": outcome.growth,
+        "Ended by itself": outcome.ends,
+    }
+    tell(given, outcome.to_json(), outcome.footprints, problems)
     if given.markdown:
         print(outcome.markdown(), flush=True)
     else:
@@ -148,7 +125,7 @@ def report(plan: Plan, outcome: Outcome, given: argparse.Namespace) -> int:
     )
     is_good = outcome.is_clean or (given.tolerate_lag and outcome.is_right)
     verdict = "nothing wrong" if is_good else "NOT CLEAN, see above"
-    say(f"{outcome.num_inputs} inputs in {outcome.seconds:.0f} s: {verdict} (seed {plan.seed}).")
+    say(f"{outcome.num_inputs} inputs in {outcome.seconds:.0f} s: {verdict} (seed {given.seed}).")
     return 0 if is_good else 1
 
 

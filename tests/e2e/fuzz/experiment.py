@@ -22,6 +22,7 @@ from tests.e2e.fuzz.inputs import Input, to_json
 from tests.e2e.fuzz.lag import LAG_MAX_S, LagTable, Reading
 from tests.e2e.fuzz.sending import Sender, Verdict
 from tests.e2e.secured import SecuredOptions, SecuredSystem
+from tests.e2e.tables import markdown_table
 
 COORDINATOR = "coordinator-0"
 CHECKS = "good requests in between"
@@ -80,6 +81,9 @@ class Failure:
         """What it has in common with others of its cause, roughly."""
         return f"{self.each.kind}: {re.sub(r'[0-9a-f]{6,}|[0-9]+', '#', self.fault)[:90]}"
 
+    def to_json(self) -> dict[str, str]:
+        return {"kind": self.each.kind, "what": self.each.what, "fault": self.fault}
+
 
 @dataclass
 class Outcome:
@@ -90,7 +94,6 @@ class Outcome:
     check_faults: list[str] = field(default_factory=list)
     lag: LagTable = field(default_factory=LagTable)
     late_alone: list[Failure] = field(default_factory=list)  # that hold up the loop by themselves
-    num_suspects: int = 0
     growth: list[str] = field(default_factory=list)
     footprints: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -110,7 +113,7 @@ class Outcome:
 
     @property
     def num_inputs(self) -> int:
-        return sum(sum(counts.values()) for kind, counts in self.answers.items() if kind != CHECKS)
+        return sum(counts.total() for kind, counts in self.answers.items() if kind != CHECKS)
 
     def failed(self, kind: str) -> int:
         if kind == CHECKS:
@@ -119,21 +122,16 @@ class Outcome:
 
     def markdown(self) -> str:
         """The table: a line for each kind of input."""
-        lines = [
-            "| Input | sent | answers | wrong | loop held up, at most |",
-            "|---|---|---|---|---|",
-        ]
+        rows: list[Sequence[object]] = []
         for kind in sorted(self.answers, key=lambda kind: (kind == CHECKS, kind)):
             counts = self.answers[kind]
             answers = ", ".join(f"{answer} {count}" for answer, count in sorted(counts.items()))
             worst_ms = self.lag.own_max_s.get(kind, 0.0) * 1e3
-            lines.append(
-                f"| {kind} | {sum(counts.values())} | {answers} | {self.failed(kind)} | {worst_ms:.0f} ms |"
-            )
+            rows.append((kind, counts.total(), answers, self.failed(kind), f"{worst_ms:.0f} ms"))
         worst_ms = max(self.lag.own_max_s.values(), default=0.0) * 1e3
         wrong = len(self.failures) + len(self.check_faults)
-        lines.append(f"| **all inputs** | {self.num_inputs} | | {wrong} | {worst_ms:.0f} ms |")
-        return "\n".join(lines)
+        rows.append(("**all inputs**", self.num_inputs, "", wrong, f"{worst_ms:.0f} ms"))
+        return markdown_table("Input | sent | answers | wrong | loop held up, at most", rows)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -141,19 +139,13 @@ class Outcome:
             "is_clean": self.is_clean,
             "num_inputs": self.num_inputs,
             "answers": {kind: dict(counts) for kind, counts in self.answers.items()},
-            "failures": [
-                {"kind": each.each.kind, "what": each.each.what, "fault": each.fault}
-                for each in self.failures
-            ],
+            "failures": [each.to_json() for each in self.failures],
             "check_faults": self.check_faults,
             "own_lag_max_s": self.lag.own_max_s,
             "lag_max_s": self.lag.any_max_s,
             "num_own_late": self.lag.num_own_late,
             "num_late": self.lag.num_late,
-            "late_alone": [
-                {"kind": each.each.kind, "what": each.each.what, "fault": each.fault}
-                for each in self.late_alone
-            ],
+            "late_alone": [each.to_json() for each in self.late_alone],
             "growth": self.growth,
             "footprints": self.footprints,
             "ends": self.ends,
@@ -305,7 +297,6 @@ class Experiment:
     async def _send_alone(self, system: SecuredSystem, sender: Sender) -> None:
         """What was in flight while the loop was late, one after the other and nothing beside it."""
         suspects = list(self._suspects.values())
-        self._outcome.num_suspects = len(suspects)
         if suspects:
             self._say(
                 f"{len(suspects)} inputs were in flight while the loop was held up; each is sent alone."

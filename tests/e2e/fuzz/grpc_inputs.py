@@ -110,23 +110,21 @@ def framed(message: bytes, compressed: int = 0) -> bytes:
 def near_valid(count: int, seed: int) -> list[GrpcInput]:
     """Messages whose fields hold anything."""
 
-    def call(request: Any) -> GrpcInput:
-        is_late = 0 < request.deadline_ms < LATE_MS
+    def call(what: str, raw: bytes, *, is_late: bool = False) -> GrpcInput:
         return GrpcInput(
             kind="gRPC: messages near valid ones",
-            what=" ".join(str(request).split())[:160],
+            what=what,
             headers=head(),
-            data=framed(request.SerializeToString()),
+            data=framed(raw),
             allows=("DEADLINE_EXCEEDED",) if is_late else (),
         )
 
     requests = NEARLY_RIGHT | NEARLY_RIGHT | NEARLY_RIGHT | ANY
-    num_crowded = count // 20
-    crowded = [
-        GrpcInput(kind="gRPC: messages near valid ones", what=what, headers=head(), data=framed(raw))
-        for what, raw in drawn(CROWDED, num_crowded, seed)
-    ]
-    return crowded + [call(request) for request in drawn(requests, count - num_crowded, seed)]
+    found = [call(what, raw) for what, raw in drawn(CROWDED, count // 20, seed)]
+    for request in drawn(requests, count - len(found), seed):
+        what = " ".join(str(request).split())[:160]
+        found.append(call(what, request.SerializeToString(), is_late=0 < request.deadline_ms < LATE_MS))
+    return found
 
 
 def mutated(count: int, seed: int) -> list[GrpcInput]:
@@ -199,7 +197,6 @@ METADATA = (
     (b"multiplexed_model_id", b"x"),
     (b"cookie", b"a=b; c=d"),
 )
-TIMEOUTS = (b"grpc-timeout",)
 
 
 def odd_calls(count: int, seed: int) -> list[GrpcInput]:
@@ -207,6 +204,27 @@ def odd_calls(count: int, seed: int) -> list[GrpcInput]:
     chance = random.Random(seed)
     makers = (_metadata, _key, _path, _frames, _content_type)
     return [makers[index % len(makers)](chance) for index in range(count)]
+
+
+# What gRPC's own framing is not. A call without its one message is none: gRPC's core waits for its client to end it,
+# and holds nothing for it.
+UNFINISHED = (
+    ("no message", b""),
+    ("two messages", GOOD + GOOD),
+    ("ten messages", GOOD * 10),
+    ("cut in its head", GOOD[:3]),
+    ("cut in its message", GOOD[:-2]),
+    ("longer than it says", GOOD + b"x"),
+)
+FRAMES = (
+    *UNFINISHED,
+    ("4 GiB announced", struct.pack(">BI", 0, 2**32 - 1) + b"x"),
+    ("64 MiB announced", struct.pack(">BI", 0, 64 << 20) + b"x"),
+    ("compressed, with nothing", framed(GOOD[5:], 1)),
+    ("flag of no meaning", framed(GOOD[5:], 77)),
+    ("message of no bytes", framed(b"")),
+    ("5 MiB", framed(b"\x12" + b"\x80\x80\xc0\x02" + b"x" * (5 << 20))),
+)
 
 
 def _odd(what: str, headers: Headers, data: bytes = GOOD, **more: Any) -> GrpcInput:
@@ -220,10 +238,8 @@ def _metadata(chance: random.Random) -> GrpcInput:
     names = {name for name, _ in pairs}
     allows: tuple[str, ...] = ("DEADLINE_EXCEEDED", "CANCELLED") if b"grpc-timeout" in names else ()
     if b"a-bin" in names or b"content-length" in names:
-        allows += (
-            "INTERNAL",
-            "RST_STREAM",
-        )  # no base64, and a length that is not the body's: gRPC's core and HTTP/2
+        # No base64, and a length that is not the body's: gRPC's core and HTTP/2.
+        allows += ("INTERNAL", "RST_STREAM")
     if b"grpc-encoding" in names:
         allows += ("UNIMPLEMENTED", "INTERNAL")  # what gRPC's specification has for it
     key = None if b"authorization" in names and chance.random() < 0.5 else b"Bearer {KEY}"
@@ -252,34 +268,10 @@ def _path(chance: random.Random) -> GrpcInput:
 
 
 def _frames(chance: random.Random) -> GrpcInput:
-    """What gRPC's own framing is not. Its core answers most of it, with the status that the specification names."""
-    what, data = chance.choice(
-        [
-            ("no message", b""),
-            ("two messages", GOOD + GOOD),
-            ("ten messages", GOOD * 10),
-            ("cut in its head", GOOD[:3]),
-            ("cut in its message", GOOD[:-2]),
-            ("longer than it says", GOOD + b"x"),
-            ("4 GiB announced", struct.pack(">BI", 0, 2**32 - 1) + b"x"),
-            ("64 MiB announced", struct.pack(">BI", 0, 64 << 20) + b"x"),
-            ("compressed, with nothing", framed(GOOD[5:], 1)),
-            ("flag of no meaning", framed(GOOD[5:], 77)),
-            ("message of no bytes", framed(b"")),
-            ("5 MiB", framed(b"\x12" + b"\x80\x80\xc0\x02" + b"x" * (5 << 20))),
-        ]
-    )
-    own = {
-        "no message",
-        "two messages",
-        "ten messages",
-        "cut in its head",
-        "cut in its message",
-        "longer than it says",
-    }
+    """gRPC's core answers most of it, with the status that the specification names."""
+    what, data = chance.choice(FRAMES)
     allows: tuple[str, ...] = ("INTERNAL", "UNIMPLEMENTED", "RST_STREAM")
-    if what in own:
-        # A call without its one message is none: gRPC's core waits for its client to end it, and holds nothing for it.
+    if (what, data) in UNFINISHED:
         allows += ("CANCELLED", "unanswered")
     return _odd(f"frames: {what}", head(chance.choice([GENERATE, LIST_MODELS])), data, allows=allows)
 

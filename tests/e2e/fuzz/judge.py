@@ -145,7 +145,7 @@ def judge_http(
     if status != 200:
         return f"{status}: {answer.body[:300]!r}"
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        return None if not answer.is_whole else fault_of_stream(answer.body, allows)
+        return None if not answer.is_whole else fault_of_stream(answer.body)
     if not is_head and answer.headers.get("content-type") == "application/json":
         try:
             json.loads(answer.body)
@@ -173,7 +173,7 @@ def fault_of_error(body: bytes) -> str | None:
     return None if parameter is None or isinstance(parameter, str) else "param is no name"
 
 
-def fault_of_stream(body: bytes, allows: tuple[str, ...] = ()) -> str | None:
+def fault_of_stream(body: bytes) -> str | None:
     """What is wrong with server-sent events."""
     events = [event for event in body.decode("utf-8", "replace").split("\n\n") if event]
     if not events or events[-1] != "data: [DONE]":

@@ -22,7 +22,7 @@ from tests.e2e.fuzz.judge import (
     status_class,
     tokens_of_stream,
 )
-from tests.e2e.fuzz.stream_inputs import comeback, is_rest, stream_body
+from tests.e2e.fuzz.stream_inputs import Comeback, comeback, is_rest, stream_body
 from tests.e2e.fuzz.wire import Hung, call, exchange
 from tests.e2e.secured import SecuredSystem
 
@@ -39,7 +39,7 @@ class Verdict:
 
 
 class Sender:
-    """For as long as its system runs; `open` it first."""
+    """For as long as its system runs; `close` it then."""
 
     def __init__(self, system: SecuredSystem) -> None:
         self._system = system
@@ -147,26 +147,12 @@ class Sender:
         # An id with a line break in it is no header any more.
         fault = judge_http(answer, may_hang_up="bits flipped" in each.mutation)
         if fault is None and answer is not None and answer.status == 200:
-            fault = self._fault_of_rest(each, answer, right, back.is_own, back.from_token)
+            fault = _fault_of_rest(answer, right, back)
         if fault is None and back.is_good and (answer is None or answer.status != 200):
             fault = f"refused: {None if answer is None else answer.body[:300]!r}"
         return Verdict(
             status_class(answer), None if fault is None else f"{fault} (last event {event_id}, {has_ended=})"
         )
-
-    def _fault_of_rest(
-        self, each: StreamInput, answer: HttpAnswer, right: list[int], is_own: bool, from_token: int | None
-    ) -> str | None:
-        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-            return f"200 that is no stream: {answer.body[:200]!r}"
-        token_ids, error = tokens_of_stream(answer.body), error_of_stream(answer.body)
-        if error is not None:
-            return f"it ended with an error: {error[:300]}"
-        if is_own:
-            if not is_rest(token_ids, right, from_token):
-                return f"not the rest of the output from {from_token}: {token_ids}, and the output is {right}"
-            return None
-        return "what is another run's, or another tenant's, was taken for its own and went on"
 
     async def _read_events(self, body: str, request_id: str, num_events: int) -> tuple[str, list[int], bool]:
         """The id of the last event that was read, the token ids up to it and whether the stream had ended."""
@@ -233,3 +219,17 @@ class Sender:
                 return [token_id async for chunk in chunks for token_id in chunk.token_ids]
         except grpc.aio.AioRpcError as error:
             raise ValueError(f"{error.code().name}: {error.details()}") from error
+
+
+def _fault_of_rest(answer: HttpAnswer, right: list[int], back: Comeback) -> str | None:
+    """What is wrong with what came after the cut."""
+    if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+        return f"200 that is no stream: {answer.body[:200]!r}"
+    token_ids, error = tokens_of_stream(answer.body), error_of_stream(answer.body)
+    if error is not None:
+        return f"it ended with an error: {error[:300]}"
+    if not back.is_own:
+        return "what is another run's, or another tenant's, was taken for its own and went on"
+    if not is_rest(token_ids, right, back.from_token):
+        return f"not the rest of the output from {back.from_token}: {token_ids}, and the output is {right}"
+    return None

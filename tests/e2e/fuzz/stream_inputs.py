@@ -17,7 +17,7 @@ MAX_TOKENS = 24
 MUTATIONS = (
     "as it was",
     "journal",
-    "journal from the beginning",  # good ones, whose rest must be right
+    "journal from the beginning",
     "bits flipped",
     "earlier",
     "later",
@@ -39,6 +39,12 @@ MUTATIONS = (
     "another id",
     "at once",
 )
+# Whose rest must come, and be right.
+GOOD = ("as it was", "journal", "journal from the beginning")
+OTHERS: dict[str, dict[str, object]] = {  # requests
+    "another body": {"prompt": "something else"},
+    "another seed": {"seed": 77, "temperature": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,98 +94,80 @@ def stream_body(body: str) -> dict[str, object]:
 
 def comeback(each: StreamInput, request_id: str, event_id: str, other_event_id: str) -> Comeback:
     """`event_id` is that of the last event that came, `other_event_id` of another stream."""
-    chance, body = random.Random(each.chance), stream_body(each.body)
+    chance = random.Random(each.chance)
+    last_id, from_token = _last_event(each.mutation, chance, event_id, other_event_id)
+    is_by_journal = "journal" in each.mutation
+    headers = () if not last_id and is_by_journal else (("Last-Event-ID", last_id),)
+    key = "Bearer {OTHER_KEY}" if "another tenant" in each.mutation else "Bearer {KEY}"
+    if is_by_journal:
+        is_odd = each.mutation == "journal of an odd id"
+        path_id = chance.choice(_odd_ids(request_id)) if is_odd else request_id
+        raw = request("GET", f"/v1/streams/{path_id}", None, headers, key=key)
+    else:
+        own_id = f"{request_id}-other" if each.mutation == "another id" else request_id
+        body = stream_body(each.body) | OTHERS.get(each.mutation, {})
+        headers = (("X-Request-Id", own_id), *headers)
+        raw = request("POST", COMPLETIONS, json.dumps(body).encode(), headers, key=key)
+    is_own = each.mutation not in OTHERS and "another tenant" not in each.mutation
+    return Comeback(raw, each.mutation in GOOD, is_own, from_token)
+
+
+def _last_event(
+    mutation: str, chance: random.Random, event_id: str, other_event_id: str
+) -> tuple[str, int | None]:
+    """The id that the client says it has seen last, and the token from which its rest has to begin, if it comes."""
     fingerprint, _, place = event_id.rpartition(":")
     seen = int(place.rstrip("e"))
-    key, is_good, is_own = "{KEY}", False, True
-    from_token: int | None = None
-    by_journal = "journal" in each.mutation
-    path_id = request_id
-    match each.mutation:
-        case "as it was" | "journal":
-            is_good, from_token = True, seen
+    match mutation:
+        case "as it was" | "journal" | "at once":  # at once: while the first one may still run
+            return event_id, seen
         case "journal from the beginning":
-            is_good, from_token, event_id = True, 0, ""
+            return "", 0
         case "bits flipped" | "journal, bits flipped":
             raw = bytearray(event_id.encode())
             for _ in range(chance.randrange(1, 4)):
                 raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-            event_id = raw.decode("latin-1")
+            return raw.decode("latin-1"), None
         case "earlier":
             from_token = chance.randrange(seen)
-            event_id = f"{fingerprint}:{from_token}"
+            return f"{fingerprint}:{from_token}", from_token
         case "later":
             from_token = seen + chance.randrange(1, 50)
-            event_id = f"{fingerprint}:{from_token}"
-        case "huge":
-            event_id = f"{fingerprint}:{chance.choice(['9' * 9, '9' * 10, '9' * 400, str(2**63)])}"
-        case "negative":
-            event_id = f"{fingerprint}:-{chance.choice(['1', '0', '99', '-'])}"
-        case "not ASCII":
-            event_id = chance.choice(
-                [
-                    f"{fingerprint}:é",
-                    f"{fingerprint}:\u0663",
-                    "é" * 20,
-                    f"\x7f{event_id}",
-                    f"{fingerprint}:\uff11",
-                ]
-            )
-        case "no position":
-            event_id = chance.choice([fingerprint, f"{fingerprint}:", f"{fingerprint}:x", ":", "x"])
-        case "no fingerprint":
-            event_id = chance.choice(
-                [
-                    place,
-                    f":{place}",
-                    f"-:{place}",
-                    f"{fingerprint[:5]}:{place}",
-                    f"{fingerprint}:{fingerprint}:{place}",
-                ]
-            )
-        case "two points":
-            event_id = f"{fingerprint}:{place}.{place}"
+            return f"{fingerprint}:{from_token}", from_token
         case "ended":
-            event_id = f"{fingerprint}:{place}e"
+            return f"{fingerprint}:{place}e", None
         case "empty":
-            event_id = ""
+            return "", None
         case "of another stream":
-            event_id = other_event_id
-        case "another body":
-            body |= {"prompt": "something else"}
-            is_own = False
-        case "another seed":
-            body |= {"seed": 77, "temperature": 1}
-            is_own = False
-        case "another tenant" | "another tenant's journal":
-            key, is_own = "{OTHER_KEY}", False
-        case "journal of an odd id":
-            path_id = chance.choice(
-                [
-                    "x",
-                    "%2e%2e",
-                    "..%2f" + request_id,
-                    request_id + "%00",
-                    "%ff",
-                    request_id[:-1],
-                    request_id.upper(),
-                    "x" * 300,
-                ]
-            )
-        case "another id":
-            request_id = f"{request_id}-other"
-        case "at once":  # while the first one may still run
-            from_token = seen
-        case other:
-            raise ValueError(f"there is no mutation {other!r}")
-    headers = () if not event_id and by_journal else (("Last-Event-ID", event_id),)
-    auth = f"Bearer {key}"
-    if by_journal:
-        raw_request = request("GET", f"/v1/streams/{path_id}", None, headers, key=auth)
-    else:
-        headers = (("X-Request-Id", request_id), *headers)
-        raw_request = request("POST", COMPLETIONS, json.dumps(body).encode(), headers, key=auth)
-    return Comeback(raw_request, is_good, is_own, from_token)
+            return other_event_id, None
+        case "huge" | "negative" | "not ASCII" | "no position" | "no fingerprint" | "two points":
+            return chance.choice(_odd_event_ids(fingerprint, place)[mutation]), None
+        case _ if mutation in MUTATIONS:
+            return event_id, None
+    raise ValueError(f"there is no mutation {mutation!r}")
+
+
+def _odd_event_ids(fingerprint: str, place: str) -> dict[str, list[str]]:
+    """By mutation."""
+    here = f"{fingerprint}:{place}"
+    return {
+        "huge": [f"{fingerprint}:{each}" for each in ("9" * 9, "9" * 10, "9" * 400, str(2**63))],
+        "negative": [f"{fingerprint}:-{each}" for each in ("1", "0", "99", "-")],
+        "not ASCII": [
+            *(f"{fingerprint}:é", f"{fingerprint}:\u0663", "é" * 20, f"\x7f{here}", f"{fingerprint}:\uff11")
+        ],
+        "no position": [fingerprint, f"{fingerprint}:", f"{fingerprint}:x", ":", "x"],
+        "no fingerprint": [
+            *(place, f":{place}", f"-:{place}", f"{fingerprint[:5]}:{place}", f"{fingerprint}:{here}")
+        ],
+        "two points": [f"{here}.{place}"],
+    }
+
+
+def _odd_ids(request_id: str) -> list[str]:
+    """Of streams, as they stand in a path."""
+    before = ["x", "%2e%2e", f"..%2f{request_id}", f"{request_id}%00", "%ff"]
+    return [*before, request_id[:-1], request_id.upper(), "x" * 300]
 
 
 def is_rest(token_ids: list[int], right: list[int], from_token: int | None) -> bool:

@@ -22,7 +22,6 @@ from h2.exceptions import H2Error
 
 from tests.e2e.fuzz.judge import GrpcAnswer
 
-ANSWER_BYTES_MAX = 256 << 20
 _PART = 1 << 16
 _WINDOW = 1 << 24
 

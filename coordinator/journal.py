@@ -7,7 +7,7 @@
         request         digest of what the output depends on (`coordinator.run_identity`)
         seed, max_tokens  as they are for this run, whoever chose them
         weights         digest of weights and numerics, with the first token
-        losses          workers lost while they had this run, followed by a checksum
+        losses          workers lost while they had this run or, before it, its prompt, followed by a checksum
         check           checksum of those above that never change, so that damage to them is not taken for a request
         INDEX:CHUNK     CHUNK_TOKENS tokens of a sequence at most: three bytes each, little endian, in base64, followed
                         by their checksum
@@ -124,12 +124,6 @@ class JournaledStream:
         if weights_digest is not None and weights_digest != self._changed.get("weights"):
             self._changed["weights"] = weights_digest
         self._tell()
-
-    @property
-    def num_losses(self) -> int:
-        """As last told."""
-        packed = self._changed.get("losses")
-        return self.entry.num_losses if packed is None else _unpack_losses(packed)
 
     def count_losses(self, num_losses: int) -> None:
         """So many workers were lost while they had this run."""

@@ -6,15 +6,22 @@ refuses a second one, whichever replica sends it; `Trials` keeps a replica from 
 
 A run that loses as many workers as one run may is ended. What it asked for is remembered under a digest of its prompt
 and grammar, so that its client's retries do not cost as many workers again: for CONVICTED_S the same is refused at
-once. Innocent requests meet dying workers too, and popular prompts more often than others: whoever completes the same
-prompt meanwhile clears it.
+once. A run may also end before that: its client leaves, or its deadline is over. Then the workers that were lost to it
+are remembered as long, and the next run with the prompt begins with their number.
+
+Innocent requests meet dying workers too, and popular prompts more often than others. So whoever completes the same
+prompt meanwhile clears it; a run that goes on answers for its own losses only; and what other runs lost makes a run one
+that is tried alone, at most: no prompt is convicted without a loss of the run that is ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Final
 
 from coordinator.routing import WorkerKey, key_of
+from coordinator.run_identity import WorkerLife
 from outrider.worker_record import WorkerRecord
 
 ON_TRIAL: Final = "on trial"
@@ -25,17 +32,43 @@ CONVICTED_S: Final = 120.0
 AGAIN_AFTER_S: Final = 0.3
 """How long a target that tries a run of another replica is not asked to try one of ours."""
 CONVICTIONS_MAX: Final = 16
-"""Prompts remembered at once, the latest ones; each is a label of a metric."""
+"""Prompts refused at once, the latest ones; each is a label of a metric."""
+SUSPECTS_MAX: Final = 1024
+"""Prompts whose losses are remembered at once, the latest ones."""
+LIVES_MAX: Final = 16
+"""Workers remembered of one prompt, more than a run may cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    killed: frozenset[WorkerLife]
+    until_s: float
 
 
 class PoisonRecord:
-    """Digests of prompts that cost too many workers. Times are in seconds on the caller's clock."""
+    """Digests of prompts that cost workers, and of those that cost too many. Times are in seconds on the caller's
+    clock."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}  # oldest first
+        self._suspects: dict[str, _Suspect] = {}  # likewise
 
     def __len__(self) -> int:
-        return len(self._until_s)
+        return len(self._until_s) + len(self._suspects)
+
+    def suspect(self, prompt_digest: str, killed: Set[WorkerLife], now_s: float) -> None:
+        """A run with this prompt ended before its output did, and had lost these workers, or earlier runs had some."""
+        known = self._suspects.pop(prompt_digest, None)
+        if known is not None and known.until_s > now_s:
+            killed = known.killed | killed
+        self._suspects[prompt_digest] = _Suspect(frozenset(sorted(killed)[:LIVES_MAX]), now_s + CONVICTED_S)
+        while len(self._suspects) > SUSPECTS_MAX:
+            del self._suspects[next(iter(self._suspects))]
+
+    def num_killed(self, prompt_digest: str, now_s: float) -> int:
+        """Workers that were lost to runs with this prompt that have ended, none of them with its output."""
+        known = self._suspects.get(prompt_digest)
+        return 0 if known is None or known.until_s <= now_s else len(known.killed)
 
     def convict(self, prompt_digest: str, now_s: float) -> None:
         """A run with this prompt has lost as many workers as a run may."""
@@ -46,7 +79,8 @@ class PoisonRecord:
 
     def acquit(self, prompt_digest: str) -> bool:
         """A run with this prompt has come to its end. Whether that changes anything."""
-        return self._until_s.pop(prompt_digest, None) is not None
+        was_suspected = self._suspects.pop(prompt_digest, None) is not None
+        return self._until_s.pop(prompt_digest, None) is not None or was_suspected
 
     def time_left_s(self, prompt_digest: str, now_s: float) -> float:
         """For how long this prompt is refused; 0 when it is not."""
@@ -55,6 +89,7 @@ class PoisonRecord:
     def convicted(self, now_s: float) -> list[str]:
         """The prompts that are refused now."""
         self._until_s = {digest: until_s for digest, until_s in self._until_s.items() if until_s > now_s}
+        self._suspects = {digest: each for digest, each in self._suspects.items() if each.until_s > now_s}
         return list(self._until_s)
 
 

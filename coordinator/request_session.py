@@ -44,6 +44,7 @@ from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LostByOwnPause,
     OutriderError,
     Overloaded,
     Poisonous,
@@ -156,6 +157,7 @@ class RequestSession:
         self._num_tokens_at_begin = 0  # at the target that it is at
         self._num_tokens_at_loss = 0  # generated at the target that was lost last
         self._trial: WorkerRecord | None = None  # the target that tries it alone
+        self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
         self.counts = SpeculationCounts()
@@ -181,6 +183,9 @@ class RequestSession:
                 async for item in items:
                     yield item
         finally:  # one that was cancelled has learned something too
+            if self._broke_at is not None and not self._is_finished:
+                # Whoever leaves, or is late, just then must not hide what the request did.
+                self._lose(self._broke_at, is_gone=True)
             self._environment.metrics.move_fallback(self._spec.model, self._shown_state, None)
             if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
@@ -229,7 +234,9 @@ class RequestSession:
                     if 0 < spec.max_tokens <= len(self._output.token_ids):
                         yield self._finish("length", None)
                         return
-                    if await self._is_loss(error, target):
+                    is_loss = await self._is_loss(error, target)
+                    self._broke_at = None
+                    if is_loss:
                         self._count_loss(error, target)
                     environment.metrics.target_replays.inc()
                 if not self._output.token_ids:
@@ -264,23 +271,34 @@ class RequestSession:
         environment = self._environment
         if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(error, WorkerUnreached):
             return False
-        is_leaving = any(
-            worker.incarnation == target.incarnation and worker.state == "draining"
-            for worker in environment.snapshot().targets
-        )
+        is_leaving = self._is_leaving(target)
         if is_leaving or isinstance(error, WorkerFailed | WorkerSilent):
             return not is_leaving
         return not await environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
 
+    def _is_leaving(self, target: WorkerRecord) -> bool:
+        return any(
+            worker.incarnation == target.incarnation and worker.state == "draining"
+            for worker in self._environment.snapshot().targets
+        )
+
     def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
         """Raises Poisonous when this run has cost as many workers as one may, whatever it generated in between."""
+        if self._lose(target, is_gone=isinstance(error, WorkerLost)):
+            raise Poisonous(
+                f"{self._spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
+                f"with its prompt, the last one with: {error.message}"
+            )
+
+    def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
+        """Whether that is as many workers as a run may cost. `is_gone`: the worker did not answer with an error."""
         environment, spec = self._environment, self._spec
-        spec.run.lose(self._index, target)
+        spec.run.lose(self._index, target, is_gone=is_gone)
         self._num_tokens_at_loss = len(self._output.token_ids) - self._num_tokens_at_begin
         if spec.run.num_losses < environment.settings.target_attempts_max:
-            return
+            return False
         digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
-        if isinstance(error, WorkerLost):  # one that answers with an error is still there
+        if is_gone:
             now_s = environment.now_s()
             environment.poison.convict(digest, now_s)
             environment.metrics.show_poison(environment.poison.convicted(now_s))
@@ -289,10 +307,7 @@ class RequestSession:
             *(spec.request.request_id, spec.run.num_losses, digest),
             extra={"request_id": spec.request.request_id, "prompt_digest": digest},
         )
-        raise Poisonous(
-            f"{spec.run.num_losses} target workers were lost while they had this request, the last one with: "
-            f"{error.message}"
-        )
+        return True
 
     def _no_way_on(self, refusal: OutriderError | None) -> OutriderError:
         """Why a sequence is given up that no target takes."""
@@ -343,6 +358,7 @@ class RequestSession:
                     await asyncio.sleep(0)
             except BaseException:
                 environment.admission.leave(spec.model, place)
+                self._end_trial()
                 raise
         # A new id each time: a lost target may still hold the old session for a while, and so may its draft.
         session_id = place.token
@@ -468,12 +484,19 @@ class RequestSession:
         try:
             async with attempt:
                 attempt.apply(self._controller.start())
-                async with aclosing(attempt.events()) as events:
-                    async for event in events:
-                        for item in self._take(event, attempt):
-                            yield item
-                        if self._is_finished:
-                            return
+                try:
+                    async with aclosing(attempt.events()) as events:
+                        async for event in events:
+                            for item in self._take(event, attempt):
+                                yield item
+                            if self._is_finished:
+                                return
+                except WorkerLost as error:
+                    if not isinstance(error, WorkerUnreached | LostByOwnPause) and not self._is_leaving(
+                        attempt.target
+                    ):
+                        self._broke_at = attempt.target
+                    raise
         finally:
             self._end_trial()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
 from typing import Final, Self
 
@@ -23,6 +23,8 @@ from outrider.worker_record import WorkerRecord
 
 _DIGEST_BYTES: Final = 6
 _NONE: Final = "0" * 2 * _DIGEST_BYTES
+WorkerLife = tuple[str, str]
+"""A worker's id and its incarnation."""
 FINGERPRINT: Final = re.compile(rf"([0-9a-f]{{{2 * _DIGEST_BYTES}}})-([0-9a-f]{{{2 * _DIGEST_BYTES}}})")
 
 
@@ -61,8 +63,11 @@ class RunIdentity:
         self._weights_digest = weights_digest
         self._bound_by: set[int] = set()  # sequences that are placed, or have tokens
         self._num_losses_before = 0
-        self._lost: set[tuple[str, str]] = set()  # lives of target workers that had a sequence of this run
+        self._lost: set[WorkerLife] = set()  # they had a sequence of this run
         self._num_losses_of: Counter[int] = Counter()  # by sequence
+        self._killed: set[WorkerLife] = set()
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called after each loss: who keeps their number has to know before the request has an end."""
 
     def again(self) -> Self:
         """The identity of another run of the same request, on the same weights."""
@@ -88,14 +93,25 @@ class RunIdentity:
         once counts once; one that was lost to the same sequence again counts again."""
         return self._num_losses_before + max(len(self._lost), *self._num_losses_of.values(), 0)
 
-    def resume_with(self, num_losses: int) -> None:
-        """So many were lost before, elsewhere."""
-        self._num_losses_before = num_losses
+    @property
+    def killed(self) -> Set[WorkerLife]:
+        """Of the workers that were lost, those that went away or fell silent: not those that said what had failed."""
+        return self._killed
 
-    def lose(self, sequence: int, target: WorkerRecord) -> None:
-        """A sequence of the run was at this target worker when that was lost."""
-        self._lost.add((target.worker_id, target.incarnation))
+    def resume_with(self, num_losses: int) -> None:
+        """So many were lost before, elsewhere or to an earlier request with this prompt; of what is known of that the
+        largest number counts."""
+        self._num_losses_before = max(self._num_losses_before, num_losses)
+
+    def lose(self, sequence: int, target: WorkerRecord, *, is_gone: bool = True) -> None:
+        """A sequence of the run was at this target worker when that was lost. `is_gone`: it did not say what had
+        failed."""
+        life = target.worker_id, target.incarnation
+        self._lost.add(life)
         self._num_losses_of[sequence] += 1
+        if is_gone:
+            self._killed.add(life)
+        self.on_loss()
 
     def accepts(self, target: WorkerRecord) -> bool:
         """Whether this target's tokens can follow those that there are."""

@@ -38,6 +38,7 @@ from coordinator.generation_request import (
     identified,
 )
 from coordinator.journal import FLUSH_S, Journal, JournaledStream, JournalEntry
+from coordinator.poison import CONVICTED_S
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
 from coordinator.rate_limits import RateLimits
@@ -107,6 +108,12 @@ class Recollection:
     def tokens_of(self, claim: Claim) -> tuple[Sequence[int], ...]:
         """Of each sequence; nothing where the journal has another run."""
         return self._entry_tokens() if self._is_of(claim) else ()
+
+    def num_losses(self, request_digest: str) -> int:
+        """Workers that this request has cost already. It is known by them whatever weights computed it; another one is
+        not."""
+        entry = self.entry
+        return 0 if entry is None or entry.request_digest != request_digest else entry.num_losses
 
     def _entry_tokens(self) -> tuple[Sequence[int], ...]:
         return () if self.entry is None else self.entry.token_ids
@@ -295,10 +302,13 @@ class GenerationService:
         """
         environment = self.environment
         _check_harmless(environment, spec)
+        has_finished = False
         held = await self._enter(spec, has_begun=resumption is not None and any(resumption.token_ids))
         stream = None
         if entry is not None and self._journal is not None:
             stream = _journalled(self._journal, spec, entry, is_resumed=resumption is not None)
+        if stream is not None:  # at once: a run may lose its workers before it has shown anything
+            spec.run.on_loss = partial(_write_losses, stream, spec.run)
         try:
             with RequestRecord(environment, spec) as record:
                 spec = replace(spec, span=record.span)
@@ -309,9 +319,12 @@ class GenerationService:
                         if stream is not None:
                             _write_down(stream, item, spec.run)
                         if isinstance(item, RequestFinished):
+                            has_finished = True
                             _acquit(environment, spec)
                         yield item
         finally:
+            if not has_finished:
+                _suspect(environment, spec)
             if stream is not None:
                 stream.end()
             self._num_active -= spec.num_candidates
@@ -400,7 +413,9 @@ class GenerationService:
         restored = spec if entry is None else _restored(spec, entry)
         if claim is None:  # it begins anew, with the seed that it had
             is_same = entry is not None and restored.run.request_digest == entry.request_digest
-            return restored if is_same else spec, Resumption.of_nothing(spec.num_candidates)
+            spec = restored if is_same else spec
+            spec.run.resume_with(recollection.num_losses(spec.run.request_digest))
+            return spec, Resumption.of_nothing(spec.num_candidates)
         if spec.num_candidates > spec.num_choices:
             raise InvalidRequest("best_of", "with best_of above n a stream cannot be resumed")
         if spec.sampling.decoding_mode is DecodingMode.REJECTION:
@@ -418,7 +433,7 @@ class GenerationService:
                 )
             raise _other_run(spec, recollection)
         spec = identified(found[0], claim.weights_digest)
-        spec.run.resume_with(0 if entry is None else entry.num_losses)
+        spec.run.resume_with(recollection.num_losses(claim.request_digest))
         known = recollection.tokens_of(claim)[: spec.num_choices]
         return spec, Resumption(claim.points, known + ((),) * (spec.num_choices - len(known)))
 
@@ -556,31 +571,48 @@ def _other_run(spec: GenerationSpec, recollection: Recollection) -> Conflict:
 
 
 def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
-    """Raises Poisonous for what has just cost as many workers as one request may."""
+    """Raises Poisonous for what has just cost as many workers as one request may. A run whose prompt has cost some
+    begins with their number."""
+    num_losses_max = environment.settings.target_attempts_max
+    if spec.run.num_losses >= num_losses_max:
+        raise Poisonous(
+            f"{spec.run.num_losses} target workers were lost while they had this request", CONVICTED_S
+        )
     if environment.poison:
-        digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
-        left_s = environment.poison.time_left_s(digest, environment.now_s())
+        digest, now_s = _prompt_digest(spec), environment.now_s()
+        left_s = environment.poison.time_left_s(digest, now_s)
         if left_s > 0:
             raise Poisonous(
                 f"target workers were lost one after the other to a request with this prompt ({digest}); it is refused "
                 f"for another {left_s:.0f} s",
                 left_s,
             )
+        spec.run.resume_with(min(environment.poison.num_killed(digest, now_s), num_losses_max - 1))
 
 
 def _acquit(environment: Environment, spec: GenerationSpec) -> None:
-    if environment.poison:
-        digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
-        if environment.poison.acquit(digest):
-            environment.metrics.show_poison(environment.poison.convicted(environment.now_s()))
+    if environment.poison and environment.poison.acquit(_prompt_digest(spec)):
+        environment.metrics.show_poison(environment.poison.convicted(environment.now_s()))
+
+
+def _suspect(environment: Environment, spec: GenerationSpec) -> None:
+    """A run has ended before its output did, in whatever way."""
+    if spec.run.num_losses:
+        environment.poison.suspect(_prompt_digest(spec), spec.run.killed, environment.now_s())
+
+
+def _prompt_digest(spec: GenerationSpec) -> str:
+    return prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
 
 
 def _write_down(stream: JournaledStream, item: ChoiceNews | RequestFinished, run: RunIdentity) -> None:
     """Has the journal know what a stream shows."""
     if isinstance(item, ChoiceNews) and isinstance(item.news, VisibleOutput):
         stream.add(item.index, item.news.token_ids, run.weights_digest)
-    if run.num_losses != stream.num_losses:
-        stream.count_losses(run.num_losses)
+
+
+def _write_losses(stream: JournaledStream, run: RunIdentity) -> None:
+    stream.count_losses(run.num_losses)
 
 
 def _journal_id(request: GenerationInput) -> str:

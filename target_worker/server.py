@@ -135,7 +135,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
         self._newcomers = LoopShare()
         self._thread: ModelThread[Event, Action] | None = None
         self._is_draining = False
-        self._trial = ""  # name of the session that is tried alone
+        self._trial: target_pb2.GenerateRequest | None = None  # the call that is tried alone
         self._tracing = tracing
         self.num_compiling = 0  # sessions that wait for their grammar, before the scheduler hears of them
 
@@ -195,6 +195,13 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                 # Its record is older than this process, whose weights may be others.
                 raise AnotherLife("the worker that this request is for has gone; another one answers here")
             event = parse_generate(request, self._deadline_at(request, context))
+            if request.trial_tokens:
+                if self._trial is not None:
+                    # Of any coordinator: a worker that is lost now was lost to the one that is tried.
+                    raise Overloaded(
+                        "another request that workers were lost to is tried here at present", 1.0
+                    )
+                self._trial = request  # before its grammar is compiled, which may bring a worker down as well
             if event.sampling.grammar is not None:
                 self._check_room()  # a refusal comes before any work
                 async with aclosing(self._compile(event, event.sampling.grammar)) as compiling:
@@ -206,17 +213,16 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             # After the last wait, so that of two calls with one id the second finds the first.
             if request.session_id in self._names:
                 raise InvalidRequest("session_id", f"session {request.session_id} is already running here")
-            if request.trial_tokens and self._trial:
-                # Of any coordinator: a worker that is lost now was lost to the one that is tried.
-                raise Overloaded("another request that workers were lost to is tried here at present", 1.0)
-        except OutriderError as error:
+        except BaseException as error:
+            self._end_trial(request)
+            if not isinstance(error, OutriderError):
+                raise
             await abort(context, error)
             return
         actions = CallerQueue()
         self._callers[event.session_id] = actions
         self._names[request.session_id] = event.session_id
-        if (num_trial_tokens := request.trial_tokens) > 0:
-            self._trial = event.session_id
+        num_trial_tokens = request.trial_tokens
         has_ended = False
         # Not while the model is stuck, though this loop is not: the caller should look elsewhere.
         reminder = Reminder(actions, WAITING_EVERY_S, lambda: self._stalled_s() < WAITING_STALL_MAX_S)
@@ -237,23 +243,26 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                         add_up_to_limit(
                             action.stats, "num_hint_bytes", self._num_commit_bytes[event.session_id]
                         )
-                    if isinstance(action, TokensCommitted) and self._trial == event.session_id:
+                    if isinstance(action, TokensCommitted) and self._trial is request:
                         num_trial_tokens -= len(action.token_ids)
                         if num_trial_tokens <= 0:
-                            self._trial = ""
+                            self._end_trial(request)
                     _show(span, action)
                     yield _event_message(action)
         except OutriderError as error:
             await abort(context, error)
         finally:
             reminder.stop()
-            if self._trial == event.session_id:
-                self._trial = ""
+            self._end_trial(request)
             del self._callers[event.session_id]
             del self._names[request.session_id]
             self._num_commit_bytes.pop(event.session_id, None)
             if not has_ended:
                 self._submit(CancelSession(event.session_id), is_release=True)
+
+    def _end_trial(self, request: target_pb2.GenerateRequest) -> None:
+        if self._trial is request:
+            self._trial = None
 
     def _deadline_at(self, request: target_pb2.GenerateRequest, context: Context) -> float:
         """On our clock, seconds: the request's own deadline or the call's, whichever is sooner."""

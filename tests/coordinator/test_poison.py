@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator.poison import AGAIN_AFTER_S, CONVICTED_S, CONVICTIONS_MAX, PoisonRecord, Trials
+from coordinator.poison import (
+    AGAIN_AFTER_S,
+    CONVICTED_S,
+    CONVICTIONS_MAX,
+    LIVES_MAX,
+    SUSPECTS_MAX,
+    PoisonRecord,
+    Trials,
+)
 from tests.coordinator.fakes import record_of
 
 
@@ -32,6 +40,36 @@ class TestRecord:
         assert len(record) == CONVICTIONS_MAX
         assert record.time_left_s("3", 1.0) > 0
         assert record.time_left_s("4", 1.0) == 0
+
+    def test_workers_that_runs_lost_before_they_ended_add_up(self) -> None:
+        """Each counts once, however many runs it had."""
+        record = PoisonRecord()
+        record.suspect("a", {("t1", "1")}, 0.0)
+        record.suspect("a", {("t1", "1")}, 1.0)
+        assert record.num_killed("a", 2.0) == 1
+        record.suspect("a", {("t1", "2"), ("t2", "1")}, 2.0)
+        assert record.num_killed("a", 3.0) == 3
+        assert record.num_killed("b", 3.0) == 0
+        assert record.time_left_s("a", 3.0) == 0, "nobody is refused by that"
+        assert record.convicted(3.0) == []
+        assert record.acquit("a")
+        assert record.num_killed("a", 3.0) == 0
+
+    def test_they_are_forgotten_after_a_while_and_beyond_a_number_of_prompts(self) -> None:
+        record = PoisonRecord()
+        record.suspect("a", {("t1", "1")}, 0.0)
+        assert record.num_killed("a", CONVICTED_S) == 0
+        record.suspect("a", {("t2", "1")}, CONVICTED_S)
+        assert record.num_killed("a", CONVICTED_S) == 1
+        record.suspect("a", set(), CONVICTED_S + 1.0)
+        assert record.num_killed("a", 2 * CONVICTED_S) == 1, "it was sent again"
+        assert record.convicted(2 * CONVICTED_S + 1.0) == []
+        assert not record
+        for number in range(SUSPECTS_MAX + 1):
+            record.suspect(str(number), {(f"t{number}-{life}", "1") for life in range(LIVES_MAX + 1)}, 0.0)
+        assert len(record) == SUSPECTS_MAX
+        assert record.num_killed("0", 0.0) == 0
+        assert record.num_killed("1", 0.0) == LIVES_MAX
 
 
 def test_a_target_tries_one_run_at_a_time() -> None:

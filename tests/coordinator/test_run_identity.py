@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,10 @@ import grpc
 import pytest
 
 from coordinator import grpc_api
+from coordinator.journal import _pack_losses
+from coordinator.request_session import LONG_PROMPT_TOKENS
 from coordinator.run_identity import RunIdentity, digest_of, parse_fingerprint
+from outrider.api_keys import ANYBODY
 from outrider.errors import Conflict
 from outrider.worker_record import Snapshot, WorkerRecord
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
@@ -316,6 +319,47 @@ class TestEqualWeights:
                 assert answer.json()["choices"][0]["token_ids"] == [12] * 12
 
 
+class Deadly(FakeTarget):
+    """Dies `after` tokens behind wherever it begins, until it and those like it have died `up_to` times altogether.
+    From then on it generates nothing for as long as `is_held`."""
+
+    def __init__(self, deaths: list[Deadly], after: int, up_to: int) -> None:
+        super().__init__([11], held_s_max=60.0)
+        self.deaths, self.after, self.up_to, self.is_held = deaths, after, up_to, True
+        self.may_step = lambda num_tokens: not self.is_held or len(self.deaths) < self.up_to
+
+    async def Generate(self, request: Any, context: Any) -> Any:
+        begins_at = len(request.token_ids) - request.num_prompt_tokens
+        is_deadly = len(self.deaths) < self.up_to
+        self.dies_at = begins_at + self.after if is_deadly else None
+        async for event in super().Generate(request, context):
+            yield event
+
+    @property
+    def num_died(self) -> int:
+        return self._num_died
+
+    @num_died.setter
+    def num_died(self, number: int) -> None:
+        self._num_died = number
+        if number:
+            self.deaths.append(self)
+
+
+async def until_held(targets: Sequence[Deadly]) -> None:
+    """Until one has a request that it does not die of: what that was lost with before, its coordinator knows."""
+    await eventually(
+        lambda: any(target.num_open and target.dies_at is None for target in targets), "it is held", 30
+    )
+
+
+async def leave(asking: asyncio.Task[Any], cluster: Cluster) -> None:
+    """The client of a request leaves."""
+    asking.cancel()
+    await asyncio.wait([asking])
+    await eventually(lambda: cluster.service._num_active == 0, "the request has ended", 30)
+
+
 class TestPoison:
     """Found as (f): a request whose target dies after its first token was replayed without a limit."""
 
@@ -350,6 +394,108 @@ class TestPoison:
             is_deadly = False
             assert (await cluster.complete(prompt="def", max_tokens=4)).status_code == 200
 
+    @pytest.mark.parametrize("dies_after", [0, 2])
+    @pytest.mark.parametrize("num_before", [1, 2])
+    async def test_nor_are_more_where_its_client_leaves_in_between(
+        self, clusters: ClusterFactory, num_before: int, dies_after: int
+    ) -> None:
+        """Found: one that left, or whose deadline was over, after the second death had two more with each request."""
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, dies_after, up_to=num_before) for _ in range(6)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            while len(deaths) < 2:
+                asking = asyncio.create_task(cluster.complete(max_tokens=40))
+                await until_held(targets)
+                await leave(asking, cluster)
+                for target in targets:
+                    target.up_to = len(deaths) + num_before
+            answer = await asyncio.wait_for(cluster.complete(max_tokens=40), 30)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
+            assert "outrider_poisonous_prompt{" in (await cluster.client.get("/metrics")).text
+            again = await cluster.complete(max_tokens=40)
+            assert (again.status_code, again.json()["error"]["code"]) == (503, "poisonous_request")
+            assert len(deaths) == 3
+
+    async def test_nor_where_its_deadline_is_over_in_between(self, clusters: ClusterFactory) -> None:
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 1, up_to=2) for _ in range(6)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            codes = []
+            while "poisonous_request" not in codes and len(deaths) < 6:
+                answer = await cluster.complete(max_tokens=40, deadline_ms=1000)
+                codes.append(answer.json()["error"]["code"])
+                for target in targets:
+                    target.up_to = len(deaths) + 2
+            assert set(codes) == {"deadline_exceeded", "poisonous_request"}
+            assert len(deaths) == 3
+
+    async def test_nor_where_its_client_leaves_while_a_loss_is_looked_into(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        deaths = list[Deadly]()
+        asked = asyncio.Event()
+
+        async def does_not_answer(*_: object) -> bool:
+            asked.set()
+            await asyncio.Event().wait()
+            return True
+
+        async with clusters.open([Deadly(deaths, 1, up_to=9)]) as cluster:
+            environment = cluster.service.environment
+            monkeypatch.setattr(environment.channels, "has_incarnation", does_not_answer)
+            asking = asyncio.create_task(cluster.complete())
+            await asyncio.wait_for(asked.wait(), 30)
+            await leave(asking, cluster)
+            assert [len(each.killed) for each in environment.poison._suspects.values()] == [1]
+
+    async def test_whoever_completes_the_same_prompt_clears_it(self, clusters: ClusterFactory) -> None:
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 1, up_to=2) for _ in range(3)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            asking = asyncio.create_task(cluster.complete())
+            await until_held(targets)
+            await leave(asking, cluster)
+            assert cluster.service.environment.poison
+            for target in targets:
+                target.is_held = False
+            trials = [len(target.requests) for target in targets]
+            assert (await cluster.complete(prompt="def")).status_code == 200
+            assert cluster.service.environment.poison, "that was another one"
+            assert (await cluster.complete()).status_code == 200
+            assert not cluster.service.environment.poison
+            assert (await cluster.complete()).status_code == 200
+            asked = [
+                request.trial_tokens > 0
+                for target, num in zip(targets, trials, strict=True)
+                for request in target.requests[num:]
+            ]
+            assert sorted(asked) == [False, False, True], "it was tried alone until it was cleared"
+
+    async def test_a_request_that_is_cancelled_before_its_trial_leaves_none(
+        self, clusters: ClusterFactory
+    ) -> None:
+        deaths, reached = list[Deadly](), asyncio.Event()
+        targets = [Deadly(deaths, 1, up_to=2) for _ in range(3)]
+        settings = {"quarantine_s": 0.01}
+        async with clusters.open([*targets], settings=settings, max_model_len=1 << 20) as cluster:
+            environment = cluster.service.environment
+
+            class Line:
+                """Those with long prompts wait in it; here one on trial waits without end."""
+
+                async def __aenter__(self) -> None:
+                    if environment.trials._at:
+                        reached.set()
+                        await asyncio.Event().wait()
+
+                async def __aexit__(self, *_: object) -> None: ...
+
+            object.__setattr__(environment, "long_prompts", Line())
+            asking = asyncio.create_task(cluster.complete(prompt=[65] * (LONG_PROMPT_TOKENS + 1)))
+            await asyncio.wait_for(reached.wait(), 30)
+            await leave(asking, cluster)
+            assert not environment.trials._at
+
     async def test_a_connection_that_breaks_is_no_death(self, clusters: ClusterFactory) -> None:
         class Torn(FakeTarget):
             """Its connections break after each token, and it lives."""
@@ -373,15 +519,56 @@ class TestPoison:
                 answer = await cluster.complete(n=6)
                 assert answer.status_code == 200, answer.text
 
-    async def test_losses_are_remembered_across_coordinators(self, clusters: ClusterFactory) -> None:
-        memory = Memory()
-        async with clusters.open(
-            [FakeTarget([11], dies_at=2), FakeTarget([11])],
-            registry=memory,  # type: ignore[arg-type]
-        ) as cluster:
-            while not cluster.targets[0].num_died:
-                await ask(cluster, BODY, "r1")
-            assert memory.stored["r1"]["losses"].startswith("1 ")
+    @pytest.mark.parametrize("dies_after", [0, 2])
+    async def test_losses_are_remembered_across_coordinators(
+        self, clusters: ClusterFactory, dies_after: int
+    ) -> None:
+        deaths, memory = list[Deadly](), Memory()
+        targets = [[Deadly(deaths, dies_after, up_to=2) for _ in range(3)] for _ in range(2)]
+        opened = [
+            clusters.open(
+                [*each],
+                registry=memory,  # type: ignore[arg-type]
+                settings={"quarantine_s": 0.01},
+            )
+            for each in targets
+        ]
+        async with opened[0] as one, opened[1] as other:
+            asking = asyncio.create_task(ask(one, BODY, "r1"))
+            await until_held(targets[0])
+            await eventually(
+                lambda: memory.stored.get("r1", {}).get("losses", "").startswith("2 "),
+                "the journal knows of both, whatever was shown before",
+                30,
+            )
+            await leave(asking, one)
+            for target in targets[1]:
+                target.up_to = 9
+            # What its client has seen, which is nothing or the tokens of the first target at least.
+            service = one.service
+            entry = (await service.recall("r1", ANYBODY)).entry
+            assert entry is not None
+            seen = f"{entry.request_digest}-{entry.weights_digest}:1" if dies_after else ""
+            headers = {"Last-Event-ID": seen} if seen else {}
+            answer = await other.client.get("/v1/streams/r1", headers=headers)
+            assert "poisonous_request" in answer.text
+            assert len(deaths) == 3
+            assert targets[1][0].deaths[-1].requests[0].trial_tokens > 0, "it was tried alone"
+            await other.service._journal._flush()  # type: ignore[union-attr]
+            answer = await one.client.get("/v1/streams/r1", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
+            assert len(deaths) == 3, "what lost as many as one may is not gone on with"
+
+    async def test_losses_of_another_run_under_its_id_are_not_its_own(self, clusters: ClusterFactory) -> None:
+        async with two_replicas(clusters) as (one, other, memory):
+            whole = events_of((await ask(one, BODY, "r1")).text)
+            await ask(one, BODY | {"prompt": "def"}, "r1")
+            memory.stored["r1"]["losses"] = _pack_losses(2)
+            await ask(other, BODY, "r1", at(whole, 3))
+            await ask(one, BODY, "r1")
+            memory.stored["r1"]["losses"] = _pack_losses(2)
+            await ask(other, BODY, "r1", at(whole, 3))
+            assert [request.trial_tokens > 0 for request in other.targets[0].requests] == [False, True]
 
 
 class TestIdentity:

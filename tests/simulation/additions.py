@@ -243,11 +243,24 @@ def _add_stalled_reader(scenario: Scenario, chance: random.Random) -> Scenario:
 
 
 def _add_poison(scenario: Scenario, chance: random.Random) -> Scenario:
+    """Half of the clients leave, or run into their deadline, while targets are lost to them, and come back."""
+    leaving = random.Random(
+        f"{scenario.seed}/leaving"
+    )  # its own, so that what is added later stays as it was
+
     def poisonous(each: Request) -> Request:
-        return replace(
+        changed = replace(
             each, prompt=_own_prompt(each.number), max_tokens=78, ignore_eos=True, stop="", num_choices=1,
             poisons_after=chance.choice((1, 1, 3)), deadline_s=300.0,
         )  # fmt: skip
+        within_s = leaving.uniform(0.1, 3.0)
+        match leaving.choice(("stays", "stays", "leaves", "is late")):
+            case "leaves":
+                return replace(changed, comes_back=True, stays_s=within_s)
+            case "is late":
+                return replace(changed, comes_back=True, deadline_s=within_s)
+            case _:
+                return changed
 
     return _change(scenario, chance, poisonous, 0.0, _is_plain)
 

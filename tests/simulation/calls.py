@@ -118,6 +118,7 @@ class Call:
         self._handling: asyncio.Task[Any] | None = None
         self._last_arrival = {True: 0.0, False: 0.0}  # towards the server, towards the client
         self.is_over = False
+        self.on_loss: Callable[[], None] = lambda: None  # the client reads that its server is gone
         client.calls[self] = None
         self._timer: Timer | None = None
         if timeout_s is not None:
@@ -157,9 +158,13 @@ class Call:
     def lose(self, survivor: Process, details: str) -> None:
         """One end hears that the other is gone."""
         if survivor is self.client:
-            self._finish(lambda: _raise(grpc.StatusCode.UNAVAILABLE, details), drops=True)
+            self._finish(partial(self._tell_loss, details), drops=True)
         elif survivor is self.server:
             self._stop_handling()
+
+    def _tell_loss(self, details: str) -> None:
+        self.on_loss()
+        _raise(grpc.StatusCode.UNAVAILABLE, details)
 
     def _time_out(self) -> None:
         if not self.is_over:

@@ -22,6 +22,8 @@ from tests.simulation.scenario import Request
 _RETRY_S: Final = (0.2, 1.0)
 _LOST_WORKERS_MAX: Final = 3
 _STRANDED_MAX: Final = 3
+_COMES_BACK_MAX: Final = 8
+"""Times that a client sends its request that does not take no for an answer."""
 
 _IDENTITY_CODES: Final = (
     grpc.StatusCode.ALREADY_EXISTS,
@@ -153,11 +155,15 @@ class Client:
         call = self.world.network.stream(
             self.process, address, "Generation/Generate", self._message(), generation_pb2.GenerationChunk
         )
+        stays_s = self.request.stays_s or None
         try:
-            await self._read(call)
+            async with asyncio.timeout(stays_s):
+                await self._read(call)
             if not self.outcome:
                 self.wrong("ended without its end")
                 self.outcome = "wrong"
+        except TimeoutError:
+            self._come_back_or("left")
         except grpc.aio.AioRpcError as error:
             self._take_error(error, asyncio.get_running_loop().time() - started_s)
         finally:
@@ -240,21 +246,21 @@ class Client:
             self.num_reconnects += 1
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._check_late(elapsed_s, details, has_grown=has_grown)
-            self.outcome = "late"
+            self._come_back_or("late")
         elif self._is_stalled_now and code in _STALL_CODES:
             self.num_refusals += 1
         elif has_grown and self._may_be_given_up(code):
             self.num_refusals += 1
             self._num_stranded += 1
             if request.poisons_after or self._num_stranded >= _STRANDED_MAX:
-                self.outcome = "given up"
+                self._come_back_or("given up")
         elif code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
             # Of several choices one that has not begun may be refused, and with it the others.
             if has_grown and request.num_choices == 1:
                 self.wrong(f"was given up after {self.num_tokens} tokens: {details}")
             self.num_refusals += 1
             if request.poisons_after or (self._has_begun and self._may_be_stranded()):
-                self.outcome = "given up"
+                self._come_back_or("given up")
         elif code in _IDENTITY_CODES and self._may_begin_anew():
             self._begin_anew()
         elif code is grpc.StatusCode.NOT_FOUND and self._has_begun and not self._is_forgotten:
@@ -298,6 +304,12 @@ class Client:
         has_several = len(self.world.weights_of(request)) > 1
         is_unsure = request.is_seed_drawn or request.request_id or request.is_liar or has_several
         return self._has_begun and bool(is_unsure) and self.num_anew < 20
+
+    def _come_back_or(self, outcome: str) -> None:
+        if self.request.comes_back and self.num_tries < _COMES_BACK_MAX:
+            self._begin_anew()
+        else:
+            self.outcome = outcome
 
     def _begin_anew(self) -> None:
         self.num_anew += 1

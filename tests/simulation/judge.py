@@ -88,9 +88,10 @@ class Judge:
         self._open: defaultdict[tuple[Coordinator, Prompt], list[Call]] = defaultdict(list)
         self._disturbed_until_s: dict[str, float] = {}
         self._poisons = {each.prompt: each for each in self._scenario.requests if each.poisons_after}
-        self._num_kills: Counter[int] = Counter()
+        self._num_kills: Counter[tuple[Coordinator, int]] = Counter()  # that it knows of, by request
         self._num_given: dict[str, int] = {}  # tokens that each session came with
-        self._poisonous: dict[str, Call] = {}  # calls of sessions that may be the end of their targets
+        # Calls of sessions that may be the end of their targets, and who made them.
+        self._poisonous: dict[str, tuple[Coordinator, Call]] = {}
         self._admitted: Counter[tuple[Coordinator, str]] = Counter()
         self._weights = self._all_weights()
         self.has_tenants = bool(callers_of(self._scenario))
@@ -158,7 +159,7 @@ class Judge:
         calls.append(call)
         if prompt in self._poisons:
             self._num_given[request.session_id] = len(request.token_ids)
-            self._poisonous[request.session_id] = call
+            self._poisonous[request.session_id] = coordinator, call
 
     def on_session(self, session_id: str, tenant: str) -> None:
         self._tenants[session_id] = tenant
@@ -256,12 +257,9 @@ class Judge:
         session_id = session_id_of(session.session_id)
         num_before = self._num_given.get(session_id, len(session.token_ids))
         if len(session.token_ids) - num_before >= request.poisons_after:
-            call = self._poisonous.get(session_id)
-            self._kill(target, request, is_told=call is None or not call.is_over)
+            self._kill(target, request, session_id)
 
-    def _kill(self, target: Target, request: Request, *, is_told: bool) -> None:
-        """`is_told`: the coordinator still reads this sequence. One whose connection broke may be computed on for some
-        time, and nobody learns what it was the end of."""
+    def _kill(self, target: Target, request: Request, session_id: str) -> None:
         if target.is_doomed:
             return
         target.is_doomed = True
@@ -269,8 +267,21 @@ class Judge:
         if target.is_draining:
             return  # it was leaving anyway: nobody can tell
         self._world.tell(f"request {request.number} is the end of {target.name}")
-        self._num_kills[request.number] += is_told
-        if self._num_kills[request.number] > _LOST_WORKERS_MAX * self.clients[request.number].num_tries:
-            self.wrong(f"request {request.number} has brought down {self._num_kills[request.number]} targets")
+        known = self._poisonous.get(session_id)
+        if known is not None:
+            coordinator, call = known
+            call.on_loss = partial(self._on_kill, coordinator, call, request)
         self._loop.call_later(0.01, self.network.end, target, context=NOBODY)
         self._loop.call_later(_RESTART_S, self._world.start, target.name[:2], context=NOBODY)
+
+    def _on_kill(self, coordinator: Coordinator, call: Call, request: Request) -> None:
+        """A coordinator reads that the sequence has lost its target. Of one whose client has left before that, or whose
+        connection broke earlier, nobody learns what it was the end of."""
+        call.on_loss = lambda: None
+        self._num_kills[coordinator, request.number] += 1
+        num_kills = self._num_kills[coordinator, request.number]
+        # One that was stopped, or could not be reached, may hear of the next try before the end of the last one.
+        until_s = self._disturbed_until_s.get(coordinator.name, 0.0) - _DISTURBED_S
+        num_tries = self.clients[request.number].num_tries if until_s > coordinator.started_s else 1
+        if num_kills > _LOST_WORKERS_MAX * num_tries:
+            self.wrong(f"request {request.number} has brought down {num_kills} targets of {coordinator.name}")

@@ -8,7 +8,7 @@ Not here is what a simulated run does not have: certificates, and with them work
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from coordinator.client_pace import PaceWatch
 from coordinator.fair_queue import FairQueue
 from coordinator.generation_request import GenerationSpec
 from coordinator.journal import Journal, JournaledStream, JournalEntry
+from coordinator.poison import PoisonRecord
 from coordinator.rate_limits import RateLimits
 from coordinator.resumption import NOTHING_SEEN, Claim, Resumption
-from coordinator.run_identity import RunIdentity
+from coordinator.run_identity import RunIdentity, WorkerLife
 from coordinator.service import GenerationService, Recollection
 from outrider.api_keys import Caller
 from outrider.loop_lag import LoopLag
@@ -95,7 +96,14 @@ def take_any_weights(self: RunIdentity, target: WorkerRecord) -> bool:
 def wait_for_the_client(self: PaceWatch) -> None: ...
 
 
-def forget_what_was_lost(self: RunIdentity, sequence: int, target: WorkerRecord) -> None: ...
+def forget_what_was_lost(
+    self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool = True
+) -> None: ...
+
+
+def forget_what_an_unfinished_run_lost(
+    self: PoisonRecord, prompt_digest: str, killed: Set[WorkerLife], now_s: float
+) -> None: ...
 
 
 def find_nobody_beyond(self: FairQueue, tenants: object) -> frozenset[str]:
@@ -145,6 +153,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "the workers that a request brings down are not counted": (
         *(Feature.POISON, RunIdentity, "lose", forget_what_was_lost, "brought down"),
+    ),
+    "a client that leaves in between may bring down as many workers again": (
+        *(Feature.POISON, PoisonRecord, "suspect", forget_what_an_unfinished_run_lost, "brought down"),
     ),
     "a target that compiles says nothing": (*(Feature.SLOW_GRAMMAR, server, "WAITING_EVERY_S", 1e9, "I10"),),
     "a coordinator that was stopped blames its targets": (

@@ -68,6 +68,10 @@ class Request:
     request_id: str = ""  # another's; its own unless given
     is_liar: bool = False  # says from the beginning that it has had its first token
     poisons_after: int = 0  # tokens after which its target dies; 0: never
+    comes_back: bool = (
+        False  # its client sends it anew where it was refused, late, or left, as if it never had
+    )
+    stays_s: float = 0.0  # after which its client leaves, each time that it has come; 0: it stays
     stalls_after: int = 0  # chunks after which its client does not read for `stalls_s`; 0: never
     stalls_s: float = 0.0
 

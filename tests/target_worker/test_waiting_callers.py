@@ -180,6 +180,48 @@ class SlowCompiler(GrammarCompiler):
         raise InvalidRequest("grammar", "the grammar takes longer than 5 s to compile")
 
 
+async def test_a_request_is_tried_alone_while_its_grammar_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A grammar can bring a worker down too, and an innocent request with it that one more loss would end."""
+    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
+    compiler = SlowCompiler()
+    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), compiler)
+    servicer.bind(Slow())  # type: ignore[arg-type]
+    server = grpc.aio.server()
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    plain = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=40)
+    guided = common_pb2.SamplingParams(top_p=1, max_tokens=4, grammar=common_pb2.Grammar(regex="a"))
+
+    def request(session_id: str, sampling: common_pb2.SamplingParams) -> target_pb2.GenerateRequest:
+        return target_pb2.GenerateRequest(
+            session_id=session_id, token_ids=[5], sampling=sampling, trial_tokens=4
+        )
+
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = target_pb2_grpc.TargetStub(channel)
+            leaving = stub.Generate(request("leaving", guided), timeout=30)
+            await leaving.read()
+            other = stub.Generate(request("other", plain), timeout=30)
+            assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            leaving.cancel()
+            async with asyncio.timeout(30):
+                await compiler.cancelled.wait()
+
+            refused = stub.Generate(request("refused", guided), timeout=30)
+            assert (await refused.read()).WhichOneof("event") == "waiting", "nobody else is tried any more"
+            compiler.gate.set()
+            assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+            last = stub.Generate(request("last", plain), timeout=30)
+            assert (await last.read()).WhichOneof("event") == "waiting"
+            last.cancel()
+    finally:
+        await server.stop(None)
+
+
 async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

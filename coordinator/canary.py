@@ -18,7 +18,7 @@ from coordinator.statistics import RequestTimes, SpeculationCounts, times_to_jso
 from outrider.canary.plan import ANY_DRAFT, ArmName, Assignment, Canary, CanaryState, DraftChoice
 from outrider.canary.statistics import ArmStatistics, Count, RequestFigures
 from outrider.canary.store import Batch, CanaryView
-from outrider.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, Overloaded
+from outrider.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, Overloaded, SlowReader
 
 _NO_CANARY: Final = CanaryView(0)
 
@@ -123,7 +123,8 @@ def _drafts(canary: Canary, arm: ArmName | None) -> DraftChoice:
 
 def count_of(error: BaseException) -> Count:
     """What a request counts as that did not finish."""
-    if not isinstance(error, Exception):  # a cancellation, or a generator that was closed
+    # A cancellation, a generator that was closed, or a client that did not read.
+    if not isinstance(error, Exception) or isinstance(error, SlowReader):
         return Count.LEFT
     if isinstance(error, DeadlineExceeded):
         return Count.LATE

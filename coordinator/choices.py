@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.client_pace import StallWatch
+from coordinator.client_pace import PaceWatch
 from coordinator.environment import Environment
 from coordinator.fair_queue import Siblings
 from coordinator.generation_request import GenerationSpec
@@ -135,7 +135,7 @@ async def _interleaved(
     # A little later than the sessions' own end, which says more, and which nobody hears where nobody reads.
     time_left_s = deadline_s - environment.now_s() + _AFTER_DEADLINE_S
     deadline = loop.call_later(max(time_left_s, 0.0), end_late)
-    watch = StallWatch(lambda: waiting.oldest_s, environment.settings.client_stall_max_s, end_stalled)
+    watch = PaceWatch(lambda: waiting.oldest_s, environment.settings.client_stall_max_s, end_stalled)
     try:
         watch.start()
         num_running = len(sessions)

@@ -1,6 +1,6 @@
 """How long a client may keep what is meant for it waiting.
 
-`StallWatch` measures one thing that begins and ends often, such as a send or the wait of a queue's oldest item, with a
+`PaceWatch` measures one thing that begins and ends often, such as a send or the wait of a queue's oldest item, with a
 timer that is looked at once in a while instead of one for each. A loop that was away itself blames nobody: what it
 missed meanwhile has to come through first.
 """
@@ -13,10 +13,13 @@ from typing import Final
 
 CUT_AFTER: Final = 2
 """Times the limit of a client's pace. Between the two it can still read why its request was ended."""
+PACE_BYTES: Final = 1 << 20
+"""Of what is ready at once, such as a finished answer, that a client has to take in the time after which it is cut, as
+much of a stream as may wait for it; less than that within the same time."""
 _LATE_S: Final = 1.0  # behind its time, an event loop was held up, and looks again before it judges
 
 
-class StallWatch:
+class PaceWatch:
     """Calls `on_stall` once, when what `since` tells has lasted for `limit_s`."""
 
     def __init__(

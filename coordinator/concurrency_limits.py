@@ -12,7 +12,6 @@ Without Redis each coordinator keeps to the limit by itself, with what it has le
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Iterable
@@ -22,9 +21,11 @@ from typing import Final, Self
 from redis.commands.core import AsyncScript
 
 from outrider.api_keys import Caller
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import InvalidRequest, Overloaded, RegistryUnavailable
+from outrider.redis_connection import CLOCK_LUA
 from outrider.registry import RENEW_S, RESERVATION_S, Registry
+from outrider.tenants import tenant_digest
 
 _log = logging.getLogger(__name__)
 
@@ -33,13 +34,9 @@ _CLOSED_S: Final = 0.5  # how long a tenant that was refused is refused without 
 _BEGUN_FACTOR: Final = 2
 _MEMBERS_AT_ONCE: Final = 1024  # in one call; Lua's `unpack` and Redis' time have bounds
 
-_NOW: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
 # KEYS: a tenant's sequences. ARGV: the limit, a life in ms, then the names of sequences. Returns 1 when they are let
 # in, all or none.
-_TAKE: Final = f"""{_NOW}
+_TAKE: Final = f"""{CLOCK_LUA}
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 if redis.call('ZCARD', KEYS[1]) + #ARGV - 2 > tonumber(ARGV[1]) then return 0 end
 for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[i]) end
@@ -47,7 +44,7 @@ redis.call('PEXPIRE', KEYS[1], 2 * ARGV[2])
 return 1
 """
 # KEYS: likewise. ARGV: a life in ms, then names, which are there afterwards whether they were or not: they run.
-_RENEW: Final = f"""{_NOW}
+_RENEW: Final = f"""{CLOCK_LUA}
 for i = 2, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 return 1
@@ -88,8 +85,12 @@ class ConcurrencyLimits:
     async def __aenter__(self) -> Self:
         if self._registry is not None:
             self._tasks = [
-                asyncio.create_task(self._keep_renewing(), name="concurrency limits"),
-                asyncio.create_task(self._keep_releasing(), name="ended sequences"),
+                asyncio.create_task(
+                    keep_going(self._keep_renewing, "renewing concurrency limits"), name="concurrency limits"
+                ),
+                asyncio.create_task(
+                    keep_going(self._keep_releasing, "releasing ended sequences"), name="ended sequences"
+                ),
             ]
         return self
 
@@ -97,15 +98,15 @@ class ConcurrencyLimits:
         await end_tasks(*self._tasks)
         await self._release_all()
 
-    def check(self, caller: Caller, num: int, retry_after_s: float) -> None:
+    def check(self, caller: Caller, num: int, retry_after_s: float, parameter: str = "n") -> None:
         """Raises what `hold` would, as far as this replica knows: before as much as a look at the prompt. Raises
-        InvalidRequest for more sequences than the tenant may have at all."""
+        InvalidRequest for more sequences than the tenant may have at all, which `parameter` asks for."""
         limit = caller.limits.max_concurrent_sequences
         if limit is None or caller.tenant is None:
             return
         if num > limit:
             raise InvalidRequest(
-                "n",
+                parameter,
                 f"tenant {caller.tenant} may have {limit} sequences at once, and this request alone has {num}",
             )
         until_s, closed_to = self._closed.get(caller.tenant, (0.0, num))
@@ -211,7 +212,7 @@ def _parts(names: list[str]) -> list[list[str]]:
 
 
 def _key(tenant: str) -> str:
-    return f"or:running:{hashlib.sha256(tenant.encode()).hexdigest()[:32]}"
+    return f"or:running:{tenant_digest(tenant)}"
 
 
 def _too_many(caller: Caller, retry_after_s: float) -> Overloaded:

@@ -38,6 +38,7 @@ class LinkedSession:
     num_prompt_tokens: int
     num_tokens_max: int  # prompt and output
     cache_salt: str = ""  # as the target got it
+    owner: str = ""  # as the target got it
     drafts: DraftChoice  # the workers that may follow
     deadline_s: float  # on the environment's clock
     traceparent: str = ""  # of the request's span
@@ -118,6 +119,7 @@ class DraftLink:
             speculation=session.speculation,
             deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),
             cache_salt=session.cache_salt,
+            owner=session.owner,
         )
         timeout_s = remaining_s(session.deadline_s, environment.now_s())
         call = environment.channels.attach(worker.address, request, timeout_s, session.traceparent)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from coordinator.body_parts import FIRST_ERROR_ONLY, Body, Listed
 from coordinator.generation_request import (
-    CACHE_SALT_CHARS_MAX,
+    ASKED_SALT_CHARS_MAX,
     CANARY_KEY_CHARS_MAX,
     PRIORITY_MAX,
     TENANT_CHARS_MAX,
@@ -88,7 +88,7 @@ class GenerationBody(Body):
         None  # picks a canary's arm
     )
     # The prompt shares its KV with the tenant's requests of the same salt alone.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=ASKED_SALT_CHARS_MAX)] | None = None
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None  # lower goes first
     deadline_ms: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None  # of the whole answer, from arrival
     request_id: str | None = None

@@ -19,6 +19,7 @@ from outrider.api_keys import ANYBODY, Caller
 from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import MAX_BAD_WORDS, DecodingMode, SamplingParams, SpeculationSettings
+from outrider.tenants import tenant_digest
 from outrider.tracing import NO_SPAN, Span
 
 PROMPT_BYTES_MAX: Final = 1 << 20
@@ -35,7 +36,7 @@ CHOICES_MAX: Final = 64
 PRIORITY_MAX: Final = 1000
 TENANT_CHARS_MAX: Final = 256
 CANARY_KEY_CHARS_MAX: Final = 256
-CACHE_SALT_CHARS_MAX: Final = 256
+ASKED_SALT_CHARS_MAX: Final = 256
 UINT32_MAX: Final = (1 << 32) - 1
 UINT64_MAX: Final = (1 << 64) - 1
 
@@ -121,6 +122,11 @@ class GenerationSpec:
         return cache_salt(self.request.origin.caller, self.request.cache_salt)
 
     @property
+    def owner(self) -> str:
+        """Workers are told on whose behalf it is, and not who that is."""
+        return tenant_digest(self.request.tenant) if self.request.tenant else ""
+
+    @property
     def num_choices(self) -> int:
         """Texts returned."""
         return self.request.n
@@ -198,8 +204,8 @@ def check_input(request: GenerationInput) -> None:
     _check_range("priority", request.priority, -PRIORITY_MAX, PRIORITY_MAX)
     if len(request.tenant) > TENANT_CHARS_MAX:
         raise InvalidRequest("tenant", f"tenant must have at most {TENANT_CHARS_MAX} characters")
-    if len(request.cache_salt) > CACHE_SALT_CHARS_MAX:
-        raise InvalidRequest("cache_salt", f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters")
+    if len(request.cache_salt) > ASKED_SALT_CHARS_MAX:
+        raise InvalidRequest("cache_salt", f"cache_salt must have at most {ASKED_SALT_CHARS_MAX} characters")
     if len(request.canary_key) > CANARY_KEY_CHARS_MAX:
         raise InvalidRequest(
             "x-canary-key", f"x-canary-key must have at most {CANARY_KEY_CHARS_MAX} characters"

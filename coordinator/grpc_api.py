@@ -107,7 +107,7 @@ async def generate(
             # Each text's end has told the rest.
             if not isinstance(item, RequestFinished) and not item.news.is_repeat:
                 is_long = num_values(spec, item.news) > SMALL_ANSWER_VALUES  # of a prompt
-                yield await threads.run(_chunk, spec, item) if is_long else _chunk(spec, item)
+                yield await threads.run_admitted(_chunk, spec, item) if is_long else _chunk(spec, item)
 
 
 def _read_position(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:

@@ -31,7 +31,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from coordinator.client_pace import CUT_AFTER, StallWatch
+from coordinator.client_pace import CUT_AFTER, PaceWatch
 from coordinator.settings import CLIENT_STALL_MAX_S
 from outrider.errors import OutriderError, SlowReader
 from protos.outrider.v1 import generation_pb2_grpc
@@ -177,7 +177,7 @@ def timed(handler: Handler, pace_of_call: Callable[[], Pace]) -> Handler:
             ending.add_done_callback(_ending.discard)
             task.cancel()  # it is sending
 
-        watch = StallWatch(lambda: since_s, CUT_AFTER * pace.stall_max_s, cut)
+        watch = PaceWatch(lambda: since_s, CUT_AFTER * pace.stall_max_s, cut)
         watch.start()
         try:
             async with aclosing(handler(request, context)) as messages:

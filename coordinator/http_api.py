@@ -103,7 +103,9 @@ class HttpApi:
         return await self._answer(request, kind, entry.payload, recollection)
 
     async def _generate(self, request: Request, kind: BodyKind) -> Response:
-        if LAST_EVENT_HEADER not in request.headers:  # what has begun has been charged
+        # A header proves nothing: whether the stream has begun is looked up below, and what has not is checked then.
+        # One that goes on pays again, and may owe more than another.
+        if LAST_EVENT_HEADER not in request.headers:
             self._service.environment.limits.check(_caller(request))
         return await self._answer(request, kind, await read_body(request))
 
@@ -158,7 +160,7 @@ class HttpApi:
         position = StreamPosition(points, spec.run) if shows_ids else None
         return EventStream(self._events(first, items, writer, opening, position), items)
 
-    async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> str:
+    async def _collect(self, spec: GenerationSpec, writer: ResponseWriter, arrival_s: float) -> bytes:
         """The answer as JSON."""
         news: list[ChoiceNews] = []
         size = num_bytes = 0
@@ -167,10 +169,12 @@ class HttpApi:
                 if isinstance(item, RequestFinished):
                     write = partial(_written, writer, news, item)
                     is_small = size <= SMALL_ANSWER_VALUES
-                    return write() if is_small else await self._service.environment.threads.run(write)
+                    return (
+                        write() if is_small else await self._service.environment.threads.run_admitted(write)
+                    )
                 news.append(item)
                 size += num_values(spec, item.news)
-                num_bytes += size_of(item.news)
+                num_bytes += size_of(item.news) + writer.size_of(item)
                 check_gathered(num_bytes)
         raise AssertionError("a request ended without its end")
 
@@ -211,7 +215,7 @@ class HttpApi:
     async def _event(self, item: ChoiceNews, writer: ResponseWriter) -> str | None:
         # What a step brought is small; a prompt may be long, and so may its token ids beside the first step.
         if writer.is_long(item):
-            return await self._service.environment.threads.run(writer.event, item)
+            return await self._service.environment.threads.run_admitted(writer.event, item)
         return writer.event(item)
 
     async def _unless_small(self, raw: bytes, work: Callable[[], ResultT]) -> ResultT:
@@ -322,8 +326,8 @@ def _read(kind: BodyKind, raw: bytes, request_id: str) -> tuple[CompletionBody |
     return body, body.to_input(body.request_id or request_id)
 
 
-def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> str:
-    return to_json_text(writer.whole(news, finished))
+def _written(writer: ResponseWriter, news: Sequence[ChoiceNews], finished: RequestFinished) -> bytes:
+    return to_json_text(writer.whole(news, finished)).encode()
 
 
 def _advance(position: StreamPosition, item: ChoiceNews) -> None:

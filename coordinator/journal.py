@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast, get_args
 
 from coordinator.generation_request import CHOICES_MAX
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import JournalWrite, RegistryCalls
 
@@ -201,7 +201,7 @@ class Journal:
         return len(self._streams)
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._keep(), name="journal")
+        self._task = asyncio.create_task(keep_going(self._keep, "the journal"), name="journal")
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -10,6 +10,9 @@ import json
 from typing import Any, Final
 
 _ITEMS_AT_ONCE: Final = 256
+_VALUES_AT_ONCE: Final = (
+    1024  # in all of what is nested; a piece for each would take more memory than the values do
+)
 
 
 def to_json_text(value: Any) -> str:
@@ -20,7 +23,9 @@ def to_json_text(value: Any) -> str:
 
 
 def _write(value: Any, pieces: list[str]) -> None:
-    if isinstance(value, dict) and len(value) <= _ITEMS_AT_ONCE and any(map(_is_container, value.values())):
+    if _is_small(value):
+        pieces.append(_dumped(value))
+    elif isinstance(value, dict) and len(value) <= _ITEMS_AT_ONCE and any(map(_is_container, value.values())):
         mark = "{"
         for name, item in value.items():
             pieces.append(f"{mark}{_dumped(name)}:")
@@ -40,6 +45,16 @@ def _write(value: Any, pieces: list[str]) -> None:
         pieces.append("]")
     else:
         pieces.append(_dumped(value))
+
+
+def _is_small(value: Any) -> bool:
+    num_values, pending = 0, [value]
+    while pending and num_values <= _VALUES_AT_ONCE:
+        each = pending.pop()
+        items = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        num_values += len(items)
+        pending += filter(_is_container, items)
+    return num_values <= _VALUES_AT_ONCE
 
 
 def _is_container(value: Any) -> bool:

@@ -26,8 +26,8 @@ from protos.outrider.v1 import common_pb2
 QUEUE_BYTES_MAX: Final = 1 << 20
 """Of a request's news that may wait, as `size_of` estimates them. Each text may hold one step that finds no room."""
 GATHERED_BYTES_MAX: Final = 128 << 20
-"""Of news that are kept until a request has ended, because its answer is no stream or is one of `best_of`, and of its
-prompt's log probabilities, which come as one."""
+"""Of news that are kept until a request has ended, because its answer is no stream, with what it takes to write that,
+or is one of `best_of`; and of its prompt's log probabilities, which come as one."""
 CHUNK_BYTES_MAX: Final = 64 << 10
 """Of news that are taken at once, unless one alone is larger."""
 # Turns of the event loop in which a message that has already arrived comes through gRPC: one in which the loop sees
@@ -153,12 +153,13 @@ class NewsQueue:
 
 
 def check_gathered(num_bytes: int) -> None:
-    """Raises InvalidRequest where one request would have too many bytes kept, as `size_of` estimates them."""
+    """Raises InvalidRequest where one request would take too many bytes, as `size_of` and `written_bytes` estimate."""
     if num_bytes > GATHERED_BYTES_MAX:
         raise InvalidRequest(
             None,
-            f"the answer, or what it says of the prompt, is larger than the {GATHERED_BYTES_MAX >> 20} MiB that are "
-            "kept for one request; ask for a stream, or for less (max_tokens, n, best_of, logprobs, prompt_logprobs)",
+            f"the answer, or what it says of the prompt, takes more than the {GATHERED_BYTES_MAX >> 20} MiB of memory "
+            "that there are for one request; ask for a stream, or for less (max_tokens, n, best_of, logprobs, "
+            "prompt_logprobs)",
         )
 
 

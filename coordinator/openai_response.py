@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring as json_string
 from typing import Any, Final
 
-from coordinator.answer_size import SMALL_ANSWER_VALUES, num_values
+from coordinator.answer_size import SMALL_ANSWER_VALUES, num_values, written_bytes
 from coordinator.choice_writer import AnswerFormat, ChoiceWriter, Piece, merged
 from coordinator.choices import ChoiceNews, RequestFinished
 from coordinator.generation_request import GenerationSpec
@@ -37,6 +37,7 @@ class ResponseWriter:
         """`created_s` is Unix time; `new_call_id` names a tool call."""
         self._spec = spec
         self._form = form
+        self._tokenizer = tokenizer
         self._created_s = created_s
         self._choices = [ChoiceWriter(spec, form, tokenizer, new_call_id) for _ in range(spec.num_choices)]
         self._has_shown_prompt_ids = [False] * spec.num_choices
@@ -73,6 +74,10 @@ class ResponseWriter:
                 outputs = [each for each in own if isinstance(each, VisibleOutput)]
                 (body if len(self._choices) == 1 else choice)["outrider"] = _detail(outputs)
         return body
+
+    def size_of(self, item: ChoiceNews) -> int:
+        """About how many bytes `whole` takes for it at its peak, beside the news."""
+        return written_bytes(self._spec, item.news, self._tokenizer, is_chat=self._form.is_chat)
 
     def opening(self, points: Sequence[ResumePoint] | None = None) -> list[dict[str, Any]]:
         """What a stream says before the first token: the role, in a chat. Texts that have begun have said it."""

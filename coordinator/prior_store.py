@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Self, cast
 
 from coordinator.priors import HALF_LIFE_S, KEYS_MAX, Evidence, PriorKey, PriorTable
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import Registry
 
@@ -90,7 +90,7 @@ class PriorStore:
         self.is_degraded = False  # the last attempt failed
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._keep(), name="priors")
+        self._task = asyncio.create_task(keep_going(self._keep, "the exchange of priors"), name="priors")
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,7 +14,6 @@ Without Redis each coordinator keeps to the limits by itself, from what it has l
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,9 @@ from typing import Final, Self
 from outrider.api_keys import Caller, TenantLimits
 from outrider.background import end_tasks
 from outrider.errors import Overloaded, RegistryUnavailable
+from outrider.redis_connection import CLOCK_LUA
 from outrider.registry import Registry
+from outrider.tenants import tenant_digest
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ _FLUSH_S: Final = 0.5  # for which outputs gather before they are charged
 
 # KEYS: a tenant's bucket. ARGV: requests and tokens a minute (0: no limit), then what they cost, then how many minutes'
 # worth may be owed. Returns the time until it would be let in, ms; 0 when it was, and has paid.
-_CHARGE: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+_CHARGE: Final = (
+    CLOCK_LUA
+    + """
 local at = tonumber(redis.call('HGET', KEYS[1], 'at') or now)
 local left, wait, full = {}, 0, 0
 for i, name in ipairs({'requests', 'tokens'}) do
@@ -60,6 +61,7 @@ redis.call('HSET', KEYS[1], 'at', now, 'requests', left[1], 'tokens', left[2])
 redis.call('PEXPIRE', KEYS[1], full + 1000)
 return 0
 """
+)
 
 
 @dataclass(slots=True)
@@ -161,7 +163,7 @@ class RateLimits:
         bucket = self._buckets.setdefault(tenant, Bucket.full(limits, now_s))
         if self._registry is not None and self._script is not None and self._now_s() >= self._away_until_s:
             arguments = [limits.requests_per_minute or 0, limits.tokens_per_minute or 0, requests, tokens]
-            key = f"or:limits:{hashlib.sha256(tenant.encode()).hexdigest()[:32]}"
+            key = f"or:limits:{tenant_digest(tenant)}"
             try:
                 answer = await self._registry.ask(
                     self._script(keys=[key], args=[*arguments, minutes_owed_max])

@@ -27,8 +27,14 @@ class RayProcesses:
     """Watches processes by descriptors, so that a number that is given out again is never taken for one of them."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
-        """By name; all are alive, and stay ours to reap."""
-        self._descriptors = {os.pidfd_open(pid): name for name, pid in pids.items()}
+        """By name; they stay ours to reap."""
+        self._descriptors: dict[int, str] = {}
+        self._gone: str | None = None
+        for name, pid in pids.items():
+            try:
+                self._descriptors[os.pidfd_open(pid)] = name
+            except ProcessLookupError:  # it has ended since it was found
+                self._gone = name
 
     @classmethod
     def of_this_process(cls) -> Self:
@@ -42,8 +48,8 @@ class RayProcesses:
 
     def lost(self) -> str | None:
         """The name of one that has ended, if one has."""
-        if not self._descriptors:
-            return None
+        if self._gone is not None or not self._descriptors:
+            return self._gone
         ended, _, _ = select.select(list(self._descriptors), [], [], 0)
         return self._descriptors[ended[0]] if ended else None
 

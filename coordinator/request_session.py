@@ -377,6 +377,7 @@ class RequestSession:
             deadline_ms=remaining_ms(self._deadline_s, environment.now_s()),
             incarnation=place.target.incarnation,
             cache_salt=spec.cache_salt,
+            owner=spec.owner,
             trial_tokens=0 if self._trial is None else self._num_tokens_at_loss + TRIAL_TOKENS,
         )
         session = LinkedSession(
@@ -388,6 +389,7 @@ class RequestSession:
             num_prompt_tokens=len(spec.prompt_token_ids),
             num_tokens_max=spec.num_tokens_max,
             cache_salt=spec.cache_salt,
+            owner=spec.owner,
             drafts=spec.drafts,
             deadline_s=self._deadline_s,
             traceparent=spec.span.traceparent,

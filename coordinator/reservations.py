@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import RENEW_S, RegistryCalls
 from outrider.worker_record import Pool, WorkerRecord
@@ -54,8 +54,10 @@ class Reservations:
 
     async def __aenter__(self) -> Self:
         self._tasks = [
-            asyncio.create_task(self._keep_renewing(), name="reservations"),
-            asyncio.create_task(self._keep_releasing(), name="releases"),
+            asyncio.create_task(
+                keep_going(self._keep_renewing, "renewing reservations"), name="reservations"
+            ),
+            asyncio.create_task(keep_going(self._keep_releasing, "releasing reservations"), name="releases"),
         ]
         return self
 

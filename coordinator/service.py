@@ -51,7 +51,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
 from coordinator.worker_threads import WorkerThreads
 from outrider.api_keys import ANYBODY, Caller, KeyFile, Scope
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.canary.store import CanaryStore
 from outrider.errors import (
     Conflict,
@@ -216,9 +216,11 @@ class GenerationService:
         await self._stack.enter_async_context(self._identities)
         await self._stack.enter_async_context(self._canary_auditor)
         self._stack.push_async_callback(self.environment.admission.close)
-        housekeeping = asyncio.create_task(self._keep_house(), name="coordinator housekeeping")
-        ticks = keep_ticking(self.environment.lag, self.environment.metrics.observe_loop_lag)
-        ticking = asyncio.create_task(ticks, name="loop lag")
+        housekeeping = asyncio.create_task(
+            keep_going(self._keep_house, "housekeeping"), name="coordinator housekeeping"
+        )
+        ticks = partial(keep_ticking, self.environment.lag, self.environment.metrics.observe_loop_lag)
+        ticking = asyncio.create_task(keep_going(ticks, "the loop's ticking"), name="loop lag")
         self._stack.push_async_callback(end_tasks, housekeeping, ticking)
         return self
 
@@ -271,7 +273,8 @@ class GenerationService:
         if not has_begun:
             environment.limits.check(caller)
             retry_after_s = environment.admission.retry_after_s(model)
-            environment.concurrency.check(caller, request.best_of or request.n, retry_after_s)
+            num, parameter = (request.best_of, "best_of") if request.best_of else (request.n, "n")
+            environment.concurrency.check(caller, num, retry_after_s, parameter)
             time_left_s = request.deadline_s or environment.settings.deadline_default_s
             ticket = Ticket(request.priority, request.tenant)
             environment.admission.check_room(model, ticket, time_left_s)

@@ -35,7 +35,9 @@ class CoordinatorSettings:
     # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.
     target_silence_max_s: float = 20.0  # above a worker's own bound for a step
     draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
-    target_attempts_max: int = 3  # targets tried for one request before its first token
+    target_attempts_max: int = (
+        3  # targets tried for one request before its first token, and lost to it at all
+    )
     target_wait_max_s: float = 60.0  # how long a text that has begun looks for a target to go on at
     client_stall_max_s: float = CLIENT_STALL_MAX_S  # how long output may wait for its reader
     draft_attempts_max: int = 3  # draft workers tried for one attachment

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self
 
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.tls import Role, TlsFiles, names_of_certificate, worker_name, workers_named
 from outrider.worker_record import Snapshot, WorkerRecord
 
@@ -82,7 +82,9 @@ class WorkerIdentities:
     async def __aenter__(self) -> Self:
         if self._files is not None:
             await self.look()
-            self._task = asyncio.create_task(self._keep(), name="identities of workers")
+            self._task = asyncio.create_task(
+                keep_going(self._keep, "looking at workers' certificates"), name="identities of workers"
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:

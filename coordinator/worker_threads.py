@@ -22,7 +22,7 @@ Arguments = ParamSpec("Arguments")
 
 THREADS_MAX: Final = 4
 PENDING_MAX: Final = 256
-"""Pieces of work that run or wait; what comes then is refused."""
+"""Pieces of work that run or wait; what a new request needs is refused then."""
 
 
 class WorkerThreads:
@@ -49,8 +49,21 @@ class WorkerThreads:
             if self._num_pending >= self._pending_max:
                 raise Overloaded("too many large requests are being read, tokenized or answered at once")
             self._num_pending += 1
+        return await self._done(partial(work, *args, **kwargs))
+
+    async def run_admitted(
+        self, work: Callable[Arguments, ResultT], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> ResultT:
+        """As `run`, for a request whose work has been done: it is not refused at its end. Of these there are no more
+        than there are requests."""
+        with self._lock:
+            self._num_pending += 1
+        return await self._done(partial(work, *args, **kwargs))
+
+    async def _done(self, work: Callable[[], ResultT]) -> ResultT:
+        """What `work` returns; it is counted already."""
         try:
-            future = self._executor.submit(partial(work, *args, **kwargs))
+            future = self._executor.submit(work)
         except BaseException:
             self._forget()
             raise

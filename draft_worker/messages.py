@@ -31,6 +31,7 @@ class AttachSession:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     grammar: GrammarState | None = None  # at its beginning; the session's own from here on
     cache_salt: str = ""  # of the sessions that it shares KV blocks with
+    owner: str = ""  # on whose behalf its grammar is compiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from outrider.grammar import GrammarCompiler
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.telemetry import DraftMetrics
+from outrider.tenants import check_owner
 from outrider.tracing import OFF, Attributes, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -128,7 +129,9 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             event = self._parse(request)
             if event.sampling.grammar is not None:
                 self._scheduler.check_room()  # a refusal comes before any work
-                compiling = asyncio.create_task(self._grammars.compile_async(event.sampling.grammar))
+                compiling = asyncio.create_task(
+                    self._grammars.compile_async(event.sampling.grammar, event.owner)
+                )
                 try:
                     while not (await asyncio.wait([compiling], timeout=STATUS_EVERY_S))[0]:
                         yield draft_pb2.AttachStatus()  # silence would look as if the worker were gone
@@ -195,6 +198,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         if len(request.hint_token) > MAX_HINT_TOKEN:
             raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
         check_cache_salt(request.cache_salt)
+        check_owner(request.owner)
         self._check_free(request.session_id)
         if not request.token_ids:
             raise InvalidRequest(
@@ -218,6 +222,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             min(request.num_prompt_tokens, len(request.token_ids)),
             SpeculationSettings.from_proto(request.speculation),
             cache_salt=request.cache_salt,
+            owner=request.owner,
         )
 
     def _check_free(self, session_id: str) -> None:

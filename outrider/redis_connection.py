@@ -28,6 +28,11 @@ from outrider.redis_tls import SharedContext
 _SENTINEL_SUFFIX: Final = "+sentinel"
 _SENTINEL_PORT: Final = 26379
 MAX_CONNECTIONS: Final = 32
+CLOCK_LUA: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+"""Begins a script in which `now` is Redis' clock in ms."""
 
 
 def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:

@@ -32,7 +32,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from outrider.errors import RegistryUnavailable
-from outrider.redis_connection import MAX_CONNECTIONS, close_redis, open_redis, without_password
+from outrider.redis_connection import CLOCK_LUA, MAX_CONNECTIONS, close_redis, open_redis, without_password
 from outrider.worker_record import Pool, WorkerRecord
 
 _log = logging.getLogger(__name__)
@@ -44,10 +44,7 @@ RESERVATION_S: Final = 15.0
 RENEW_S: Final = RESERVATION_S / 3
 _CALL_TIMEOUT_S: Final = 1.0
 
-_NOW: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function tell(stream, kind, id, incarnation)
+_NOW: Final = f"""{CLOCK_LUA}local function tell(stream, kind, id, incarnation)
   redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'kind', kind, 'worker_id', id, 'incarnation', incarnation)
 end
 """

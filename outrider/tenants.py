@@ -1,10 +1,15 @@
-"""How much of what there is a tenant gets where requests wait: its weight, beside the 1 of those not named."""
+"""Tenants where they wait for one another: how much of what there is each one gets, its weight, beside the 1 of those
+not named, and what a tenant is called where its name does not belong."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final
 
+from outrider.errors import InvalidRequest
+
 TENANT_WEIGHT_MAX: Final = 1000.0
+OWNER_CHARS_MAX: Final = 64
 
 
 def parse_tenant_weight(text: str) -> tuple[str, float]:
@@ -24,3 +29,16 @@ def check_tenant_weight(name: str, weight: float) -> float:
             f"the weight of tenant {name!r} is {weight}; permitted: above 0, to {TENANT_WEIGHT_MAX:g}"
         )
     return weight
+
+
+def tenant_digest(tenant: str) -> str:
+    """What a tenant is called in Redis and at workers: 32 hexadecimal characters."""
+    return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def check_owner(owner: str) -> None:
+    """Raises InvalidRequest for an owner whose name is longer than workers take."""
+    if len(owner) > OWNER_CHARS_MAX:
+        raise InvalidRequest(
+            "owner", f"owner may have at most {OWNER_CHARS_MAX} characters, got {len(owner)}"
+        )

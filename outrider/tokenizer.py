@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,9 @@ LONG_TEXT_CHARS: Final = 8192
 """A text that is longer is not to be tokenized on an event loop."""
 LONG_TEXT_TOKENS: Final = 4096
 """As many tokens, or more, are not to be decoded there."""
+TOKENS_KEPT: Final = 1 << 15
+"""Tokens whose bytes are remembered, which takes up to 6 MiB: looking one up takes 5 µs, and an answer with log
+probabilities needs dozens of each step."""
 
 # For a model that was never taught a chat format: what the people in the conversation said, one after
 # another.
@@ -117,6 +120,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
             raise ConfigurationError(f"cannot load {model_dir / 'tokenizer.json'}: {error}") from error
+        self._known_bytes = lru_cache(TOKENS_KEPT)(self._find_bytes)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._config = _read_json(model_dir / "tokenizer_config.json", optional=True)
@@ -172,6 +176,9 @@ class Tokenizer:
         Exact for byte-level vocabularies and for those that spell bytes as <0x0A>. In others a token's bytes may
         depend on where it stands (a space at the start of the text); these are those of a text of it alone.
         """
+        return self._known_bytes(token_id)
+
+    def _find_bytes(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""

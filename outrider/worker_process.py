@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
@@ -37,7 +38,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from outrider import logs, turns
-from outrider.background import end_tasks
+from outrider.background import end_tasks, keep_going
 from outrider.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.errors import ConfigurationError, OutriderError, Overloaded, Unavailable
 from outrider.logs import LogFormat
@@ -276,7 +277,8 @@ class WorkerProcess:
             ready_facts = {**ready_facts, "health_port": self.health_port}
         record = replace(record, address=self.address, zone=self.options.zone)
         async with contextlib.AsyncExitStack() as stack:
-            ticking = asyncio.create_task(keep_ticking(self._lag, self._observe_lag), name="loop lag")
+            ticks = partial(keep_ticking, self._lag, self._observe_lag)
+            ticking = asyncio.create_task(keep_going(ticks, "the loop's ticking"), name="loop lag")
             stack.push_async_callback(end_tasks, ticking)
             lease: WorkerLease | None = None
             if self._registry is not None:

@@ -40,6 +40,7 @@ class StartSession:
     priority: int = 0  # lower goes first, and is preempted last
     deadline_at: float = math.inf  # shell's clock, seconds; what is not complete by then is not wanted
     cache_salt: str = ""  # of the sessions that it shares KV blocks and recent outputs with
+    owner: str = ""  # on whose behalf its grammar is compiled
 
 
 @dataclass(frozen=True, slots=True)

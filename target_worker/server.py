@@ -29,6 +29,7 @@ from outrider.loop_share import LoopShare
 from outrider.model_thread import ModelThread
 from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.telemetry import TargetMetrics
+from outrider.tenants import check_owner
 from outrider.tracing import OFF, Span, Tracing
 from outrider.worker_process import abort
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc, target_pb2, target_pb2_grpc
@@ -290,7 +291,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
             compiling.cancel()
 
     async def _grammar_of(self, event: StartSession, grammar: GrammarSpec) -> GrammarState:
-        state = await self._grammars.compile_async(grammar)
+        state = await self._grammars.compile_async(grammar, event.owner)
         if committed := event.token_ids[event.num_prompt_tokens :]:
             # Thousands of tokens, perhaps: neither on this loop nor on the model's thread.
             try:
@@ -432,6 +433,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
     if len(request.hint_token) > MAX_HINT_TOKEN:
         raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
     check_cache_salt(request.cache_salt)
+    check_owner(request.owner)
     if not request.token_ids:
         raise InvalidRequest("token_ids", "token_ids is empty; at least one token is needed to go on from")
     sampling = SamplingParams.from_proto(request.sampling)
@@ -449,6 +451,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         priority=request.priority,
         deadline_at=deadline_at,
         cache_salt=request.cache_salt,
+        owner=request.owner,
     )
 
 

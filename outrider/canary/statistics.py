@@ -50,7 +50,7 @@ class Count(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"  # by what is ours: a worker lost, a bug
     LATE = "late"  # out of its own time
-    LEFT = "left"  # the client went away
+    LEFT = "left"  # the client went away, or did not read
     REFUSED = "refused"  # full, or wrong: says more of the load or the client than of the arm
     AUDITED = "audited"  # run again without speculation, and compared
     DIVERGED = "diverged"  # of these: speculation said something else

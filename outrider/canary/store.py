@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 from outrider.canary.plan import LEAD_MS, ArmName, Canary, CanaryPlan, CanaryState
 from outrider.canary.statistics import FIRST, ArmStatistics
 from outrider.errors import ConfigurationError
+from outrider.redis_connection import CLOCK_LUA
 from outrider.registry import Registry
 
 _log = logging.getLogger(__name__)
@@ -31,14 +32,10 @@ _ARMS: Final[Mapping[ArmName, str]] = {arm: f"{{or:canary}}:{arm}" for arm in Ar
 _BATCHES: Final = "{or:canary}:batches"
 _KEYS: Final = [_PLAN, _ARMS[ArmName.CONTROL], _ARMS[ArmName.CANARY], _BATCHES]
 
-_NOW: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
 
 # KEYS: all. ARGV: id, plan, state, lead in ms, duration in ms. Without a lead it waits. Returns the id of the one that
 # is in the way, empty when there was none: it runs, waits, or is promoted.
-_BEGIN: Final = f"""{_NOW}
+_BEGIN: Final = f"""{CLOCK_LUA}
 local id, state, ends = unpack(redis.call('HMGET', KEYS[1], 'id', 'state', 'ends_ms'))
 if id and state ~= 'aborted' and (state == 'promoted' or now < tonumber(ends)) then return id end
 redis.call('DEL', unpack(KEYS))
@@ -51,7 +48,7 @@ return ''
 
 # KEYS: plan. ARGV: id, state before, state after, reason, lead in ms, duration in ms. One that waited begins: both of
 # its moments are set anew. Returns 1 when it was in that state.
-_DECIDE: Final = f"""{_NOW}
+_DECIDE: Final = f"""{CLOCK_LUA}
 local id, state = unpack(redis.call('HMGET', KEYS[1], 'id', 'state'))
 if id ~= ARGV[1] or state ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[3], 'reason', ARGV[4])
@@ -64,7 +61,7 @@ return 1
 
 # KEYS: all. ARGV: life in ms; where there is a batch also its id, sender and number, how many sums are of control, and
 # names and values, first control's. Returns the time in ms and the three hashes as flat lists.
-_EXCHANGE: Final = f"""{_NOW}
+_EXCHANGE: Final = f"""{CLOCK_LUA}
 if #ARGV > 1 and redis.call('HGET', KEYS[1], 'id') == ARGV[2]
     and tonumber(ARGV[4]) > tonumber(redis.call('HGET', KEYS[4], ARGV[3]) or 0) then
   local last_of_control = 5 + 2 * ARGV[5]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -21,6 +22,8 @@ from typing import Final, Generic, TypeVar
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 
+_log = logging.getLogger(__name__)
+
 STACK_BYTES: Final = 512 * 2**20
 MAX_RUNNING: Final = (
     2  # at once, each with a stack of that size; the processor is needed for other things too
@@ -30,6 +33,9 @@ TIME_LIMIT_S: Final = 5.0  # that one grammar may take; the worst found took hal
 WAIT_MAX_S: Final = 10.0  # until a caller has an answer
 
 _NO_ROOM: Final = Overloaded("no room to compile the grammar now", retry_after_s=1.0)  # no thread, no stack
+_FAILED: Final = OutriderError(
+    "compiling the grammar failed; the log has it"
+)  # a defect, ours or llguidance's
 
 _T = TypeVar("_T")
 _stack_size_lock = threading.Lock()  # the size that new threads get belongs to the process
@@ -73,8 +79,9 @@ class CompileQueue(Generic[_T]):
     async def get_async(self, key: bytes, owner: str, build: Callable[[], _T]) -> _T:
         """What `build` makes, or made before. Cancelling gives up the place in the line.
 
-        Raises what `build` raised, InvalidRequest for what takes too long, and Overloaded when the line is full or does
-        not move. `owner` is who asks: the one with the fewest grammars running goes first.
+        Raises the OutriderError that `build` raised, or a plain one for what nobody foresaw; InvalidRequest for what
+        takes too long, and Overloaded when the line is full or does not move. `owner` is who asks: the one with the
+        fewest grammars running goes first.
         """
         future = self._ask(key, owner, build)
         try:
@@ -153,6 +160,11 @@ class CompileQueue(Generic[_T]):
             outcome = error
         except (RuntimeError, MemoryError):
             outcome = _NO_ROOM
+        except (
+            BaseException
+        ):  # llguidance's Rust panics are no Exceptions; whatever it was, its slot comes free
+            _log.exception("compiling a grammar failed")
+            outcome = _FAILED
         # The processor's time, so that a machine with too much to do condemns no grammar for good.
         if time.thread_time() - began_s > self._time_limit_s:
             outcome = self._too_slow()

@@ -63,11 +63,11 @@ class GrammarCompiler:
                 break
         return start.fork()
 
-    async def compile_async(self, spec: GrammarSpec) -> GrammarState:
-        """As `compile`; cancelling gives up the place in the line."""
+    async def compile_async(self, spec: GrammarSpec, owner: str = "") -> GrammarState:
+        """As `compile`; cancelling gives up the place in the line. `owner` is on whose behalf, see `CompileQueue`."""
         key = digest(spec)
         for _ in range(2):
-            start = await self._states.get_async(key, "", lambda: self._build(spec))
+            start = await self._states.get_async(key, owner, lambda: self._build(spec))
             if not self._must_be_built_again(key, start):
                 break
         return start.fork()

@@ -15,6 +15,7 @@ from coordinator.routing import prefix_key
 from outrider.api_keys import ANYBODY, Caller, Scope, TenantLimits, entry, new_key
 from outrider.engine.prefix_cache import CACHE_SALT_CHARS_MAX
 from outrider.errors import InvalidRequest
+from outrider.tenants import tenant_digest
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, eventually
@@ -81,6 +82,8 @@ async def test_both_workers_are_told_the_salt_of_the_callers_tenant(
             assert answer.status_code == 200, answer.text
             await eventually(lambda draft=draft: len(draft.requests) == 1, "a draft worker follows")  # type: ignore[misc]
             assert draft.requests[0].cache_salt == target.requests[0].cache_salt
+            # Whatever they share, and whatever salts one names, each is one owner.
+            assert draft.requests[0].owner == target.requests[0].owner == tenant_digest(name)
             found[name, salt] = target.requests[0].cache_salt
     assert found["mail", None] == found["news", None] == ""
     assert found["mail", "mine"] == found["news", "mine"]

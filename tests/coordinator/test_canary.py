@@ -19,6 +19,7 @@ from coordinator.generation_request import GenerationInput, GenerationSpec, Orig
 from outrider.canary.plan import ArmName, Assignment, CanaryPlan, CanaryState
 from outrider.canary.statistics import NUM_CLUSTERS, ArmStatistics, Count, Figure, Loss
 from outrider.canary.store import Batch
+from outrider.errors import SlowReader
 from outrider.sampling_params import SamplingParams
 from outrider.tracing import NO_SPAN, Span
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
@@ -36,9 +37,10 @@ async def opened(
     drafts: list[FakeDraft] | None = None,
     plan: CanaryPlan | None = None,
     state: CanaryState = CanaryState.RUNNING,
+    settings: dict[str, Any] | None = None,
 ) -> AsyncIterator[Cluster]:
     """A replica that has heard of the canary."""
-    async with clusters.open([target], drafts) as cluster:
+    async with clusters.open([target], drafts, settings=settings) as cluster:
         hear_of(cluster.service.canary, plan, state, now_s=cluster.service.environment.now_s())
         yield cluster
 
@@ -277,6 +279,28 @@ class TestCounting:
             await chunks.aclose()
             counts = counted(cluster)[CANARY]
         assert (counts.num_ended, counts.num(Count.LEFT)) == (1, 1)
+
+    async def test_a_client_that_does_not_read_is_counted_as_one_that_left(
+        self, clusters: ClusterFactory
+    ) -> None:
+        plan = plan_of()
+        settings = {"client_stall_max_s": 0.1}
+        async with opened(clusters, clusters.target(), plan=plan, settings=settings) as cluster:
+            service = cluster.service
+            chunks = grpc_api.generate(
+                service,
+                generation_pb2.GenerationRequest(
+                    prompt="x", sampling=common_pb2.SamplingParams(max_tokens=900, top_p=1, ignore_eos=True)
+                ),
+                Origin(canary_key=key_in(plan, CANARY)),
+            )
+            await anext(chunks)
+            ended = service.environment.metrics.slow_readers.labels("request")._value
+            await eventually(lambda: ended.get() == 1, "its request is ended")
+            with pytest.raises(SlowReader):
+                await anext(chunks)
+            counts = counted(cluster)[CANARY]
+        assert (counts.num_ended, counts.num(Count.LEFT), counts.num(Count.FAILED)) == (1, 1, 0)
 
     async def test_what_is_lost_on_its_way_is_sent_again_as_it_was(self, clusters: ClusterFactory) -> None:
         plan = plan_of()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from coordinator.client_pace import StallWatch
+from coordinator.client_connection import PART_BYTES_MAX, ClientConnection
+from coordinator.client_pace import CUT_AFTER, PACE_BYTES, PaceWatch
 
 
 @dataclass
@@ -22,6 +25,9 @@ class Timers:
 
     def time(self) -> float:
         return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> Any:
+        return self.call_at(self.now_s + delay_s, call, *arguments)
 
     def call_at(self, when_s: float, call: Callable[..., object], *arguments: Any) -> Any:
         entry = (when_s, len(self.due), call, arguments)
@@ -50,6 +56,7 @@ class Timers:
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     timers = Timers()
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: timers)
+    monkeypatch.setattr(asyncio, "current_task", lambda: None)
     return timers
 
 
@@ -59,7 +66,7 @@ class Measured:
     def __init__(self, timers: Timers) -> None:
         self.since_s: float | None = None
         self.stalls: list[float] = []
-        self.watch = StallWatch(lambda: self.since_s, 30.0, lambda: self.stalls.append(timers.now_s))
+        self.watch = PaceWatch(lambda: self.since_s, 30.0, lambda: self.stalls.append(timers.now_s))
         self.watch.start()
 
 
@@ -110,3 +117,82 @@ def test_nothing_is_told_once_it_is_stopped(timers: Timers) -> None:
     measured.watch.stop()
     timers.pass_until(100)
     assert measured.stalls == []
+
+
+class Server:
+    """What a connection sees of uvicorn: the client takes a part every `part_s` seconds."""
+
+    def __init__(self, timers: Timers, part_s: float) -> None:
+        self.cut_s: float | None = None
+        self.num_unread = 0
+        self._timers = timers
+        self._part_s = part_s
+        self.transport = self  # of its one cycle, which it is itself
+        self.cycle = self
+
+    async def receive(self) -> Message:
+        raise AssertionError("nothing else comes")
+
+    async def send(self, message: Message) -> None:
+        until_s = self._timers.now_s + self._part_s
+        self._timers.pass_until(until_s)
+
+    def get_extra_info(self, name: str) -> socket.socket | None:
+        return None
+
+    def get_protocol(self) -> Server:
+        return self
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def abort(self) -> None:
+        self.cut_s = self._timers.now_s
+
+
+STALL_MAX_S = 30.0
+WITHIN_S = CUT_AFTER * STALL_MAX_S
+
+
+def sent(timers: Timers, part_s: float, num_bytes: int) -> tuple[ClientConnection, Server]:
+    server = Server(timers, part_s)
+    connection = ClientConnection(server.receive, server.send, STALL_MAX_S, lambda: None)
+    sending = connection.send({"type": "http.response.body", "body": bytes(num_bytes)})
+    with pytest.raises(StopIteration):  # nothing in it has to wait for a loop
+        sending.send(None)
+    return connection, server
+
+
+@pytest.mark.parametrize("num_bytes", [PACE_BYTES, 8 * PACE_BYTES])
+def test_a_finished_answer_is_not_kept_for_one_who_takes_a_little_of_it_at_a_time(
+    timers: Timers, num_bytes: int
+) -> None:
+    connection, server = sent(timers, WITHIN_S - 1, num_bytes)
+    assert connection.is_cut
+    assert server.cut_s is not None
+    assert server.cut_s <= WITHIN_S * (1 + num_bytes / PACE_BYTES)
+
+
+def test_a_large_answer_may_take_as_long_as_its_size_permits(timers: Timers) -> None:
+    part_s = WITHIN_S * PART_BYTES_MAX / PACE_BYTES
+    connection, server = sent(timers, part_s, 8 * PACE_BYTES)
+    connection.end()
+    timers.pass_until(timers.now_s + 1000)
+    assert server.cut_s is None
+    assert timers.now_s >= 8 * WITHIN_S
+
+
+def test_an_answer_of_one_part_has_the_whole_limit(timers: Timers) -> None:
+    connection, _ = sent(timers, WITHIN_S - 1, PART_BYTES_MAX)
+    assert not connection.is_cut
+
+
+@pytest.mark.parametrize("num_unread", [0, 1])
+def test_the_rest_of_an_answer_has_to_be_taken_within_the_limit(timers: Timers, num_unread: int) -> None:
+    connection, server = sent(timers, 0.1, PACE_BYTES)
+    server.num_unread = 2 * PART_BYTES_MAX
+    connection.end()
+    timers.pass_until(timers.now_s + WITHIN_S - 1)
+    server.num_unread = num_unread
+    timers.pass_until(timers.now_s + 2)
+    assert connection.is_cut == bool(num_unread)

@@ -28,6 +28,7 @@ from outrider.errors import InvalidRequest, Overloaded
 from outrider.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import eventually
 from tests.coordinator.test_resumption import Memory, events_of, said
 
 LONG_TEXT = "import os, sys\n" * 2000
@@ -331,6 +332,32 @@ class TestThreads:
         assert await asyncio.gather(*held) == [True, True]
         assert await threads.run(int) == 0
         threads.close()
+
+    @pytest.mark.parametrize("is_streaming", [False, True])
+    async def test_an_answer_whose_work_is_done_is_not_refused_at_its_end(
+        self, clusters: ClusterFactory, is_streaming: bool
+    ) -> None:
+        may_go_on = threading.Event()
+        # A long answer in one piece, or the long log probabilities of a prompt.
+        body = {"prompt": [65] * 2500, "prompt_logprobs": 1, "max_tokens": 2, "stream": is_streaming}
+        async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
+            threads = cluster.service.environment.threads
+            target = cluster.targets[0]
+            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=body))
+            target.may_step = lambda num_tokens: bool(held)
+            held: list[asyncio.Task[bool]] = []
+            await eventually(lambda: target.num_open == 1, "it runs")
+            threads._pending_max = 1
+            held.append(asyncio.create_task(threads.run(may_go_on.wait, 30)))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await threads.run(int)
+            await eventually(lambda: asking.done() or threads._num_pending == 2, "its answer is written", 30)
+            may_go_on.set()
+            answer = await asking
+            await asyncio.gather(*held)
+        assert answer.status_code == 200, answer.text
+        assert "overloaded" not in answer.text
 
     async def test_work_that_has_not_begun_when_its_caller_leaves_never_begins(self) -> None:
         threads, may_go_on, done = WorkerThreads(1), threading.Event(), list[str]()

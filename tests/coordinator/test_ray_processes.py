@@ -62,6 +62,16 @@ def test_a_coordinator_that_is_to_stop_blames_nobody(processes: dict[str, subpro
     __main__._wait(stop)
 
 
+def test_one_that_ended_before_it_could_be_watched_is_missed(
+    processes: dict[str, subprocess.Popen[bytes]],
+) -> None:
+    pids = {name: process.pid for name, process in processes.items()}
+    processes["raylet"].kill()
+    processes["raylet"].wait()  # nothing is left of it, not even a zombie
+    with closing(RayProcesses(pids)) as watched:
+        assert watched.lost() == "raylet"
+
+
 def test_where_there_are_none_none_is_missed() -> None:
     with closing(RayProcesses({})) as watched:
         assert watched.lost() is None

@@ -251,6 +251,18 @@ class TestWhatIsKeptWhole:
         assert "max_tokens, n, best_of, logprobs" in answer.json()["error"]["message"]
         assert small.status_code == 200
 
+    async def test_what_it_takes_to_write_an_answer_is_counted_too(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(news_queue, "GATHERED_BYTES_MAX", 1 << 20)
+        body = GREEDY | {"max_tokens": 200, "logprobs": 20}  # 400 KB of news, more than another MiB to write
+        async with clusters.open([clusters.target()]) as cluster:
+            answer = await cluster.client.post("/v1/completions", json=body)
+            stream = await cluster.client.post("/v1/completions", json=body | {"stream": True})
+        assert answer.status_code == 400, answer.text
+        assert "MiB of memory that there are for one request" in answer.json()["error"]["message"]
+        assert len(said(events_of(stream.text))[0]["logprobs"]) == 200
+
     async def test_a_stream_may_be_as_long_as_it_likes(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             answer = await cluster.client.post("/v1/completions", json=LONG)

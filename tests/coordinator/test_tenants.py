@@ -214,6 +214,8 @@ async def test_a_tenants_sequences_at_once_have_a_limit_and_each_of_n_counts(
         assert "tenant search may have 3 sequences at once" in refused.json()["error"]["message"]
         assert (await one.ask()).status_code == 200  # a third
         too_many = await one.ask(**SAMPLED, n=1, best_of=4)
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "best_of")
+        too_many = await one.ask(**SAMPLED, n=4)
         assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
         assert (await two).status_code == 200
         assert (await one.ask(**SAMPLED, n=3)).status_code == 200

@@ -288,9 +288,10 @@ def test_any_attachment_is_answered(stage: Stage, effort: int) -> None:
     stage.draft.runner.run(stage.check_service())
 
 
-def test_an_attachment_has_the_salt_that_its_coordinator_sent(stage: Stage) -> None:
-    request = stage.attach("salted", stage.honest, cache_salt="search")
-    assert stage.draft.servicer._parse(request).cache_salt == "search"
+def test_an_attachment_has_the_salt_and_the_owner_that_its_coordinator_sent(stage: Stage) -> None:
+    request = stage.attach("salted", stage.honest, cache_salt="search", owner="search's")
+    attached = stage.draft.servicer._parse(request)
+    assert (attached.cache_salt, attached.owner) == ("search", "search's")
 
 
 @pytest.mark.parametrize(
@@ -300,6 +301,7 @@ def test_an_attachment_has_the_salt_that_its_coordinator_sent(stage: Stage) -> N
         {"token_ids": [VOCAB_SIZE]},
         {"session_id": "x" * 3_000_000},
         {"cache_salt": "x" * 129},
+        {"owner": "x" * 65},
         {"target_address": "\U0001f600" * 500_000},
         {"tokenizer_fingerprint": "x" * 3_000_000},
         {"sampling": common_pb2.SamplingParams(top_p=1, max_tokens=1, allowed_token_ids=range(MANY))},

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from outrider.errors import InvalidRequest, Overloaded
-from outrider.grammar import compile_queue
+from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.grammar import GrammarCompiler, compile_queue
 from outrider.grammar.compile_queue import MAX_RUNNING, CompileQueue
+from outrider.sampling_params import GrammarKind, GrammarSpec
 
 
 class Builds:
@@ -148,6 +150,21 @@ async def test_a_refusal_is_remembered_and_a_lack_of_room_is_not() -> None:
     assert [type(error) for error in tried] == [InvalidRequest, MemoryError, MemoryError]
 
 
+async def test_a_build_that_fails_as_nobody_foresaw_tells_its_callers_and_frees_its_slot() -> None:
+    class Panic(BaseException):
+        """As pyo3's: a panic of Rust code is no Exception."""
+
+    def build(error: BaseException) -> str:
+        raise error
+
+    queue = CompileQueue[str](4)
+    for number, error in enumerate([Panic("index out of bounds"), KeyError("oneOf"), Panic()]):
+        with pytest.raises(OutriderError, match="compiling the grammar failed") as caught:
+            await queue.get_async(b"%d" % number, "", partial(build, error))
+        assert type(caught.value) is OutriderError
+    assert await queue.get_async(b"good", "", lambda: "compiled") == "compiled"
+
+
 async def test_without_a_thread_to_be_had_callers_are_told_and_the_queue_goes_on(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,3 +179,20 @@ async def test_without_a_thread_to_be_had_callers_are_told_and_the_queue_goes_on
                 await ask(queue, builds, "a")
     builds.gate.set()
     assert await ask(queue, builds, "a") == "compiled a"
+
+
+async def test_a_worker_compiles_for_the_owners_that_its_callers_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owners = []
+
+    async def get_async(self: CompileQueue[str], key: bytes, owner: str, build: object) -> str:
+        owners.append(owner)
+        raise Overloaded("that is all")
+
+    monkeypatch.setattr(CompileQueue, "get_async", get_async)
+    compiler = GrammarCompiler(Path("none"), vocab_size=1, eos_token_ids=frozenset())
+    for owner in ("one", "other"):
+        with pytest.raises(Overloaded):
+            await compiler.compile_async(GrammarSpec(GrammarKind.REGEX, "a"), owner)
+    assert owners == ["one", "other"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from outrider import watched_files
 from outrider.errors import ConfigurationError
-from outrider.watched_files import WatchedFiles
+from outrider.watched_files import SMALL_BYTES, WatchedFiles
+from tests.e2e.system import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +74,64 @@ def test_what_cannot_be_read_leaves_what_was_there(tmp_path: Path, caplog: pytes
     assert files.current() == 1
     written(path, "2", 50)
     assert files.current() == 2
+
+
+def test_a_large_file_is_read_by_a_thread_while_what_was_before_is_in_force(tmp_path: Path) -> None:
+    path, threads, may_read = tmp_path / "file", list[int](), threading.Event()
+    written(path, "1", 100)
+
+    def read() -> str:
+        if threads:
+            assert may_read.wait(30)
+        threads.append(threading.get_ident())
+        return path.read_text()
+
+    files = WatchedFiles([path], read)
+    written(path, "2" * (SMALL_BYTES + 1), 50)
+    assert [files.current() for _ in range(3)] == ["1"] * 3
+    assert files.refused_for_s() is None
+    may_read.set()
+    eventually(files.current, lambda content: content[0] == "2", "it was read")
+    assert len(threads) == 2, "once, however many asked meanwhile"
+    assert threads[1] != threading.get_ident()
+
+
+def test_a_large_file_that_fails_to_be_read_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    written(path, "1", 100)
+    files = WatchedFiles([path], lambda: {"1": 1}[path.read_text()])
+    written(path, "2" * (SMALL_BYTES + 1), 50)
+    eventually(files.refused_for_s, lambda for_s: for_s is not None, "it is refused")
+    assert files.current() == 1
+    assert "stays in force" in caplog.text
+
+
+def test_what_was_refused_is_not_read_anew_at_every_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, num_read, is_good = tmp_path / "file", 0, True
+
+    def read() -> str:
+        nonlocal num_read
+        num_read += 1
+        if not is_good:
+            raise ConfigurationError("no good")
+        return path.read_text()
+
+    written(path, "1", 100)
+    files = WatchedFiles([path], read)
+    is_good = False
+    written(path, "2", 50)
+    assert [files.current() for _ in range(5)] == ["1"] * 5
+    assert num_read == 2
+    written(path, "3", 40)
+    assert files.current() == "1"
+    assert num_read == 3, "a change is read at once"
+    monkeypatch.setattr(watched_files, "AGAIN_S", 0.0)
+    written(path, "4", 30)
+    files.current()
+    is_good = True
+    assert files.current() == "4", "and without a change from time to time"
+    assert files.refused_for_s() is None

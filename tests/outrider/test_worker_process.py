@@ -37,8 +37,10 @@ from outrider.worker_process import (
     WorkerProcess,
     abort,
     pin_to_cores,
+    record_from_info,
     tell_cause,
 )
+from outrider.worker_record import WorkerLoad
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, hints_pb2, target_pb2
 from target_worker import __main__ as target_main
 
@@ -309,3 +311,25 @@ def test_the_cause_of_an_end_is_in_torchruns_report(
     tell_cause("3 ranks cannot share 2 heads")
     assert json.loads(path.read_text())["message"]["message"] == "3 ranks cannot share 2 heads"
     assert capsys.readouterr().err == "error: no such model\nerror: 3 ranks cannot share 2 heads\n"
+
+
+async def test_a_worker_whose_ticks_fail_begins_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_begun, again = 0, asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun > 1:
+            again.set()
+        raise KeyError("nobody foresaw it")
+
+    monkeypatch.setattr(worker_process, "keep_ticking", fail)
+    info = common_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, max_model_len=1, vocab_size=1)
+    async with WorkerProcess(WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0), "draft", []) as process:
+        running = asyncio.create_task(
+            process.run(record_from_info("draft", info), WorkerLoad, lambda: None, {})
+        )
+        async with asyncio.timeout(30):
+            await again.wait()
+        process.request_stop()
+        await running

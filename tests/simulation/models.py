@@ -151,6 +151,6 @@ class GrammarCompiler:
     async def check_async(self, spec: GrammarSpec, owner: str = "") -> None:
         await self.compile_async(spec)
 
-    async def compile_async(self, spec: GrammarSpec) -> Grammar:
+    async def compile_async(self, spec: GrammarSpec, owner: str = "") -> Grammar:
         await asyncio.sleep(COMPILE_S if spec == SLOW_TO_COMPILE and not self._is_coordinator else 0.05)
         return Grammar()

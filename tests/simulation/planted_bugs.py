@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator import generation_request, grpc_api, journal
-from coordinator.client_pace import StallWatch
+from coordinator.client_pace import PaceWatch
 from coordinator.fair_queue import FairQueue
 from coordinator.generation_request import GenerationSpec
 from coordinator.journal import Journal, JournaledStream, JournalEntry
@@ -93,7 +93,7 @@ def take_any_weights(self: RunIdentity, target: WorkerRecord) -> bool:
     return True
 
 
-def wait_for_the_client(self: StallWatch) -> None: ...
+def wait_for_the_client(self: PaceWatch) -> None: ...
 
 
 def forget_what_was_lost(
@@ -149,7 +149,7 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
         *(Feature.WEIGHTS, RunIdentity, "accepts", take_any_weights, "I2"),
     ),
     "nobody looks whether a client reads": (
-        *(Feature.STALLED_READER, StallWatch, "start", wait_for_the_client, "I10"),
+        *(Feature.STALLED_READER, PaceWatch, "start", wait_for_the_client, "I10"),
     ),
     "the workers that a request brings down are not counted": (
         *(Feature.POISON, RunIdentity, "lose", forget_what_was_lost, "brought down"),

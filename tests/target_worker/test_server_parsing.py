@@ -33,6 +33,7 @@ class TestGenerate:
             ({"session_id": "x" * 65}, "session_id"),
             ({"token_ids": []}, "token_ids"),
             ({"cache_salt": "x" * 129}, "cache_salt"),
+            ({"owner": "x" * 65}, "owner"),
             ({"sampling": {"temperature": 2.5}}, "temperature"),
             ({"sampling": {"temperature": math.nan}}, "temperature"),
             ({"sampling": {"top_p": 0.0}}, "top_p"),

@@ -164,11 +164,13 @@ class SlowCompiler(GrammarCompiler):
 
     def __init__(self) -> None:
         super().__init__(Path("none"), vocab_size=100, eos_token_ids=frozenset())
+        self.owners: list[str] = []
         self.gate = asyncio.Event()
         self.begun = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def compile_async(self, spec: GrammarSpec) -> GrammarState:
+    async def compile_async(self, spec: GrammarSpec, owner: str = "") -> GrammarState:
+        self.owners.append(owner)
         self.begun.set()
         try:
             await self.gate.wait()
@@ -232,7 +234,7 @@ async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_fa
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     sampling = common_pb2.SamplingParams(top_p=1, max_tokens=4, grammar=common_pb2.Grammar(regex="a"))
-    request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling)
+    request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling, owner="one")
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = target_pb2_grpc.TargetStub(channel)
@@ -242,6 +244,7 @@ async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_fa
                 assert event.WhichOneof("event") == "waiting"
                 assert event.waiting.is_compiling
             assert servicer.num_compiling == 1
+            assert compiler.owners == ["one"]
             call.cancel()
             async with asyncio.timeout(30):
                 await compiler.cancelled.wait()

@@ -1,0 +1,73 @@
+"""A loop of a replica that an error ends which nobody foresaw begins again: what it keeps fresh does not grow old."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from coordinator import service
+from coordinator.concurrency_limits import ConcurrencyLimits
+from coordinator.journal import Journal
+from coordinator.prior_store import PriorStore
+from coordinator.priors import PriorTable
+from coordinator.reservations import Reservations
+from coordinator.service import GenerationService
+from coordinator.worker_identity import WorkerIdentities
+from tests.coordinator.conftest import ClusterFactory
+from tests.coordinator.fakes import eventually
+from tests.coordinator.test_resumption import Memory
+
+
+async def nothing(*args: Any, **kwargs: Any) -> None:
+    """What a registry answers here."""
+
+
+def registry() -> Any:
+    return SimpleNamespace(register_script=lambda script: nothing, ask=nothing)
+
+
+@asynccontextmanager
+async def replica(clusters: ClusterFactory) -> AsyncIterator[None]:
+    async with clusters.open([clusters.target()]):
+        yield
+
+
+def clock_s() -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("owner", "loop", "opened"),
+    [
+        (GenerationService, "_keep_house", replica),
+        (service, "keep_ticking", replica),
+        (Journal, "_keep", lambda _: Journal(cast(Any, Memory()))),
+        (WorkerIdentities, "_keep", lambda _: WorkerIdentities(cast(Any, object()), clock_s)),
+        (ConcurrencyLimits, "_keep_renewing", lambda _: ConcurrencyLimits(registry(), clock_s)),
+        (ConcurrencyLimits, "_keep_releasing", lambda _: ConcurrencyLimits(registry(), clock_s)),
+        (Reservations, "_keep_renewing", lambda _: Reservations(None, clock_s)),
+        (Reservations, "_keep_releasing", lambda _: Reservations(None, clock_s)),
+        (PriorStore, "_keep", lambda _: PriorStore(registry(), PriorTable(), clock_s)),
+    ],
+)
+async def test_it_begins_again(
+    clusters: ClusterFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    loop: str,
+    opened: Callable[[ClusterFactory], AbstractAsyncContextManager[Any]],
+) -> None:
+    begun = []
+
+    async def fail(*args: Any) -> None:
+        begun.append(args)
+        raise KeyError("nobody foresaw it")
+
+    monkeypatch.setattr(owner, loop, fail)
+    monkeypatch.setattr(PriorStore, "sync", nothing)
+    async with opened(clusters):
+        await eventually(lambda: len(begun) > 1, "it has begun again", 20)

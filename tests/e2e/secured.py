@@ -70,7 +70,7 @@ class SecuredSystem:
         self.certificates = self.scratch / "certificates"
         self.authority = CertificateAuthority.open(self.certificates)
         self.keys_file = self.scratch / "keys.toml"
-        self.key, self.other_key, self.metrics_key = new_key(), new_key(), new_key()
+        self.key, self.other_key, self.bounded_key, self.metrics_key = (new_key() for _ in range(4))
         self.ends: list[str] = []
         self.children: dict[str, Child] = {}
         self._redis = EmbeddedRedis(self.scratch)
@@ -117,6 +117,7 @@ class SecuredSystem:
         entries = [
             entry(self.key, "search", generate, None, ""),
             entry(self.other_key, "ads", generate, None, ""),
+            entry(self.bounded_key, "bounded", generate, None, ""),
             entry(self.metrics_key, "prometheus", metrics, None, ""),
         ]
         self.keys_file.write_text("\n".join([self.options.limits, *entries]))

@@ -43,7 +43,7 @@ from tests.e2e.secured import SecuredOptions, SecuredSystem
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = "The password of the vault is xylophone-4711"
-LIMITS = "[tenants.ads]\nrequests_per_minute = 3\n"
+LIMITS = "[tenants.bounded]\nrequests_per_minute = 3\n"
 TIMEOUT_S = 10.0
 
 
@@ -223,7 +223,7 @@ class TestTenants:
         assert code is grpc.StatusCode.PERMISSION_DENIED
 
     async def test_who_has_used_up_what_it_may_is_told_when_to_come_back(self, system: SecuredSystem) -> None:
-        async with system.http(system.other_key) as client:
+        async with system.http(system.bounded_key) as client:
             codes = [(await answers(client, max_tokens=1)).status_code for _ in range(4)]
             refused = await answers(client, max_tokens=1)
         assert [*codes, refused.status_code] == [200, 200, 200, 429, 429]
@@ -528,7 +528,15 @@ async def test_nothing_that_was_said_or_is_secret_gets_into_a_log(system: Secure
         assert refused.status_code == 400
     async with system.http("or-a-wrong-key") as client:
         await answers(client)
-    secrets = ["xylophone", said, system.key, system.other_key, system.metrics_key, "or-a-wrong-key"]
+    secrets = [
+        "xylophone",
+        said,
+        system.key,
+        system.other_key,
+        system.bounded_key,
+        system.metrics_key,
+        "or-a-wrong-key",
+    ]
     secrets.append(re.search(r":([^:@/]+)@", system.redis_url_file(Role.TARGET).read_text()).group(1))  # type: ignore[union-attr]
     files = [
         *system.log_dir.rglob("*"),

@@ -48,6 +48,12 @@ class _Line:
 
     channel: grpc.aio.Channel
     num_calls: int = 0
+    unwanted_since_s: float | None = None  # replaced, or to a worker that is not listed
+
+    def is_over(self, now_s: float, after_s: float) -> bool:
+        """Whether it can be closed: unwanted, and without a call or for long enough."""
+        since_s = self.unwanted_since_s
+        return since_s is not None and (not self.num_calls or now_s - since_s >= after_s)
 
     @contextmanager
     def busy(self) -> Iterator[grpc.aio.Channel]:
@@ -79,8 +85,7 @@ class WorkerChannels:
         self._name_at = name_at
         self._version = dialer.version
         self._lines: dict[tuple[str, str], _Line] = {}  # by address and name
-        self._unlisted_since_s: dict[str, float] = {}
-        self._outdated: list[tuple[float, _Line]] = []  # since when, seconds
+        self._outdated: list[_Line] = []
 
     def generate(
         self, address: str, request: target_pb2.GenerateRequest, timeout_s: float, traceparent: str = ""
@@ -124,30 +129,26 @@ class WorkerChannels:
 
         Not sooner: a worker may be off the list (a restart of Redis, a lease that ran out) while calls to it go on.
         """
+        for (address, _), line in self._lines.items():
+            if address in addresses:
+                line.unwanted_since_s = None
+            elif line.unwanted_since_s is None:
+                line.unwanted_since_s = now_s
         if self._dialer.version != self._version:
             self._version = self._dialer.version
-            self._outdated += [(now_s, line) for line in self._lines.values()]
+            for line in self._lines.values():
+                line.unwanted_since_s = now_s
+            self._outdated += self._lines.values()
             self._lines.clear()
-        for address in {address for address, _ in self._lines} - set(addresses):
-            self._unlisted_since_s.setdefault(address, now_s)
-        for address in set(addresses) & self._unlisted_since_s.keys():
-            del self._unlisted_since_s[address]
-        for key, line in list(self._lines.items()):
-            since_s = self._unlisted_since_s.get(key[0])
-            if since_s is not None and (not line.num_calls or now_s - since_s >= after_s):
-                await self._lines.pop(key).channel.close(grace=None)
-        for since_s, line in self._outdated[:]:
-            if not line.num_calls or now_s - since_s >= after_s:
-                self._outdated.remove((since_s, line))
-                await line.channel.close(grace=None)
-        listed = {address for address, _ in self._lines}
-        self._unlisted_since_s = {
-            address: since_s for address, since_s in self._unlisted_since_s.items() if address in listed
-        }
+        over = [line for line in (*self._lines.values(), *self._outdated) if line.is_over(now_s, after_s)]
+        self._lines = {key: line for key, line in self._lines.items() if line not in over}
+        self._outdated = [line for line in self._outdated if line not in over]
+        for line in over:
+            await line.channel.close(grace=None)
 
     async def close(self) -> None:
         """Closes every channel; calls in flight end as cancelled."""
-        lines = [*self._lines.values(), *(line for _, line in self._outdated)]
+        lines = [*self._lines.values(), *self._outdated]
         self._lines, self._outdated = {}, []
         await asyncio.gather(*(line.channel.close(grace=None) for line in lines))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc.aio
@@ -31,94 +32,87 @@ class Slow:
     stalled_for_s = 0.0
 
 
-async def test_a_caller_that_waits_hears_so_before_its_first_token_and_after_it(
+@asynccontextmanager
+async def served(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A session that was preempted waits as one that has not begun: its target is well, and nobody should leave it."""
+    compiler: GrammarCompiler | None = None,
+    *,
+    incarnation: str = "",
+    thread: Slow | None = None,
+) -> AsyncIterator[tuple[TargetServicer, target_pb2_grpc.TargetStub]]:
+    """A target whose model never gets to a session, which says so fifty times a second, and calls to it."""
     monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
-    grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
-    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), grammars)
-    slow = Slow()
-    servicer.bind(slow)  # type: ignore[arg-type]
+    compiler = compiler or GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
+    info = common_pb2.WorkerInfo(vocab_size=100, incarnation=incarnation)
+    servicer = TargetServicer(info, TargetMetrics("tiny", "t"), compiler)
+    servicer.bind(thread or Slow())  # type: ignore[arg-type]
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield servicer, target_pb2_grpc.TargetStub(channel)
+    finally:
+        await server.stop(None)
+
+
+async def test_a_caller_that_waits_hears_so_before_its_first_token_and_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A session that was preempted waits as one that has not begun: its target is well, and nobody should leave it."""
+    slow = Slow()
     request = target_pb2.GenerateRequest(
         session_id="s",
         token_ids=[5],
         sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4),
     )
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = target_pb2_grpc.TargetStub(channel).Generate(request, timeout=10)
-            for _ in range(3):
-                assert (await call.read()).WhichOneof("event") == "waiting"
-            slow.stalled_for_s = 60.0  # what hangs must not look as if it did not
-            async with asyncio.timeout(5):
-                while True:
-                    reading = asyncio.ensure_future(call.read())
-                    if not (await asyncio.wait([reading], timeout=0.3))[0]:
-                        break
-            slow.stalled_for_s = 0.0
-            servicer.dispatch([TokensCommitted("s", [7], [common_pb2.TOKEN_ORIGIN_PLAIN], 0, 0, 1.0)])
-            event = await reading
-            while event.WhichOneof("event") == "waiting":  # one may have been on its way
-                event = await call.read()
-            assert list(event.step.token_ids) == [7]
+    async with served(monkeypatch, thread=slow) as (servicer, stub):
+        call = stub.Generate(request, timeout=10)
+        for _ in range(3):
             assert (await call.read()).WhichOneof("event") == "waiting"
-            call.cancel()
-    finally:
-        await server.stop(None)
+        slow.stalled_for_s = 60.0  # what hangs must not look as if it did not
+        async with asyncio.timeout(5):
+            while True:
+                reading = asyncio.ensure_future(call.read())
+                if not (await asyncio.wait([reading], timeout=0.3))[0]:
+                    break
+        slow.stalled_for_s = 0.0
+        servicer.dispatch([TokensCommitted("s", [7], [common_pb2.TOKEN_ORIGIN_PLAIN], 0, 0, 1.0)])
+        event = await reading
+        while event.WhichOneof("event") == "waiting":  # one may have been on its way
+            event = await call.read()
+        assert list(event.step.token_ids) == [7]
+        assert (await call.read()).WhichOneof("event") == "waiting"
+        call.cancel()
 
 
 async def test_a_request_for_an_earlier_life_of_the_worker_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever sent it knows the record of a worker that has gone; this one may have other weights."""
-    grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
-    info = common_pb2.WorkerInfo(vocab_size=100, incarnation="second")
-    servicer = TargetServicer(info, TargetMetrics("tiny", "t"), grammars)
-    servicer.bind(Slow())  # type: ignore[arg-type]
-    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
-    server = grpc.aio.server()
-    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4)
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = target_pb2_grpc.TargetStub(channel)
-            for incarnation, code in (
-                ("first", grpc.StatusCode.FAILED_PRECONDITION),
-                ("second", None),
-                ("", None),
-            ):
-                request = target_pb2.GenerateRequest(
-                    session_id=f"s{incarnation}", token_ids=[5], sampling=sampling, incarnation=incarnation
-                )
-                call = stub.Generate(request, timeout=10)
-                if code is None:
-                    assert (await call.read()).WhichOneof("event") == "waiting"
-                    call.cancel()
-                else:
-                    assert await call.code() is code
-    finally:
-        await server.stop(None)
+    async with served(monkeypatch, incarnation="second") as (_, stub):
+        for incarnation, code in (
+            ("first", grpc.StatusCode.FAILED_PRECONDITION),
+            ("second", None),
+            ("", None),
+        ):
+            request = target_pb2.GenerateRequest(
+                session_id=f"s{incarnation}", token_ids=[5], sampling=sampling, incarnation=incarnation
+            )
+            call = stub.Generate(request, timeout=10)
+            if code is None:
+                assert (await call.read()).WhichOneof("event") == "waiting"
+                call.cancel()
+            else:
+                assert await call.code() is code
 
 
 async def test_one_request_that_workers_were_lost_to_is_tried_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever sends them: of two that are there when the worker dies, one would be blamed for the other."""
-    grammars = GrammarCompiler(Path("none"), vocab_size=100, eos_token_ids=frozenset())
-    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), grammars)
-    servicer.bind(Slow())  # type: ignore[arg-type]
-    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
-    server = grpc.aio.server()
-    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=40)
 
     def request(session_id: str, trial_tokens: int) -> target_pb2.GenerateRequest:
@@ -129,34 +123,30 @@ async def test_one_request_that_workers_were_lost_to_is_tried_at_a_time(
     def committed(session_id: str) -> TokensCommitted:
         return TokensCommitted(session_id, [7, 8], [common_pb2.TOKEN_ORIGIN_PLAIN] * 2, 0, 0, 1.0)
 
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = target_pb2_grpc.TargetStub(channel)
-            first = stub.Generate(request("first", 4), timeout=10)
-            assert (await first.read()).WhichOneof("event") == "waiting"
-            other = stub.Generate(request("other", 0), timeout=10)
-            assert (await other.read()).WhichOneof("event") == "waiting"
-            for num_steps in range(3):
-                second = stub.Generate(request(f"second-{num_steps}", 4), timeout=10)
-                if num_steps < 2:
-                    assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                    servicer.dispatch([committed("first"), committed("other")])
-                    while (await first.read()).WhichOneof("event") == "waiting":
-                        pass
-                else:
-                    assert (await second.read()).WhichOneof("event") == "waiting", "the first has passed"
-            second.cancel()
-            async with asyncio.timeout(5):
-                while True:  # it is free again once the call has ended
-                    third = stub.Generate(request("third", 4), timeout=10)
-                    with suppress(grpc.aio.AioRpcError):
-                        assert (await third.read()).WhichOneof("event") == "waiting"
-                        break
-            first.cancel()
-            other.cancel()
-            third.cancel()
-    finally:
-        await server.stop(None)
+    async with served(monkeypatch) as (servicer, stub):
+        first = stub.Generate(request("first", 4), timeout=10)
+        assert (await first.read()).WhichOneof("event") == "waiting"
+        other = stub.Generate(request("other", 0), timeout=10)
+        assert (await other.read()).WhichOneof("event") == "waiting"
+        for num_steps in range(3):
+            second = stub.Generate(request(f"second-{num_steps}", 4), timeout=10)
+            if num_steps < 2:
+                assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                servicer.dispatch([committed("first"), committed("other")])
+                while (await first.read()).WhichOneof("event") == "waiting":
+                    pass
+            else:
+                assert (await second.read()).WhichOneof("event") == "waiting", "the first has passed"
+        second.cancel()
+        async with asyncio.timeout(5):
+            while True:  # it is free again once the call has ended
+                third = stub.Generate(request("third", 4), timeout=10)
+                with suppress(grpc.aio.AioRpcError):
+                    assert (await third.read()).WhichOneof("event") == "waiting"
+                    break
+        first.cancel()
+        other.cancel()
+        third.cancel()
 
 
 class SlowCompiler(GrammarCompiler):
@@ -184,14 +174,7 @@ async def test_a_request_is_tried_alone_while_its_grammar_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A grammar can bring a worker down too, and an innocent request with it that one more loss would end."""
-    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
     compiler = SlowCompiler()
-    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), compiler)
-    servicer.bind(Slow())  # type: ignore[arg-type]
-    server = grpc.aio.server()
-    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     plain = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=40)
     guided = common_pb2.SamplingParams(top_p=1, max_tokens=4, grammar=common_pb2.Grammar(regex="a"))
 
@@ -200,60 +183,45 @@ async def test_a_request_is_tried_alone_while_its_grammar_is_compiled(
             session_id=session_id, token_ids=[5], sampling=sampling, trial_tokens=4
         )
 
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = target_pb2_grpc.TargetStub(channel)
-            leaving = stub.Generate(request("leaving", guided), timeout=30)
-            await leaving.read()
-            other = stub.Generate(request("other", plain), timeout=30)
-            assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            leaving.cancel()
-            async with asyncio.timeout(30):
-                await compiler.cancelled.wait()
+    async with served(monkeypatch, compiler) as (_, stub):
+        leaving = stub.Generate(request("leaving", guided), timeout=30)
+        await leaving.read()
+        other = stub.Generate(request("other", plain), timeout=30)
+        assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        leaving.cancel()
+        async with asyncio.timeout(30):
+            await compiler.cancelled.wait()
 
-            refused = stub.Generate(request("refused", guided), timeout=30)
-            assert (await refused.read()).WhichOneof("event") == "waiting", "nobody else is tried any more"
-            compiler.gate.set()
-            assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-            last = stub.Generate(request("last", plain), timeout=30)
-            assert (await last.read()).WhichOneof("event") == "waiting"
-            last.cancel()
-    finally:
-        await server.stop(None)
+        refused = stub.Generate(request("refused", guided), timeout=30)
+        assert (await refused.read()).WhichOneof("event") == "waiting", "nobody else is tried any more"
+        compiler.gate.set()
+        assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        last = stub.Generate(request("last", plain), timeout=30)
+        assert (await last.read()).WhichOneof("event") == "waiting"
+        last.cancel()
 
 
 async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(target_server, "WAITING_EVERY_S", 0.02)
     compiler = SlowCompiler()
-    servicer = TargetServicer(common_pb2.WorkerInfo(vocab_size=100), TargetMetrics("tiny", "t"), compiler)
-    servicer.bind(Slow())  # type: ignore[arg-type]
-    server = grpc.aio.server()
-    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     sampling = common_pb2.SamplingParams(top_p=1, max_tokens=4, grammar=common_pb2.Grammar(regex="a"))
     request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling, owner="one")
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = target_pb2_grpc.TargetStub(channel)
-            call = stub.Generate(request, timeout=30)
-            for _ in range(3):
-                event = await call.read()
-                assert event.WhichOneof("event") == "waiting"
-                assert event.waiting.is_compiling
-            assert servicer.num_compiling == 1
-            assert compiler.owners == ["one"]
-            call.cancel()
-            async with asyncio.timeout(30):
-                await compiler.cancelled.wait()
+    async with served(monkeypatch, compiler) as (servicer, stub):
+        call = stub.Generate(request, timeout=30)
+        for _ in range(3):
+            event = await call.read()
+            assert event.WhichOneof("event") == "waiting"
+            assert event.waiting.is_compiling
+        assert servicer.num_compiling == 1
+        assert compiler.owners == ["one"]
+        call.cancel()
+        async with asyncio.timeout(30):
+            await compiler.cancelled.wait()
 
-            refused = stub.Generate(request, timeout=30)
-            await refused.read()
-            compiler.gate.set()
-            assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "longer than 5 s" in (await refused.details() or "")
-            assert servicer.num_compiling == 0
-    finally:
-        await server.stop(None)
+        refused = stub.Generate(request, timeout=30)
+        await refused.read()
+        compiler.gate.set()
+        assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "longer than 5 s" in (await refused.details() or "")
+        assert servicer.num_compiling == 0

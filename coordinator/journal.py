@@ -1,8 +1,9 @@
 """What another replica needs to go on with a stream whose own is gone: the run, and the tokens it has shown.
 
     or:journal:ID   hash; expires with the request's deadline, or soon after its end
-        writer          drawn by the replica that has the stream; what an earlier writer still sends is not taken
-        begun_ms        when that one began, by Redis' clock, which tells who is the earlier
+        replica, number  its writer: the replica that has the stream, and the how manieth that replica began. What an
+                        earlier writer still sends is not taken
+        begun_ms        when that one began, by Redis' clock, which tells who of two replicas is the earlier
         kind, payload   the request as its edge got it
         request         digest of what the output depends on (`coordinator.run_identity`)
         seed, max_tokens  as they are for this run, whoever chose them
@@ -40,7 +41,7 @@ from typing import Final, Literal, Self, cast, get_args
 from coordinator.generation_request import CHOICES_MAX
 from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalWrite, RegistryCalls
+from outrider.registry import JournalWrite, JournalWriter, RegistryCalls
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class JournaledStream:
 
     request_id: str
     entry: JournalEntry
-    writer: str
+    writer: JournalWriter
     begun_s: float
     life_s: float
     _wake: Callable[[], None]
@@ -182,7 +183,8 @@ class Journal:
         bytes_max: int = REPLICA_BYTES_MAX,
     ) -> None:
         self._registry = registry
-        self._new_id = new_id
+        self._replica = new_id()
+        self._num_begun = 0
         self._flush_s = flush_s
         self._now_s = now_s
         self._bytes_max = bytes_max
@@ -251,8 +253,10 @@ class Journal:
         on_end: Callable[[], None],
     ) -> JournaledStream:
         begun_s, life_s = self._now_s(), deadline_s + LIFE_AFTER_END_S
+        self._num_begun += 1
+        writer = JournalWriter(self._replica, self._num_begun)
         stream = JournaledStream(
-            *(request_id, entry, self._new_id(), begun_s, life_s), *(self._has_news.set, may_grow, on_end)
+            *(request_id, entry, writer, begun_s, life_s), *(self._has_news.set, may_grow, on_end)
         )
         self._streams[request_id] = stream  # in place of one whose client has come back before it was missed
         self._has_news.set()

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
@@ -131,24 +131,34 @@ redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 return 1
 """
 
-# KEYS: a stream's journal. ARGV: its writer, life in ms, then how many ms ago the writer began or nothing, then field,
-# value, ...
+# KEYS: a stream's journal. ARGV: its writer's replica and number there, life in ms, then how many ms ago the writer
+# began or nothing, then field, value, ...
 # With the time it is all that the writer has: it replaces what is there, or returns 0 where another writer has begun
 # since. Without, it adds, or returns 0 where the entry is another writer's, 2 where it is gone.
 _WRITE_JOURNAL: Final = f"""{_NOW}
-local writer, begun = unpack(redis.call('HMGET', KEYS[1], 'writer', 'begun_ms'))
-if ARGV[3] ~= '' then
-  local mine = now - ARGV[3]
+local replica, number, begun = unpack(redis.call('HMGET', KEYS[1], 'replica', 'number', 'begun_ms'))
+if ARGV[4] ~= '' then
+  local mine = now - ARGV[4]
+  if replica == ARGV[1] then
+    if tonumber(number) > tonumber(ARGV[2]) then return 0 end
   -- Not later than now: the clock may have been set back.
-  if writer and writer ~= ARGV[1] and math.min(tonumber(begun or 0) or 0, now) > mine then return 0 end
+  elseif replica and math.min(tonumber(begun or 0) or 0, now) > mine then return 0 end
   redis.call('DEL', KEYS[1])
-  redis.call('HSET', KEYS[1], 'begun_ms', string.format('%.0f', mine))
-elseif not writer then return 2
-elseif writer ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'writer', ARGV[1], unpack(ARGV, 4))
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  redis.call('HSET', KEYS[1], 'replica', ARGV[1], 'number', ARGV[2], 'begun_ms', string.format('%.0f', mine))
+elseif not replica then return 2
+elseif replica ~= ARGV[1] or number ~= ARGV[2] then return 0 end
+if #ARGV > 4 then redis.call('HSET', KEYS[1], unpack(ARGV, 5)) end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
+
+
+class JournalWriter(NamedTuple):
+    """Who writes to a stream's journal. Of two of one replica the later has the larger number; of two replicas Redis'
+    clock tells, to which each says how long ago it began: as exactly as calls take alike long to arrive."""
+
+    replica: str
+    number: int
 
 
 class JournalWrite(IntEnum):
@@ -187,7 +197,13 @@ class RegistryCalls(Protocol):
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
+        self,
+        request_id: str,
+        writer: JournalWriter,
+        fields: Mapping[str, str],
+        life_s: float,
+        *,
+        age_s: float | None,
     ) -> JournalWrite: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
 
@@ -312,7 +328,13 @@ class Registry:
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
 
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
+        self,
+        request_id: str,
+        writer: JournalWriter,
+        fields: Mapping[str, str],
+        life_s: float,
+        *,
+        age_s: float | None,
     ) -> JournalWrite:
         """Sets fields of a stream's journal, which lasts for another `life_s` (`coordinator.journal`).
 
@@ -321,7 +343,7 @@ class Registry:
         added to what this writer has written.
         """
         age_ms: str | int = "" if age_s is None else int(age_s * 1000)
-        arguments: list[str | int] = [writer, int(life_s * 1000), age_ms]
+        arguments: list[str | int] = [*writer, int(life_s * 1000), age_ms]
         arguments += [part for pair in fields.items() for part in pair]
         key = f"or:journal:{request_id}"
         return JournalWrite(int(await self.ask(self._write_journal(keys=[key], args=arguments))))

@@ -19,7 +19,7 @@ from coordinator.journal import (
     pack,
 )
 from outrider.errors import RegistryUnavailable
-from outrider.registry import Registry
+from outrider.registry import JournalWriter, Registry
 from tests.coordinator.fakes import eventually
 
 ENTRY = JournalEntry("chat", b'{"prompt": "\xc3\xa9"}', seed=7)
@@ -101,7 +101,7 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
             {"payload": ""},
             {"kind": "chat", "payload": "", "0:0": "1 2 3"},
         ):
-            await registry.write_journal("r1", "w", fields, 10, age_s=0)
+            await registry.write_journal("r1", JournalWriter("w", 1), fields, 10, age_s=0)
             assert await journal.load("r1") is None
 
 
@@ -275,6 +275,39 @@ async def test_the_end_of_a_stream_leaves_alone_the_one_that_took_its_place(regi
         assert list((await loaded(journal, "r1", 3)).token_ids[0]) == [1, 2, 3]
 
 
+async def test_a_write_that_is_late_does_not_replace_what_its_replica_began_later(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says how long ago its stream began as of when it was sent, so to Redis' clock that was later."""
+    write, sent, gate, done = registry.write_journal, asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def late(
+        request_id: str, writer: JournalWriter, fields: dict[str, str], life_s: float, *, age_s: float | None
+    ) -> Any:
+        monkeypatch.setattr(registry, "write_journal", write)
+        sent.set()
+        await gate.wait()
+        try:
+            return await write(request_id, writer, fields, life_s, age_s=age_s)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(registry, "write_journal", late)
+    async with Journal(registry, 3600) as journal:
+        assert journal.begin("r1", ENTRY, deadline_s=10) is not None
+        await sent.wait()
+        after = journal.begin("r1", replace(ENTRY, seed=99), deadline_s=10)
+        assert after is not None
+        await journal._flush()
+        await asyncio.sleep(0.02)
+        gate.set()
+        await done.wait()
+        after.add(0, [1, 2, 3])
+        await journal._flush()
+        entry = await loaded(journal, "r1", 3)
+        assert (entry.seed, list(entry.token_ids[0])) == (99, [1, 2, 3])
+
+
 async def test_requests_beyond_a_replicas_share_of_redis_are_not_kept_until_others_are_gone(
     registry: Registry,
 ) -> None:
@@ -365,7 +398,7 @@ async def test_a_long_stream_is_written_in_parts(registry: Registry, monkeypatch
     num_tokens, sizes, write = 2_000_000, list[int](), registry.write_journal
 
     async def seen(
-        request_id: str, writer: str, fields: dict[str, str], life_s: float, *, age_s: float | None
+        request_id: str, writer: JournalWriter, fields: dict[str, str], life_s: float, *, age_s: float | None
     ) -> Any:
         sizes.append(len(fields))
         return await write(request_id, writer, fields, life_s, age_s=age_s)

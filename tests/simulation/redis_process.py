@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalWrite, PoolView
+from outrider.registry import JournalWrite, JournalWriter, PoolView
 from outrider.worker_record import Pool, WorkerRecord
 from tests.simulation.network import Network, Process
 from tests.simulation.process import Host
-from tests.simulation.registry import PoolModel, write_journal
+from tests.simulation.registry import PoolModel, write_journal, writer_of
 
 REDIS: Final = "redis"
 _REGISTRY_TIMEOUT_S: Final = 2.0
@@ -32,7 +32,9 @@ class Redis(Process):
         self._on_wrong, self._on_journal = on_wrong, on_journal
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
         self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
-        self._replaced: dict[str, set[str]] = {}  # writers of each stream's journal that others followed
+        self._replaced: dict[
+            str, set[JournalWriter]
+        ] = {}  # writers of each stream's journal that others followed
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
 
     def empty(self) -> None:
@@ -41,11 +43,17 @@ class Redis(Process):
         self.journal.clear()
 
     def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
+        self,
+        request_id: str,
+        writer: JournalWriter,
+        fields: Mapping[str, str],
+        life_s: float,
+        *,
+        age_s: float | None,
     ) -> JournalWrite:
         """As the script does."""
         stored = {id: each for id, (each, until_s) in self.journal.items() if until_s > self.now_s()}
-        before = stored.get(request_id, {}).get("writer")
+        before = writer_of(stored.get(request_id))
         answer = write_journal(stored, request_id, writer, fields, self.now_s(), age_s=age_s)
         if answer is JournalWrite.WRITTEN:
             replaced = self._replaced.setdefault(request_id, set())
@@ -56,19 +64,19 @@ class Redis(Process):
                     )
                 replaced.add(before)
             self.journal[request_id] = stored[request_id], self.now_s() + life_s
-            self._tell_size(request_id, writer, stored)
+            self._tell_size(request_id, writer.replica, stored)
         return answer
 
-    def _tell_size(self, request_id: str, writer: str, stored: Mapping[str, Mapping[str, str]]) -> None:
+    def _tell_size(self, request_id: str, replica: str, stored: Mapping[str, Mapping[str, str]]) -> None:
         """Of what one tenant's streams take, of those that one coordinator's life has written."""
-        tenant, life = request_id.partition(":")[0], writer.rpartition("/")[0]
+        tenant = request_id.partition(":")[0]
         alike = [
             fields
             for id, fields in stored.items()
-            if id.partition(":")[0] == tenant and fields["writer"].rpartition("/")[0] == life
+            if id.partition(":")[0] == tenant and fields["replica"] == replica
         ]
         num_bytes = sum(len(name) + len(value) for fields in alike for name, value in fields.items())
-        self._on_journal(life, num_bytes, len(alike))
+        self._on_journal(replica, num_bytes, len(alike))
 
     def read_journal(self, request_id: str) -> Mapping[str, str]:
         stored, until_s = self.journal.get(request_id, ({}, 0.0))
@@ -140,7 +148,13 @@ class RegistryClient:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
 
     async def write_journal(
-        self, request_id: str, writer: str, fields: Mapping[str, str], life_s: float, *, age_s: float | None
+        self,
+        request_id: str,
+        writer: JournalWriter,
+        fields: Mapping[str, str],
+        life_s: float,
+        *,
+        age_s: float | None,
     ) -> JournalWrite:
         def write(redis: Redis, reply: Callable[[Any], None]) -> None:
             reply(redis.write_journal(request_id, writer, fields, life_s, age_s=age_s))

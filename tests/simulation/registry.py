@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.registry import LEASE_S, RESERVATION_S, JournalWrite, PoolView
+from outrider.registry import LEASE_S, RESERVATION_S, JournalWrite, JournalWriter, PoolView
 from outrider.worker_record import WorkerRecord
 
 
 def write_journal(
     stored: dict[str, dict[str, str]],
     request_id: str,
-    writer: str,
+    writer: JournalWriter,
     fields: Mapping[str, str],
     now_s: float,
     *,
@@ -26,15 +26,25 @@ def write_journal(
     if age_s is not None:
         now_ms = int(now_s * 1000)
         begun_ms = now_ms - int(age_s * 1000)
-        if there and there["writer"] != writer and min(int(there["begun_ms"]), now_ms) > begun_ms:
+        before = writer_of(there)
+        if before and before.replica == writer.replica:
+            if before.number > writer.number:
+                return JournalWrite.SUPERSEDED
+        elif there and min(int(there["begun_ms"]), now_ms) > begun_ms:
             return JournalWrite.SUPERSEDED
-        stored[request_id] = {"begun_ms": str(begun_ms)}
+        written_by = {"replica": writer.replica, "number": str(writer.number)}
+        stored[request_id] = {**written_by, "begun_ms": str(begun_ms)}
     elif there is None:
         return JournalWrite.GONE
-    elif there["writer"] != writer:
+    elif writer_of(there) != writer:
         return JournalWrite.SUPERSEDED
-    stored[request_id] |= {"writer": writer, **fields}
+    stored[request_id] |= fields
     return JournalWrite.WRITTEN
+
+
+def writer_of(stored: Mapping[str, str] | None) -> JournalWriter | None:
+    """None where nothing is stored."""
+    return JournalWriter(stored["replica"], int(stored["number"])) if stored else None
 
 
 @dataclass

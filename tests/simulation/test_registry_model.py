@@ -11,7 +11,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.registry import LEASE_S, RESERVATION_S, Registry
+from outrider.registry import LEASE_S, RESERVATION_S, JournalWriter, Registry
 from outrider.worker_record import WorkerRecord
 from tests.simulation.registry import PoolModel, write_journal
 
@@ -129,7 +129,7 @@ def test_the_model_answers_as_redis_does(redis_url: str, steps: list[tuple[Any, 
 
 
 writes = st.tuples(
-    st.sampled_from(("a", "b", "c")),
+    st.builds(JournalWriter, st.sampled_from("ab"), st.sampled_from((2, 9, 10))),
     st.dictionaries(st.sampled_from(("kind", "0:0", "0:1")), st.sampled_from("xyz"), max_size=2),
     st.sampled_from((None, 0, 10, 20)),
 )
@@ -138,7 +138,7 @@ writes = st.tuples(
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.one_of(writes, st.none()), max_size=12))
 def test_the_model_keeps_a_journal_as_redis_does(
-    redis_url: str, steps: list[tuple[str, dict[str, str], int | None] | None]
+    redis_url: str, steps: list[tuple[JournalWriter, dict[str, str], int | None] | None]
 ) -> None:
     """None: Redis loses the entry. Ages differ by more than a test takes."""
 

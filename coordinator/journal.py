@@ -1,9 +1,9 @@
 """What another replica needs to go on with a stream whose own is gone: the run, and the tokens it has shown.
 
     or:journal:ID   hash; expires with the request's deadline, or soon after its end
-        replica, number  its writer: the replica that has the stream, and the how manieth that replica began. What an
-                        earlier writer still sends is not taken
-        begun_ms        when that one began, by Redis' clock, which tells who of two replicas is the earlier
+        replica, number  its writer: the replica that has the stream, and that replica's count of streams when it began
+                        this one. What an earlier writer still sends is not taken
+        begun_ms        when the writer began, by Redis' clock, which tells the earlier of two replicas
         kind, payload   the request as its edge got it
         request         digest of what the output depends on (`coordinator.run_identity`)
         seed, max_tokens  as they are for this run, whoever chose them
@@ -41,7 +41,7 @@ from typing import Final, Literal, Self, cast, get_args
 from coordinator.generation_request import CHOICES_MAX
 from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalWrite, JournalWriter, RegistryCalls
+from outrider.registry import JournalUpdate, JournalWrite, JournalWriter, RegistryCalls
 
 _log = logging.getLogger(__name__)
 
@@ -315,13 +315,9 @@ class Journal:
         that the stream has ended. Raises RegistryUnavailable."""
         while True:
             part = stream.next_part()
-            done = await self._registry.write_journal(
-                stream.request_id,
-                stream.writer,
-                part.fields,
-                stream.life_s,
-                age_s=self._now_s() - stream.begun_s if part.is_first else None,
-            )
+            age_s = self._now_s() - stream.begun_s if part.is_first else None
+            update = JournalUpdate(stream.writer, part.fields, stream.life_s, age_s)
+            done = await self._registry.write_journal(stream.request_id, update)
             if done is not JournalWrite.WRITTEN:
                 return done, part.has_ended
             stream.wrote(part)

@@ -154,11 +154,24 @@ return 1
 
 
 class JournalWriter(NamedTuple):
-    """Who writes to a stream's journal. Of two of one replica the later has the larger number; of two replicas Redis'
-    clock tells, to which each says how long ago it began: as exactly as calls take alike long to arrive."""
+    """Who writes to a stream's journal: a replica, which numbers the streams that it begins.
+
+    Of two writers of one replica the larger number began later. Of two replicas' Redis' clock decides, with an error of
+    the time that a call takes to arrive, for each says with it how long ago it began.
+    """
 
     replica: str
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class JournalUpdate:
+    """What one call writes to a stream's journal."""
+
+    writer: JournalWriter
+    fields: Mapping[str, str]
+    life_s: float  # for which the journal lasts from now on
+    age_s: float | None  # of the writer, where the fields replace what is there; None: they are added to it
 
 
 class JournalWrite(IntEnum):
@@ -196,15 +209,7 @@ class RegistryCalls(Protocol):
     ) -> int | None: ...
     async def renew(self, pool: Pool, incarnation: str, tokens: Sequence[str]) -> None: ...
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
-    async def write_journal(
-        self,
-        request_id: str,
-        writer: JournalWriter,
-        fields: Mapping[str, str],
-        life_s: float,
-        *,
-        age_s: float | None,
-    ) -> JournalWrite: ...
+    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
 
 
@@ -327,24 +332,15 @@ class Registry:
         """Gives a place back."""
         await self.ask(self._client.zrem(f"{_prefix(pool)}r:{incarnation}", token))
 
-    async def write_journal(
-        self,
-        request_id: str,
-        writer: JournalWriter,
-        fields: Mapping[str, str],
-        life_s: float,
-        *,
-        age_s: float | None,
-    ) -> JournalWrite:
-        """Sets fields of a stream's journal, which lasts for another `life_s` (`coordinator.journal`).
+    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
+        """Sets fields of a stream's journal (`coordinator.journal`).
 
-        With `age_s`, for how long its writer has been at it, they replace what is there unless another writer has begun
-        since: so a call can be repeated at any time, and no clock but Redis' own tells who came last. Without, they are
-        added to what this writer has written.
+        They replace what is there unless another writer has begun since, or are added to what this writer has written.
+        So a call can be repeated at any time, and no clock but Redis' own decides between replicas.
         """
-        age_ms: str | int = "" if age_s is None else int(age_s * 1000)
-        arguments: list[str | int] = [*writer, int(life_s * 1000), age_ms]
-        arguments += [part for pair in fields.items() for part in pair]
+        age_ms: str | int = "" if update.age_s is None else int(update.age_s * 1000)
+        arguments: list[str | int] = [*update.writer, int(update.life_s * 1000), age_ms]
+        arguments += [part for pair in update.fields.items() for part in pair]
         key = f"or:journal:{request_id}"
         return JournalWrite(int(await self.ask(self._write_journal(keys=[key], args=arguments))))
 

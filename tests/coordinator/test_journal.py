@@ -19,7 +19,7 @@ from coordinator.journal import (
     pack,
 )
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalWriter, Registry
+from outrider.registry import JournalUpdate, JournalWriter, Registry
 from tests.coordinator.fakes import eventually
 
 ENTRY = JournalEntry("chat", b'{"prompt": "\xc3\xa9"}', seed=7)
@@ -101,7 +101,7 @@ async def test_what_another_release_wrote_is_ignored(registry: Registry) -> None
             {"payload": ""},
             {"kind": "chat", "payload": "", "0:0": "1 2 3"},
         ):
-            await registry.write_journal("r1", JournalWriter("w", 1), fields, 10, age_s=0)
+            await registry.write_journal("r1", JournalUpdate(JournalWriter("w", 1), fields, 10, 0))
             assert await journal.load("r1") is None
 
 
@@ -146,7 +146,7 @@ async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: s
         assert stream is not None
         stream.add(0, [1, 2, 3])
         await loaded(journal, "r1", 3)
-        await registry.write_journal("r1", stream.writer, {name: value}, 10, age_s=None)
+        await registry.write_journal("r1", JournalUpdate(stream.writer, {name: value}, 10, None))
         assert await journal.load("r1") is None
 
 
@@ -281,14 +281,12 @@ async def test_a_write_that_is_late_does_not_replace_what_its_replica_began_late
     """It says how long ago its stream began as of when it was sent, so to Redis' clock that was later."""
     write, sent, gate, done = registry.write_journal, asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def late(
-        request_id: str, writer: JournalWriter, fields: dict[str, str], life_s: float, *, age_s: float | None
-    ) -> Any:
+    async def late(request_id: str, update: JournalUpdate) -> Any:
         monkeypatch.setattr(registry, "write_journal", write)
         sent.set()
         await gate.wait()
         try:
-            return await write(request_id, writer, fields, life_s, age_s=age_s)
+            return await write(request_id, update)
         finally:
             done.set()
 
@@ -299,7 +297,7 @@ async def test_a_write_that_is_late_does_not_replace_what_its_replica_began_late
         after = journal.begin("r1", replace(ENTRY, seed=99), deadline_s=10)
         assert after is not None
         await journal._flush()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # Redis' clock counts ms
         gate.set()
         await done.wait()
         after.add(0, [1, 2, 3])
@@ -397,11 +395,9 @@ async def test_a_long_stream_is_written_in_parts(registry: Registry, monkeypatch
     """In one it was more than a script of Redis can take, which read as a Redis that was away."""
     num_tokens, sizes, write = 2_000_000, list[int](), registry.write_journal
 
-    async def seen(
-        request_id: str, writer: JournalWriter, fields: dict[str, str], life_s: float, *, age_s: float | None
-    ) -> Any:
-        sizes.append(len(fields))
-        return await write(request_id, writer, fields, life_s, age_s=age_s)
+    async def seen(request_id: str, update: JournalUpdate) -> Any:
+        sizes.append(len(update.fields))
+        return await write(request_id, update)
 
     monkeypatch.setattr(registry, "write_journal", seen)
     async with Journal(registry, 3600) as journal:

@@ -16,7 +16,7 @@ from coordinator import grpc_api
 from coordinator.resumption import Claim, ResumePoint, StreamPosition, parse_position
 from coordinator.run_identity import RunIdentity
 from outrider.errors import InvalidRequest, NotFound, RegistryUnavailable
-from outrider.registry import JournalWrite, JournalWriter
+from outrider.registry import JournalUpdate, JournalWrite
 from outrider.worker_record import Snapshot
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -32,16 +32,8 @@ class Memory:
     def __init__(self) -> None:
         self.stored: dict[str, dict[str, str]] = {}
 
-    async def write_journal(
-        self,
-        request_id: str,
-        writer: JournalWriter,
-        fields: Mapping[str, str],
-        life_s: float,
-        *,
-        age_s: float | None,
-    ) -> JournalWrite:
-        return write_journal(self.stored, request_id, writer, fields, time.monotonic(), age_s=age_s)
+    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
+        return write_journal(self.stored, request_id, update, time.monotonic())
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         return self.stored.get(request_id, {})

@@ -12,11 +12,11 @@ import redis
 from outrider.errors import RegistryUnavailable
 from outrider.redis_connection import without_password
 from outrider.redis_server import EmbeddedRedis
-from outrider.registry import JournalWriter, Registry
+from outrider.registry import JournalUpdate, JournalWriter, Registry
 from outrider.worker_record import Pool
 from tests.coordinator.fakes import record_of
 
-WRITER = JournalWriter("a replica", 1)
+UPDATE = JournalUpdate(JournalWriter("a replica", 1), {"payload": "a prompt"}, 10, 0)
 SCRIPT = Path(__file__).parents[2] / "k8s" / "redis_users.sh"
 
 
@@ -48,14 +48,14 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
     worker, coordinator = Registry(url_of(folder, pool)), Registry(url_of(folder, "coordinator"))
     record = record_of(pool, "127.0.0.1:1", "fingerprint")
     try:
-        await coordinator.write_journal("r", WRITER, {"payload": "a prompt"}, 10, age_s=0)
+        await coordinator.write_journal("r", UPDATE)
         assert await worker.write(record, await worker.join(pool))
         assert [each.worker_id for each in (await coordinator.read(pool)).workers] == [record.worker_id]
         for refused in (
             worker.read(other),
             worker.join(other),
             worker.read_journal("r"),
-            worker.write_journal("r", WRITER, {"a": "b"}, 1, age_s=0),
+            worker.write_journal("r", UPDATE),
         ):
             with pytest.raises(RegistryUnavailable, match="no permissions"):
                 await refused

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalWrite, JournalWriter, PoolView
+from outrider.registry import JournalUpdate, JournalWrite, JournalWriter, PoolView
 from outrider.worker_record import Pool, WorkerRecord
 from tests.simulation.network import Network, Process
 from tests.simulation.process import Host
@@ -32,9 +32,8 @@ class Redis(Process):
         self._on_wrong, self._on_journal = on_wrong, on_journal
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
         self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
-        self._replaced: dict[
-            str, set[JournalWriter]
-        ] = {}  # writers of each stream's journal that others followed
+        # Of each stream's journal: writers that others followed.
+        self._replaced: dict[str, set[JournalWriter]] = {}
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
 
     def empty(self) -> None:
@@ -42,19 +41,11 @@ class Redis(Process):
         self.pools = {"target": PoolModel(), "draft": PoolModel()}
         self.journal.clear()
 
-    def write_journal(
-        self,
-        request_id: str,
-        writer: JournalWriter,
-        fields: Mapping[str, str],
-        life_s: float,
-        *,
-        age_s: float | None,
-    ) -> JournalWrite:
+    def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
         """As the script does."""
         stored = {id: each for id, (each, until_s) in self.journal.items() if until_s > self.now_s()}
-        before = writer_of(stored.get(request_id))
-        answer = write_journal(stored, request_id, writer, fields, self.now_s(), age_s=age_s)
+        writer, before = update.writer, writer_of(stored.get(request_id))
+        answer = write_journal(stored, request_id, update, self.now_s())
         if answer is JournalWrite.WRITTEN:
             replaced = self._replaced.setdefault(request_id, set())
             if before is not None and before != writer:
@@ -63,7 +54,7 @@ class Redis(Process):
                         f"I9: {writer} took back the journal of {request_id}, which {before} had taken over"
                     )
                 replaced.add(before)
-            self.journal[request_id] = stored[request_id], self.now_s() + life_s
+            self.journal[request_id] = stored[request_id], self.now_s() + update.life_s
             self._tell_size(request_id, writer.replica, stored)
         return answer
 
@@ -147,17 +138,9 @@ class RegistryClient:
     async def release(self, pool: Pool, incarnation: str, token: str) -> None:
         await self._ask(pool, lambda model, now: model.release(incarnation, token))
 
-    async def write_journal(
-        self,
-        request_id: str,
-        writer: JournalWriter,
-        fields: Mapping[str, str],
-        life_s: float,
-        *,
-        age_s: float | None,
-    ) -> JournalWrite:
+    async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
         def write(redis: Redis, reply: Callable[[Any], None]) -> None:
-            reply(redis.write_journal(request_id, writer, fields, life_s, age_s=age_s))
+            reply(redis.write_journal(request_id, update))
 
         return cast(JournalWrite, await self._question(write, _REGISTRY_TIMEOUT_S))
 

@@ -8,24 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.registry import LEASE_S, RESERVATION_S, JournalWrite, JournalWriter, PoolView
+from outrider.registry import LEASE_S, RESERVATION_S, JournalUpdate, JournalWrite, JournalWriter, PoolView
 from outrider.worker_record import WorkerRecord
 
 
 def write_journal(
-    stored: dict[str, dict[str, str]],
-    request_id: str,
-    writer: JournalWriter,
-    fields: Mapping[str, str],
-    now_s: float,
-    *,
-    age_s: float | None,
+    stored: dict[str, dict[str, str]], request_id: str, update: JournalUpdate, now_s: float
 ) -> JournalWrite:
     """As the script of `Registry.write_journal`, but for the time that an entry lasts."""
-    there = stored.get(request_id)
-    if age_s is not None:
+    there, writer = stored.get(request_id), update.writer
+    if update.age_s is not None:
         now_ms = int(now_s * 1000)
-        begun_ms = now_ms - int(age_s * 1000)
+        begun_ms = now_ms - int(update.age_s * 1000)
         before = writer_of(there)
         if before and before.replica == writer.replica:
             if before.number > writer.number:
@@ -38,7 +32,7 @@ def write_journal(
         return JournalWrite.GONE
     elif writer_of(there) != writer:
         return JournalWrite.SUPERSEDED
-    stored[request_id] |= fields
+    stored[request_id] |= update.fields
     return JournalWrite.WRITTEN
 
 

@@ -11,7 +11,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.registry import LEASE_S, RESERVATION_S, JournalWriter, Registry
+from outrider.registry import LEASE_S, RESERVATION_S, JournalUpdate, JournalWriter, Registry
 from outrider.worker_record import WorkerRecord
 from tests.simulation.registry import PoolModel, write_journal
 
@@ -128,18 +128,18 @@ def test_the_model_answers_as_redis_does(redis_url: str, steps: list[tuple[Any, 
         asyncio.run(compare())
 
 
-writes = st.tuples(
+writes = st.builds(
+    JournalUpdate,
     st.builds(JournalWriter, st.sampled_from("ab"), st.sampled_from((2, 9, 10))),
     st.dictionaries(st.sampled_from(("kind", "0:0", "0:1")), st.sampled_from("xyz"), max_size=2),
+    st.just(100.0),
     st.sampled_from((None, 0, 10, 20)),
 )
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.one_of(writes, st.none()), max_size=12))
-def test_the_model_keeps_a_journal_as_redis_does(
-    redis_url: str, steps: list[tuple[JournalWriter, dict[str, str], int | None] | None]
-) -> None:
+def test_the_model_keeps_a_journal_as_redis_does(redis_url: str, steps: list[JournalUpdate | None]) -> None:
     """None: Redis loses the entry. Ages differ by more than a test takes."""
 
     async def compare() -> None:
@@ -149,9 +149,7 @@ def test_the_model_keeps_a_journal_as_redis_does(
                 client.delete("or:journal:r1")
                 stored.clear()
                 continue
-            writer, fields, age_s = step
-            real = await registry.write_journal("r1", writer, fields, 100, age_s=age_s)
-            assert real is write_journal(stored, "r1", writer, fields, 1000.0, age_s=age_s)
+            assert await registry.write_journal("r1", step) is write_journal(stored, "r1", step, 1000.0)
             there, expected = dict(await registry.read_journal("r1")), dict(stored.get("r1", {}))
             there.pop("begun_ms", None), expected.pop("begun_ms", None)
             assert there == expected

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast, get_args
 
 from coordinator.generation_request import CHOICES_MAX
+from coordinator.run_identity import Losses
 from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import JournalUpdate, JournalWrite, JournalWriter, RegistryCalls
@@ -64,6 +65,7 @@ _CHECKSUM_CHARS: Final = 8
 _CHECKED: Final = ("kind", "payload", "request", "seed", "max_tokens")
 
 Kind = Literal["grpc", "completions", "chat"]
+_NO_LOSSES: Final = Losses()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class JournalEntry:
     seed: int | None = None
     max_tokens: int | None = None
     weights_digest: str | None = None  # None: no token has been written
-    num_losses: int = 0
+    losses: Losses = _NO_LOSSES
     token_ids: tuple[Sequence[int], ...] = ()  # of each sequence, as far as they were written
 
 
@@ -126,9 +128,9 @@ class JournaledStream:
             self._changed["weights"] = weights_digest
         self._tell()
 
-    def count_losses(self, num_losses: int) -> None:
+    def count_losses(self, losses: Losses) -> None:
         """So many workers were lost while they had this run."""
-        self._changed["losses"] = _pack_losses(num_losses)
+        self._changed["losses"] = _pack_losses(losses)
         self._tell()
 
     def end(self) -> None:
@@ -361,23 +363,25 @@ def _header(entry: JournalEntry) -> dict[str, str]:
         "kind": entry.kind,
         "payload": base64.b64encode(entry.payload).decode(),
         "request": entry.request_digest,
-        "losses": _pack_losses(entry.num_losses),
+        "losses": _pack_losses(entry.losses),
         **{name: str(value) for name, value in numbers.items() if value is not None},
     }
     return fields | {"check": _header_checksum(fields)}
 
 
-def _pack_losses(num_losses: int) -> str:
+def _pack_losses(losses: Losses) -> str:
     """As text; `_unpack_losses` reverses it. Read as a larger number, it would end a run that did no harm."""
-    return f"{num_losses} {zlib.crc32(str(num_losses).encode()):0{_CHECKSUM_CHARS}x}"
+    text = f"{losses.num} {losses.num_tokens}"
+    return f"{text} {zlib.crc32(text.encode()):0{_CHECKSUM_CHARS}x}"
 
 
-def _unpack_losses(text: str) -> int:
+def _unpack_losses(text: str) -> Losses:
     """Raises ValueError for what was damaged."""
-    number, _, _ = text.partition(" ")
-    if _pack_losses(int(number)) != text:
+    num, num_tokens, _ = text.split(" ")
+    losses = Losses(int(num), int(num_tokens))
+    if _pack_losses(losses) != text:
         raise ValueError("its number of losses is damaged")
-    return int(number)
+    return losses
 
 
 def _header_checksum(fields: Mapping[str, str]) -> str:

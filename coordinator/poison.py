@@ -11,7 +11,15 @@ are remembered as long, and the next run with the prompt begins with their numbe
 
 Innocent requests meet dying workers too, and popular prompts more often than others. So whoever completes the same
 prompt meanwhile clears it; a run that goes on answers for its own losses only; and what other runs lost makes a run one
-that is tried alone, at most: no prompt is convicted without a loss of the run that is ended.
+that is tried alone, at most: no prompt is convicted without a loss of the run that is ended. A trial is about the place
+where the run before was lost, and lasts until it has been passed. A run that is lost after that, or long before, is
+ended by its own losses alone.
+
+Two kinds of loss do not count:
+
+- A worker that never answered the request: it stood still before that came.
+- A worker lost to a run that was not on trial, where workers were lost in that time that the run was not at: then
+  workers die of something else. PARDONS_MAX of these at most.
 """
 
 from __future__ import annotations
@@ -21,13 +29,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from coordinator.routing import WorkerKey, key_of
-from coordinator.run_identity import WorkerLife
+from coordinator.run_identity import Losses, WorkerLife
 from outrider.worker_record import WorkerRecord
 
 ON_TRIAL: Final = "on trial"
 """What restricts a run, beside targets, that has to be tried alone."""
-TRIAL_TOKENS: Final = 8
-"""A run has passed its trial when it has so many more tokens than it got at the target that it was lost with."""
+TRIAL_TOKENS: Final = 24
+"""A run is on trial from so many tokens before the place where it was lost last until so many behind it; lost farther
+from there it was lost to something else. Three steps: one generates nine tokens or one, as its hints happen to be."""
 CONVICTED_S: Final = 120.0
 AGAIN_AFTER_S: Final = 0.3
 """How long a target that tries a run of another replica is not asked to try one of ours."""
@@ -37,11 +46,16 @@ SUSPECTS_MAX: Final = 1024
 """Prompts whose losses are remembered at once, the latest ones."""
 LIVES_MAX: Final = 16
 """Workers remembered of one prompt, more than a run may cost."""
+LOSSES_MAX: Final = 256
+"""Workers remembered that were lost, whatever they had, the latest ones."""
+PARDONS_MAX: Final = 3
+"""Losses of one run that do not count because workers are lost anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Suspect:
     killed: frozenset[WorkerLife]
+    num_tokens: int  # generated at the last one
     until_s: float
 
 
@@ -52,23 +66,38 @@ class PoisonRecord:
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}  # oldest first
         self._suspects: dict[str, _Suspect] = {}  # likewise
+        self._lost_s: dict[WorkerLife, float] = {}  # likewise: when each worker was lost
 
     def __len__(self) -> int:
         return len(self._until_s) + len(self._suspects)
 
-    def suspect(self, prompt_digest: str, killed: Set[WorkerLife], now_s: float) -> None:
-        """A run with this prompt ended before its output did, and had lost these workers, or earlier runs had some."""
+    def note_loss(self, life: WorkerLife, now_s: float) -> None:
+        """A worker went away or fell silent."""
+        self._lost_s.setdefault(life, now_s)
+        while len(self._lost_s) > LOSSES_MAX:
+            del self._lost_s[next(iter(self._lost_s))]
+
+    def lost_since(self, moment_s: float) -> list[WorkerLife]:
+        """Workers that were lost from then on, as far as this replica knows."""
+        return [life for life, lost_s in self._lost_s.items() if lost_s >= moment_s]
+
+    def suspect(self, prompt_digest: str, killed: Set[WorkerLife], num_tokens: int, now_s: float) -> None:
+        """A run with this prompt ended before its output did, and had lost these workers, or earlier runs had some;
+        `num_tokens` were generated at the last one."""
         known = self._suspects.pop(prompt_digest, None)
         if known is not None and known.until_s > now_s:
             killed = known.killed | killed
-        self._suspects[prompt_digest] = _Suspect(frozenset(sorted(killed)[:LIVES_MAX]), now_s + CONVICTED_S)
+        lives = frozenset(sorted(killed)[:LIVES_MAX])
+        self._suspects[prompt_digest] = _Suspect(lives, num_tokens, now_s + CONVICTED_S)
         while len(self._suspects) > SUSPECTS_MAX:
             del self._suspects[next(iter(self._suspects))]
 
-    def num_killed(self, prompt_digest: str, now_s: float) -> int:
+    def losses(self, prompt_digest: str, now_s: float) -> Losses:
         """Workers that were lost to runs with this prompt that have ended, none of them with its output."""
         known = self._suspects.get(prompt_digest)
-        return 0 if known is None or known.until_s <= now_s else len(known.killed)
+        if known is None or known.until_s <= now_s:
+            return Losses()
+        return Losses(len(known.killed), known.num_tokens)
 
     def convict(self, prompt_digest: str, now_s: float) -> None:
         """A run with this prompt has lost as many workers as a run may."""

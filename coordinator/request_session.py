@@ -30,7 +30,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
-from coordinator.poison import ON_TRIAL, TRIAL_TOKENS
+from coordinator.poison import ON_TRIAL, PARDONS_MAX, TRIAL_TOKENS
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -155,8 +155,10 @@ class RequestSession:
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._num_tokens_at_begin = 0  # at the target that it is at
-        self._num_tokens_at_loss = 0  # generated at the target that was lost last
+        self._num_tokens_at_own_loss: int | None = None  # generated at the target that was lost last
         self._trial: WorkerRecord | None = None  # the target that tries it alone
+        self._was_on_trial = False  # when the last attempt ended, and about as far as the one before
+        self._num_pardons = 0
         self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -292,22 +294,36 @@ class RequestSession:
 
     def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
         """Whether that is as many workers as a run may cost. `is_gone`: the worker did not answer with an error."""
-        environment, spec = self._environment, self._spec
-        spec.run.lose(self._index, target, is_gone=is_gone)
-        self._num_tokens_at_loss = len(self._output.token_ids) - self._num_tokens_at_begin
-        if spec.run.num_losses < environment.settings.target_attempts_max:
-            return False
-        digest = prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+        environment, run, now_s = self._environment, self._spec.run, self._environment.now_s()
+        num_max = environment.settings.target_attempts_max
+        self._num_tokens_at_own_loss = self._num_tokens_here
+        run.lose(self._index, target, self._num_tokens_here, is_gone=is_gone)
         if is_gone:
-            now_s = environment.now_s()
+            environment.poison.note_loss((target.worker_id, target.incarnation), now_s)
+        if not self._was_on_trial:
+            run.discount_earlier(num_max - 1)
+            if run.num_losses >= num_max and self._may_be_pardoned():
+                self._num_pardons += 1
+                run.forgive_first()
+        if run.num_losses < num_max:
+            return False
+        request_id = self._spec.request.request_id
+        digest = prompt_digest(self._spec.prompt_token_ids, self._spec.sampling.grammar)
+        if is_gone:
             environment.poison.convict(digest, now_s)
             environment.metrics.show_poison(environment.poison.convicted(now_s))
         _log.error(
             "request %s lost %d target workers one after the other and is ended; its prompt's digest is %s",
-            *(spec.request.request_id, spec.run.num_losses, digest),
-            extra={"request_id": spec.request.request_id, "prompt_digest": digest},
+            *(request_id, run.num_losses, digest),
+            extra={"request_id": request_id, "prompt_digest": digest},
         )
         return True
+
+    def _may_be_pardoned(self) -> bool:
+        """Whether workers were lost since this request came that it was not at, so that the loss of another one, which
+        did not have it on trial, says little about it."""
+        lost = self._environment.poison.lost_since(self._first_asked_s)
+        return self._num_pardons < PARDONS_MAX and not all(map(self._spec.run.was_lost_with, lost))
 
     def _no_way_on(self, refusal: OutriderError | None) -> OutriderError:
         """Why a sequence is given up that no target takes."""
@@ -435,7 +451,18 @@ class RequestSession:
     @property
     def _is_on_trial(self) -> bool:
         """Whether one more loss would end this run."""
-        return self._spec.run.num_losses == self._environment.settings.target_attempts_max - 1
+        return self._spec.run.num_losses >= self._environment.settings.target_attempts_max - 1
+
+    @property
+    def _num_tokens_here(self) -> int:
+        """Generated at the target that it is at, or was at last."""
+        return len(self._output.token_ids) - self._num_tokens_at_begin
+
+    @property
+    def _num_tokens_at_loss(self) -> int:
+        """Generated at the target that was lost last, to this sequence or else to another one with its prompt."""
+        at_own = self._num_tokens_at_own_loss
+        return self._spec.run.losses.num_tokens if at_own is None else at_own
 
     def _end_trial(self) -> None:
         if self._trial is not None:
@@ -498,6 +525,8 @@ class RequestSession:
                         self._broke_at = attempt.target
                     raise
         finally:
+            is_early = self._num_tokens_here < self._num_tokens_at_loss - TRIAL_TOKENS
+            self._was_on_trial = self._trial is not None and not is_early
             self._end_trial()
 
     def _take(self, event: target_pb2.GenerateEvent, attempt: Attempt) -> list[News]:
@@ -565,8 +594,7 @@ class RequestSession:
             self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
-        num_here = len(self._output.token_ids) - self._num_tokens_at_begin
-        if self._trial is not None and num_here > self._num_tokens_at_loss + TRIAL_TOKENS:
+        if self._trial is not None and self._num_tokens_here > self._num_tokens_at_loss + TRIAL_TOKENS:
             self._end_trial()
         state = self._controller.state
         actions = self._controller.on_step(

@@ -88,7 +88,8 @@ def parse_position(text: str, num_texts: int, parameter: str) -> Claim | None:
     parts = place.split(".", num_texts)
     if len(parts) != num_texts or not all(_POINT.fullmatch(part) for part in parts):
         raise InvalidRequest(
-            parameter, f"{parameter} must be the id of an event of this stream, for {num_texts} texts"
+            parameter,
+            f"{parameter} must be the id of an event of this stream; the request has n = {num_texts}",
         )
     return Claim.of(fingerprint, tuple(map(ResumePoint.parse, parts)), parameter)
 

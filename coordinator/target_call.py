@@ -57,11 +57,13 @@ class TargetCall:
     async def events(self) -> AsyncGenerator[target_pb2.GenerateEvent]:
         """What the target says, the last word included.
 
-        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerLost when
-        that breaks or falls silent, WorkerFailed when it fails, ends without a last word or makes no sense,
-        DeadlineExceeded, and InvalidRequest when it refuses a value.
+        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it or it never answers
+        on it, WorkerLost when that breaks, WorkerSilent when the target has answered and no longer does, WorkerFailed
+        when it fails, ends without a last word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses
+        a value.
         """
-        # From the beginning: a target whose caller waits for its turn says so once a second.
+        has_answered = False
+        # From the beginning: a target says at once that it has the request, and once a second that it waits its turn.
         watch = SilenceWatch(
             self._call.cancel, self._environment.settings.target_silence_max_s, self._environment.lag
         )
@@ -71,6 +73,7 @@ class TargetCall:
                 watch.begin()
                 event = await self._call.read()
                 watch.end()
+                has_answered = True
                 if not isinstance(event, target_pb2.GenerateEvent):
                     raise WorkerFailed(f"target worker {self._target.worker_id} ended without a last word")
                 if not _makes_sense(event):
@@ -82,6 +85,8 @@ class TargetCall:
             if not watch.has_cancelled or (task is not None and task.cancelling()):
                 raise  # somebody else's cancellation
             self._pass_over()
+            if not has_answered:
+                raise WorkerUnreached(f"target worker {self._target.worker_id} does not answer") from None
             raise WorkerSilent(f"target worker {self._target.worker_id} fell silent") from None
         except grpc.aio.AioRpcError as error:
             raise self._translated(error) from error

@@ -203,3 +203,8 @@ def _opened(make: Any) -> Iterator[tuple[asyncio.Runner, grpc.aio.Channel]]:
             yield runner, runner.run(make(stack))
         finally:
             runner.run(stack.aclose())
+
+
+def event_kind(raw: bytes) -> str | None:
+    """Which kind of event the target's answer is."""
+    return target_pb2.GenerateEvent.FromString(raw).WhichOneof("event")

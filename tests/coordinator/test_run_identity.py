@@ -15,7 +15,7 @@ import pytest
 from coordinator import grpc_api
 from coordinator.journal import _pack_losses
 from coordinator.request_session import LONG_PROMPT_TOKENS
-from coordinator.run_identity import RunIdentity, digest_of, parse_fingerprint
+from coordinator.run_identity import Losses, RunIdentity, digest_of, parse_fingerprint
 from outrider.api_keys import ANYBODY
 from outrider.errors import Conflict
 from outrider.worker_record import Snapshot, WorkerRecord
@@ -394,7 +394,7 @@ class TestPoison:
             is_deadly = False
             assert (await cluster.complete(prompt="def", max_tokens=4)).status_code == 200
 
-    @pytest.mark.parametrize("dies_after", [0, 2])
+    @pytest.mark.parametrize("dies_after", [0, 2, 20])
     @pytest.mark.parametrize("num_before", [1, 2])
     async def test_nor_are_more_where_its_client_leaves_in_between(
         self, clusters: ClusterFactory, num_before: int, dies_after: int
@@ -402,24 +402,24 @@ class TestPoison:
         """Found: one that left, or whose deadline was over, after the second death had two more with each request."""
         deaths = list[Deadly]()
         targets = [Deadly(deaths, dies_after, up_to=num_before) for _ in range(6)]
-        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+        async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
             while len(deaths) < 2:
-                asking = asyncio.create_task(cluster.complete(max_tokens=40))
+                asking = asyncio.create_task(cluster.complete(max_tokens=90))
                 await until_held(targets)
                 await leave(asking, cluster)
                 for target in targets:
                     target.up_to = len(deaths) + num_before
-            answer = await asyncio.wait_for(cluster.complete(max_tokens=40), 30)
+            answer = await asyncio.wait_for(cluster.complete(max_tokens=90), 30)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert "outrider_poisonous_prompt{" in (await cluster.client.get("/metrics")).text
-            again = await cluster.complete(max_tokens=40)
+            again = await cluster.complete(max_tokens=90)
             assert (again.status_code, again.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3
 
     async def test_nor_where_its_deadline_is_over_in_between(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=2) for _ in range(6)]
-        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+        async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
             codes = []
             while "poisonous_request" not in codes and len(deaths) < 6:
                 answer = await cluster.complete(max_tokens=40, deadline_ms=1000)
@@ -447,6 +447,67 @@ class TestPoison:
             await asyncio.wait_for(asked.wait(), 30)
             await leave(asking, cluster)
             assert [len(each.killed) for each in environment.poison._suspects.values()] == [1]
+
+    async def test_targets_that_never_answered_it_do_not_count(self, clusters: ClusterFactory) -> None:
+        """Found: where all targets stood still at once, each request was sent to one after the other and ended."""
+        still = [FakeTarget([11], is_hung=True) for _ in range(4)]
+        settings = {"target_silence_max_s": 0.05, "quarantine_s": 30.0}
+        async with clusters.open([*still, FakeTarget([11])], settings=settings) as cluster:
+            while not all(target.requests for target in still):
+                answer = await cluster.complete()
+                assert answer.status_code == 200, answer.text
+            assert not any(request.trial_tokens for request in cluster.targets[-1].requests)
+
+    @pytest.mark.parametrize("dies_otherwise", [False, True], ids=["it alone", "others as well"])
+    @pytest.mark.parametrize(
+        ("dies_after", "is_on_trial"),
+        [((1, 1, 1), True), ((1, 40, 30), True), ((1, 1, 30), False), ((1, 40, 5), False)],
+        ids=["at the same place", "near it", "after its trial", "long before that place"],
+    )
+    async def test_one_lost_elsewhere_than_before_is_not_blamed_where_workers_die_anyway(
+        self,
+        clusters: ClusterFactory,
+        dies_after: Sequence[int],
+        is_on_trial: bool,
+        dies_otherwise: bool,
+    ) -> None:
+        deaths = list[Deadly]()
+
+        class Elsewhere(Deadly):
+            async def Generate(self, request: Any, context: Any) -> Any:
+                self.after = dies_after[min(len(deaths), 2)]
+                async for event in super().Generate(request, context):
+                    yield event
+
+        targets = [Elsewhere(deaths, 1, up_to=3) for _ in range(5)]
+        for target in targets:
+            target.is_held = False
+        async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
+            asking = asyncio.create_task(cluster.complete(max_tokens=100))
+            await eventually(lambda: len(deaths) >= 1, "it was lost once", 30)
+            if dies_otherwise:
+                environment = cluster.service.environment
+                environment.poison.note_loss(("another", "1"), environment.now_s())
+            answer = await asking
+            is_innocent = dies_otherwise and not is_on_trial
+            assert answer.status_code == (200 if is_innocent else 503), answer.text
+
+    async def test_one_that_passed_its_trial_answers_for_its_own_losses_only(
+        self, clusters: ClusterFactory
+    ) -> None:
+        """Found: where clients had left with texts that had lost two targets, the next one with the prompt was ended at
+        its first loss, long after its trial."""
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 1, up_to=2) for _ in range(5)]
+        async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
+            asking = asyncio.create_task(cluster.complete(max_tokens=60))
+            await until_held(targets)
+            await leave(asking, cluster)
+            for target in targets:
+                target.is_held, target.after, target.up_to = False, 30, 3
+            answer = await cluster.complete(max_tokens=60)
+            assert answer.status_code == 200, answer.text
+            assert len(deaths) == 3
 
     async def test_whoever_completes_the_same_prompt_clears_it(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
@@ -563,10 +624,10 @@ class TestPoison:
         async with two_replicas(clusters) as (one, other, memory):
             whole = events_of((await ask(one, BODY, "r1")).text)
             await ask(one, BODY | {"prompt": "def"}, "r1")
-            memory.stored["r1"]["losses"] = _pack_losses(2)
+            memory.stored["r1"]["losses"] = _pack_losses(Losses(2))
             await ask(other, BODY, "r1", at(whole, 3))
             await ask(one, BODY, "r1")
-            memory.stored["r1"]["losses"] = _pack_losses(2)
+            memory.stored["r1"]["losses"] = _pack_losses(Losses(2))
             await ask(other, BODY, "r1", at(whole, 3))
             assert [request.trial_tokens > 0 for request in other.targets[0].requests] == [False, True]
 

@@ -97,12 +97,12 @@ def wait_for_the_client(self: PaceWatch) -> None: ...
 
 
 def forget_what_was_lost(
-    self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool = True
+    self: RunIdentity, sequence: int, target: WorkerRecord, num_tokens: int, *, is_gone: bool
 ) -> None: ...
 
 
 def forget_what_an_unfinished_run_lost(
-    self: PoisonRecord, prompt_digest: str, killed: Set[WorkerLife], now_s: float
+    self: PoisonRecord, prompt_digest: str, killed: Set[WorkerLife], num_tokens: int, now_s: float
 ) -> None: ...
 
 
@@ -140,7 +140,7 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
         *(Feature.REUSED_ID, GenerationService, "resume", go_on_with_whatever_is_there, "I2"),
     ),
     "a drawn seed is drawn again": (
-        *(Feature.DRAWN_SEEDS, GenerationService, "resume", go_on_with_whatever_is_there, "I2"),
+        *(Feature.DRAWN_SEEDS, GenerationService, "resume", go_on_with_whatever_is_there, "has tokens"),
     ),
     "a client's word makes its request urgent": (
         *(Feature.LIAR, GenerationService, "resume", believe_the_client, "I9"),

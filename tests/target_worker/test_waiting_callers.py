@@ -209,6 +209,7 @@ async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_fa
     request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling, owner="one")
     async with served(monkeypatch, compiler) as (servicer, stub):
         call = stub.Generate(request, timeout=30)
+        assert not (await call.read()).waiting.is_compiling, "at once: the worker has the request"
         for _ in range(3):
             event = await call.read()
             assert event.WhichOneof("event") == "waiting"

@@ -27,8 +27,8 @@ def test_everything_is_replaced_under_load_and_nothing_fails(
         str(tmp_path / "logs"),
     ]
     status = main([*words, "--no-node", "--no-prometheus"])
-    shown = capsys.readouterr().out
-    assert status == 0, shown
+    shown, why_not = capsys.readouterr()
+    assert status == 0, f"{shown}\n{why_not}"
     assert shown.count("replaced ") == 9
     for step in (
         "served target-v2 beside target:",

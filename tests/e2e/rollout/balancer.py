@@ -16,6 +16,7 @@ from outrider.tls import Role
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import Backend, HAProxy
 
+_CHECKED: Final = ("http", "grpc")  # backends; the others ask coordinators whatever their health is
 _ENDED_S: Final = 60.0
 
 
@@ -40,16 +41,14 @@ class SecuredHAProxy(HAProxy):
         path = self.folder / "haproxy.cfg"
         name, authority = Role.COORDINATOR.value, self._authority_path
         tls = f"ssl verify required ca-file {authority} sni str({name})"
-        text = re.sub(
-            r"^(    server .*) proto h2( .*)$", rf"\1 alpn h2 {tls}\2", path.read_text(), flags=re.M
-        )
+        text = re.sub(r"^(    server .*) proto h2(.*)$", rf"\1 alpn h2 {tls}\2", path.read_text(), flags=re.M)
         text = re.sub(r"^(    server \S+ \S+)$", rf"\1 {tls} check-sni {name}", text, flags=re.M)
         path.write_text(text.replace("global\n", f"global\n    stats socket {self._socket} level admin\n", 1))
         return words
 
     async def drain(self, index: int) -> None:
         """No new requests for this coordinator; returns when it has none left. Raises TimeoutError."""
-        for backend in ("http", "grpc"):
+        for backend in _CHECKED:
             await self._ask(f"set server {backend}/coordinator-{index} state drain")
         async with asyncio.timeout(_ENDED_S):
             while True:
@@ -59,11 +58,12 @@ class SecuredHAProxy(HAProxy):
 
     async def undrain(self, index: int) -> None:
         """Returns when it gets requests again. Raises TimeoutError."""
-        for backend in ("http", "grpc"):
+        for backend in _CHECKED:
             await self._ask(f"set server {backend}/coordinator-{index} state ready")
         async with asyncio.timeout(_ENDED_S):
             while True:  # its health was last asked for while it was away
-                if all(row["status"].startswith("UP") for row in await self._rows(index)):
+                rows = [row for row in await self._rows(index) if row["pxname"] in _CHECKED]
+                if all(row["status"].startswith("UP") for row in rows):
                     return
                 await asyncio.sleep(0.2)
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import datetime
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import grpc
+from cryptography import x509
 
 from outrider.api_keys import Scope, entry, new_key
 from outrider.certificate_authority import CertificateAuthority
 from outrider.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
+from tests.e2e.chaos.authorities import trust
 
 TENANTS: Final = ("search", "ads", "stranger")
 OPERATOR: Final = "operator"
 _DAY: Final = datetime.timedelta(days=1)
 _AGE: Final = datetime.timedelta(hours=2)
-"""Of every certificate when it is made: to a process whose clock is late a new one would not be valid yet."""
+"""Of every certificate and authority when it is made: for a process whose clock is late a new one is not valid yet."""
 
 
 class Certificates:
@@ -26,7 +29,8 @@ class Certificates:
     def __init__(self, folder: Path) -> None:
         """`folder` is ours; a new authority is made in it."""
         self._folder = folder
-        self.authority = CertificateAuthority.open(folder, now=_some_time_ago())
+        self.authority = CertificateAuthority.open(folder, now=some_time_ago())
+        self._trusted: Sequence[x509.Certificate] = [self.authority.certificate]
         self._contexts: list[tuple[str, ssl.SSLContext]] = []  # that show a certificate
 
     @property
@@ -47,9 +51,15 @@ class Certificates:
             names=("localhost", "127.0.0.1") if role in (Role.COORDINATOR, Role.REDIS) else (),
             worker_ids=(name,) if is_worker else (),
             valid_for=valid_for + _AGE,
-            now=_some_time_ago(),
+            now=some_time_ago(),
         )
+        trust([self.folder(name)], self._trusted)
         return self.folder(name)
+
+    def trust(self, authorities: Sequence[x509.Certificate]) -> None:
+        """Has every process that has a certificate, or gets one later, trust these and no other."""
+        self._trusted = authorities
+        trust([path.parent for path in self._folder.glob(f"*/{CERTIFICATE}")], authorities)
 
     def context(self, name: str | None = OPERATOR) -> ssl.SSLContext:
         """That believes our authority and shows the certificate of this process, or none."""
@@ -79,7 +89,8 @@ class Certificates:
         return grpc.aio.secure_channel(address, self.credentials(name), options=options)
 
 
-def _some_time_ago() -> datetime.datetime:
+def some_time_ago() -> datetime.datetime:
+    """When certificates and authorities were made, if one asks them."""
     return datetime.datetime.now(datetime.UTC) - _AGE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class Experiment:
         self._strangers_asked_s: dict[int, float] = {}  # requests under way
         self._is_ending = False
         self._num_begun = 0
+        self._num_surprises_told = 0
         self._deadline_s = float("inf")
 
     async def run(self) -> Outcome:
@@ -178,13 +180,20 @@ class Experiment:
             async with fault.victim() as worker:
                 injection.began_s = time.monotonic()
                 self._ledger.begin(injection)
-                await fault.run(worker)
+                try:
+                    await fault.run(worker)
+                except Exception as error:  # what hours have shown is worth more than a clean end
+                    fleet.surprises.append(f"{kind.name} itself failed: {type(error).__name__}: {error}")
+                    self._say("!! " + traceback.format_exc())
                 self._ledger.mended(injection, time.monotonic())
                 problem = await fleet.until_whole(
                     RECOVERY_S_MAX, fault.part if worker is None else worker.name
                 )
                 self._ledger.end(injection, time.monotonic(), problem)
             self._tell(injection, began_s)
+            for surprise in fleet.surprises[self._num_surprises_told :]:
+                self._say(f"!! {surprise}")
+            self._num_surprises_told = len(fleet.surprises)
 
     async def _vary(self, load: Load) -> None:
         """More clients than places for most of the time, fewer in between: what is full shows other things than what

@@ -15,7 +15,7 @@ from typing import Final
 from coordinator.haproxy_launcher import LOOK_EVERY_S
 from outrider.certificate_authority import CertificateAuthority
 from tests.e2e.chaos.authorities import trust
-from tests.e2e.chaos.certificates import OPERATOR
+from tests.e2e.chaos.certificates import OPERATOR, some_time_ago
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault, WorkerFault
 from tests.e2e.chaos.fleet import Worker
@@ -135,24 +135,27 @@ class AuthorityChanges(_CertificateFault):
     name, costs = "certificate authority changes", Costs.NOTHING
 
     async def run(self, worker: Worker | None) -> None:
-        certificates, new = self.fleet.certificates, CertificateAuthority.make()
+        certificates = self.fleet.certificates
+        new = CertificateAuthority.make(now=some_time_ago())
         old, public = certificates.authority.certificate, self.fleet.public_authority.certificate
-        everybody = [*self.names, REDIS, OPERATOR]
-        folders = [certificates.folder(name) for name in everybody]
         ours: Path = certificates.authority_path.parent
-        self.describe(f"for {len(everybody)} certificates")
+        self.describe(f"for {len(self._everybody)} certificates")
 
-        trust(folders, [old, new.certificate])
+        certificates.trust([old, new.certificate])
         trust([ours], [public, old, new.certificate])
         await self._reload()
         certificates.authority = new
-        for name in everybody:
+        for name in self._everybody:
             certificates.issue(name)
-            trust([certificates.folder(name)], [old, new.certificate])
         await self._reload()
-        trust(folders, [new.certificate])
+        certificates.trust([new.certificate])
         trust([ours], [public, new.certificate])
         await self._reload()
+
+    @property
+    def _everybody(self) -> list[str]:
+        """Those who have joined in the meantime as well."""
+        return [*self.names, REDIS, OPERATOR]
 
     async def _reload(self) -> None:
         """Until everybody goes by the files as they are now."""

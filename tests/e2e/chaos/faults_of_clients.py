@@ -53,10 +53,13 @@ class _SlowReaders(Fault):
             for index, prompt in enumerate(prompts)
         ]
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(num_clients) as threads:
+        threads = ThreadPoolExecutor(num_clients)
+        try:
             endings = await asyncio.gather(
                 *(loop.run_in_executor(threads, self._ask, *plan) for plan in plans)
             )
+        finally:
+            threads.shutdown(wait=False)  # the relays of everybody's connections run on this loop
         counts = Counter(ending.what for ending in endings)
         kinds = Counter(edge for _, edge, _, _ in plans)
         self.describe(", ".join(f"{count} {what}" for what, count in (kinds + counts).items()))
@@ -71,10 +74,13 @@ class _SlowReaders(Fault):
     def _ask(self, door: Door, edge: str, prompt: str, read_after: float) -> Ending:
         limit_s = self.fleet.options.client_stall_max_s
         client: Unread
-        if edge == "gRPC":
-            client = UnreadGrpc(door.grpc_address, door.key, door.credentials, prompt)
-        else:
-            client = UnreadHttp(door.http_url, door.key, door.context, prompt)
+        try:
+            if edge == "gRPC":
+                client = UnreadGrpc(door.grpc_address, door.key, door.credentials, prompt)
+            else:
+                client = UnreadHttp(door.http_url, door.key, door.context, prompt)
+        except OSError as error:
+            return Ending("cut", f"not reached: {type(error).__name__}: {error}")
         try:
             ending = client.read_beginning(BEGIN_S)
             if ending is None:

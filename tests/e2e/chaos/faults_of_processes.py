@@ -173,8 +173,11 @@ class CoordinatorClockSkewed(_ClockSkewed, _CoordinatorFault):
         child, name = self.fleet.coordinators[index], f"coordinator-{index}"
 
         async def again() -> None:
+            # One that has ended by itself is coming back with the specification of before, perhaps.
+            await _eventually(lambda: psutil.pid_exists(int(child.ready_line["pid"])), BACK_S_MAX)
             pid = int(child.ready_line["pid"])
-            psutil.Process(pid).terminate()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).terminate()
             await _until_next_life(child, pid)
 
         # Ray may fail to start on a busy machine, and is tried again.

@@ -54,6 +54,7 @@ from tests.e2e.rollout.balancer import SecuredHAProxy
 
 RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
 READY_TIMEOUT_S = 120.0
+JOIN_S_MAX = 90.0  # longer than any fault takes away what a worker needs to start
 RAY_STARTS_MAX = 3  # half a minute is not much for it on a busy machine
 NICENESS = 7
 SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's snapshot
@@ -366,11 +367,20 @@ class Fleet:
         return any(self.is_touched(part, since_s) for part in ("balancer", "certificates", "coordinator"))
 
     async def add_worker(self, role: str, name: str, model: Path | None = None, **other: object) -> Worker:
-        """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones."""
+        """One more, which is ready. `other`: flags, without their dashes, in place of the usual ones. It is started
+        again for a while, as Kubernetes does: what it needs may be away just now. Raises StartError."""
         flags = {f"--{flag.replace('_', '-')}": value for flag, value in other.items()}
         worker = await self._add_worker(role, name, free_ports(1)[0], flags, model)
-        await worker.child.start()
-        return worker
+        until_s = time.monotonic() + JOIN_S_MAX
+        while True:
+            try:
+                await worker.child.start()
+            except StartError:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(1.0)
+            else:
+                return worker
 
     async def retire(self, name: str) -> None:
         """Ends a worker that was added, as Kubernetes does. Nobody starts it again."""

@@ -13,6 +13,7 @@ import pytest
 from outrider.certificate_authority import CertificateAuthority
 from outrider.tls import Role, TlsFiles
 from tests.e2e.chaos.authorities import trust
+from tests.e2e.chaos.certificates import Certificates
 
 
 def meet(server: Path, client: Path) -> None:
@@ -66,3 +67,27 @@ def test_parts_meet_at_every_step_of_a_change_and_not_without_the_first(tmp_path
     meet(*reversed(folders))
     trust(folders, [new.certificate])
     meet(*folders)
+
+
+def test_whoever_joins_while_the_authority_changes_meets_the_others(tmp_path: Path) -> None:
+    """Found: a worker that started in the middle of a change trusted the old authority alone, and could not."""
+    certificates, new = Certificates(tmp_path), CertificateAuthority.make()
+    old = certificates.authority.certificate
+    names = ["redis", "target-0"]
+
+    def joins(name: str) -> None:
+        certificates.issue(name)
+        names.append(name)
+        for other in names:
+            meet(certificates.folder(other), certificates.folder(name))
+
+    for name in names:
+        certificates.issue(name)
+    certificates.trust([old, new.certificate])
+    joins("target-1")
+    certificates.authority = new
+    joins("target-2")
+    for name in names:
+        certificates.issue(name)
+    certificates.trust([new.certificate])
+    joins("target-3")

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -125,6 +126,8 @@ async def test_whoever_replaces_certificates_in_time_shuts_nobody_out(kind: type
         before = len(fleet.away_s)
         await asyncio.sleep(1.0)
         assert len(fleet.away_s) == before
+        begins_at = fleet.certificates.authority.certificate.not_valid_before_utc
+        assert datetime.now(UTC) - begins_at > timedelta(hours=1.5), "a clock may be an hour late"
 
 
 @pytest.mark.timeout(180)

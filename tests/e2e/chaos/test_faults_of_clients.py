@@ -13,6 +13,7 @@ import grpc
 import httpx
 import pytest
 
+from outrider.free_ports import free_ports
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.test_resumption import Memory
 from tests.coordinator.test_slow_clients import listening
@@ -20,7 +21,7 @@ from tests.coordinator.tiny_model import write_model_dir
 from tests.e2e.chaos import faults_of_clients
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.faults_of_clients import ClientsDoNotRead, OneIdTwice, PoisonLater
+from tests.e2e.chaos.faults_of_clients import ClientsDoNotRead, ClientsReadSlowly, OneIdTwice, PoisonLater
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.own_requests import Door
 from tests.e2e.chaos.slow_clients import UnreadHttp
@@ -88,6 +89,21 @@ async def test_each_client_that_does_not_read_is_told(
         )
         assert slow > 0
         assert "told" in detail
+
+
+async def test_a_door_that_nobody_opens_ends_a_slow_client_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found: a coordinator was being started again just then, and every relay stood still for three minutes."""
+    credentials = grpc.local_channel_credentials()
+    closed = Door(
+        f"http://127.0.0.1:{free_ports(1)[0]}", "", "key", ssl.create_default_context(), credentials
+    )
+    monkeypatch.setattr(faults_of_clients, "doors", lambda fleet, rng: [closed])
+    monkeypatch.setattr(ClientsReadSlowly, "edges", ("HTTP",))
+    detail, problems = await run(ClientsReadSlowly, None, 2)
+    assert " cut" in detail
+    assert all("not reached" in problem for problem in problems)
 
 
 def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, ...]]]:

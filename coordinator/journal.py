@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast, get_args
 
 from coordinator.generation_request import CHOICES_MAX
-from coordinator.run_identity import Losses
 from outrider.background import end_tasks, keep_going
 from outrider.errors import RegistryUnavailable
 from outrider.registry import JournalUpdate, JournalWrite, JournalWriter, RegistryCalls
@@ -65,7 +64,6 @@ _CHECKSUM_CHARS: Final = 8
 _CHECKED: Final = ("kind", "payload", "request", "seed", "max_tokens")
 
 Kind = Literal["grpc", "completions", "chat"]
-_NO_LOSSES: Final = Losses()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class JournalEntry:
     seed: int | None = None
     max_tokens: int | None = None
     weights_digest: str | None = None  # None: no token has been written
-    losses: Losses = _NO_LOSSES
+    num_losses: int = 0
     token_ids: tuple[Sequence[int], ...] = ()  # of each sequence, as far as they were written
 
 
@@ -128,9 +126,9 @@ class JournaledStream:
             self._changed["weights"] = weights_digest
         self._tell()
 
-    def count_losses(self, losses: Losses) -> None:
+    def count_losses(self, num_losses: int) -> None:
         """So many workers were lost while they had this run."""
-        self._changed["losses"] = _pack_losses(losses)
+        self._changed["losses"] = _pack_losses(num_losses)
         self._tell()
 
     def end(self) -> None:
@@ -363,25 +361,23 @@ def _header(entry: JournalEntry) -> dict[str, str]:
         "kind": entry.kind,
         "payload": base64.b64encode(entry.payload).decode(),
         "request": entry.request_digest,
-        "losses": _pack_losses(entry.losses),
+        "losses": _pack_losses(entry.num_losses),
         **{name: str(value) for name, value in numbers.items() if value is not None},
     }
     return fields | {"check": _header_checksum(fields)}
 
 
-def _pack_losses(losses: Losses) -> str:
+def _pack_losses(num_losses: int) -> str:
     """As text; `_unpack_losses` reverses it. Read as a larger number, it would end a run that did no harm."""
-    text = f"{losses.num} {losses.num_tokens}"
-    return f"{text} {zlib.crc32(text.encode()):0{_CHECKSUM_CHARS}x}"
+    return f"{num_losses} {zlib.crc32(str(num_losses).encode()):0{_CHECKSUM_CHARS}x}"
 
 
-def _unpack_losses(text: str) -> Losses:
+def _unpack_losses(text: str) -> int:
     """Raises ValueError for what was damaged."""
-    num, num_tokens, _ = text.split(" ")
-    losses = Losses(int(num), int(num_tokens))
-    if _pack_losses(losses) != text:
+    number, _, _ = text.partition(" ")
+    if _pack_losses(int(number)) != text:
         raise ValueError("its number of losses is damaged")
-    return losses
+    return int(number)
 
 
 def _header_checksum(fields: Mapping[str, str]) -> str:

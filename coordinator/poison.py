@@ -1,42 +1,50 @@
 """Requests that bring target workers down, known by what they had computed. Pure.
 
-With a worker all runs are lost that it had, innocent ones too. So a run that one more loss would end is tried alone: no
-target gets two such runs at a time, and a worker that dies then was brought down by the one that it had. A target
-refuses a second one, whichever replica sends it; `Trials` keeps a replica from asking in vain.
+With a worker all runs are lost that it had, innocent ones too. So a run that has lost all but one of the workers that
+it may cost is tried alone: no target gets two such runs at a time, and a worker that dies then was brought down by the
+one that it had. A target refuses a second one, whichever replica sends it; `Trials` keeps replicas from asking in vain.
 
-A run that loses as many workers as one run may is ended. What it asked for is remembered under a digest of its prompt
-and grammar, so that its client's retries do not cost as many workers again: for CONVICTED_S the same is refused at
-once. A run may also end before that: its client leaves, or its deadline is over. Then the workers that were lost to it
-are remembered as long, and the next run with the prompt begins with their number.
+A run that loses more workers than chance explains is ended (`PoisonRecord.blames`): where no others die, as many as a
+run may cost. What it asked for is remembered under a digest of its prompt and grammar, so that its client's retries do
+not cost as many workers again: for CONVICTED_S the same is refused at once. A run may also end before that: its client
+leaves, or its deadline is over. Then the workers that were lost to it are remembered as long, and the next run with the
+prompt begins with their number.
 
 Innocent requests meet dying workers too, and popular prompts more often than others. So whoever completes the same
 prompt meanwhile clears it; a run that goes on answers for its own losses only; and what other runs lost makes a run one
-that is tried alone, at most: no prompt is convicted without a loss of the run that is ended. A trial is about the place
-where the run before was lost, and lasts until it has been passed. A run that is lost after that, or long before, is
-ended by its own losses alone.
-
-Two kinds of loss do not count:
-
-- A worker that never answered the request: it stood still before that came.
-- A worker lost to a run that was not on trial, where workers were lost in that time that the run was not at: then
-  workers die of something else. PARDONS_MAX of these at most.
+that is tried alone, at most: no prompt is convicted without a loss of the run that is ended.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Final
 
 from coordinator.routing import WorkerKey, key_of
-from coordinator.run_identity import Losses, WorkerLife
+from coordinator.run_identity import WorkerLife
 from outrider.worker_record import WorkerRecord
 
 ON_TRIAL: Final = "on trial"
 """What restricts a run, beside targets, that has to be tried alone."""
 TRIAL_TOKENS: Final = 24
-"""A run is on trial from so many tokens before the place where it was lost last until so many behind it; lost farther
-from there it was lost to something else. Three steps: one generates nine tokens or one, as its hints happen to be."""
+"""A run has passed its trial when it has so many more tokens than it got at the target that it was lost with. Three
+steps: one generates nine tokens or one, as its hints happen to be."""
+TRIAL_TOKENS_MAX: Final = 96
+"""Or so many in all. Others wait for their trial meanwhile, and what brings workers down by the sequence's length
+happens again at once: the tokens that there were are its prompt now."""
+CHANCE_MAX: Final = 0.01
+"""A run is not ended while an innocent one would lose as many workers, or more, with a greater probability."""
+LOSSES_PER_OTHER: Final = 2
+"""Workers that a run may cost in addition for each other one that dies; in a small fleet chance explains much."""
+LOSSES_MAX: Final = 8
+"""Workers that a run may cost however many others die. Who reads this number of a run in the journal refuses it."""
+NOTED_MAX: Final = 256
+"""Workers remembered that were lost, to whatever runs, the latest ones."""
+NOTED_S: Final = 300.0
+"""How long a lost worker tells that the fleet loses some: longer than most runs, so that there is something to compare
+with at their third loss."""
 CONVICTED_S: Final = 120.0
 AGAIN_AFTER_S: Final = 0.3
 """How long a target that tries a run of another replica is not asked to try one of ours."""
@@ -46,17 +54,19 @@ SUSPECTS_MAX: Final = 1024
 """Prompts whose losses are remembered at once, the latest ones."""
 LIVES_MAX: Final = 16
 """Workers remembered of one prompt, more than a run may cost."""
-LOSSES_MAX: Final = 256
-"""Workers remembered that were lost, whatever they had, the latest ones."""
-PARDONS_MAX: Final = 3
-"""Losses of one run that do not count because workers are lost anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Suspect:
     killed: frozenset[WorkerLife]
-    num_tokens: int  # generated at the last one
     until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    model: str
+    lost_s: float
+    had: set[str]  # digests of the prompts that the worker had, as far as this replica knows
 
 
 class PoisonRecord:
@@ -66,38 +76,66 @@ class PoisonRecord:
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}  # oldest first
         self._suspects: dict[str, _Suspect] = {}  # likewise
-        self._lost_s: dict[WorkerLife, float] = {}  # likewise: when each worker was lost
+        self._losses: dict[WorkerLife, _Loss] = {}  # likewise
 
     def __len__(self) -> int:
         return len(self._until_s) + len(self._suspects)
 
-    def note_loss(self, life: WorkerLife, now_s: float) -> None:
-        """A worker went away or fell silent."""
-        self._lost_s.setdefault(life, now_s)
-        while len(self._lost_s) > LOSSES_MAX:
-            del self._lost_s[next(iter(self._lost_s))]
-
-    def lost_since(self, moment_s: float) -> list[WorkerLife]:
-        """Workers that were lost from then on, as far as this replica knows."""
-        return [life for life, lost_s in self._lost_s.items() if lost_s >= moment_s]
-
-    def suspect(self, prompt_digest: str, killed: Set[WorkerLife], num_tokens: int, now_s: float) -> None:
-        """A run with this prompt ended before its output did, and had lost these workers, or earlier runs had some;
-        `num_tokens` were generated at the last one."""
+    def suspect(self, prompt_digest: str, killed: Set[WorkerLife], now_s: float) -> None:
+        """A run with this prompt ended before its output did, and had lost these workers, or earlier runs had some."""
         known = self._suspects.pop(prompt_digest, None)
         if known is not None and known.until_s > now_s:
             killed = known.killed | killed
-        lives = frozenset(sorted(killed)[:LIVES_MAX])
-        self._suspects[prompt_digest] = _Suspect(lives, num_tokens, now_s + CONVICTED_S)
+        self._suspects[prompt_digest] = _Suspect(frozenset(sorted(killed)[:LIVES_MAX]), now_s + CONVICTED_S)
         while len(self._suspects) > SUSPECTS_MAX:
             del self._suspects[next(iter(self._suspects))]
 
-    def losses(self, prompt_digest: str, now_s: float) -> Losses:
+    def num_killed(self, prompt_digest: str, now_s: float) -> int:
         """Workers that were lost to runs with this prompt that have ended, none of them with its output."""
         known = self._suspects.get(prompt_digest)
-        if known is None or known.until_s <= now_s:
-            return Losses()
-        return Losses(len(known.killed), known.num_tokens)
+        return 0 if known is None or known.until_s <= now_s else len(known.killed)
+
+    def note_loss(self, target: WorkerRecord, prompt_digest: str | None, now_s: float) -> None:
+        """A target went away or fell silent while a run with this prompt was there; None: before a run came."""
+        life = target.worker_id, target.incarnation
+        loss = self._losses.setdefault(life, _Loss(target.model_name, now_s, set()))
+        if prompt_digest is not None:
+            loss.had.add(prompt_digest)
+        while len(self._losses) > NOTED_MAX:
+            del self._losses[next(iter(self._losses))]
+
+    def blames(
+        self,
+        prompt_digest: str,
+        num_losses: int,
+        *,
+        num_losses_max: int,
+        num_sequences: int,
+        targets: Set[str],
+        model: str,
+        now_s: float,
+    ) -> bool:
+        """Whether a run with this prompt, which has lost `num_losses` workers, is to be ended.
+
+        That is so at `num_losses_max`, unless other targets of the model were lost as well in the last NOTED_S. Then it
+        is a binomial test: if it were not the run's doing, each of the workers lost would have been one of the run's
+        with the probability `num_sequences` / number of targets. The run is ended where as many as it has lost, or
+        more, have a probability below CHANCE_MAX. It is ended in any case with LOSSES_PER_OTHER more for each other one
+        that was lost, and at LOSSES_MAX. `targets`: ids of those there are.
+        """
+        if num_losses < num_losses_max:
+            return False
+        recent = {
+            life: loss
+            for life, loss in self._losses.items()
+            if loss.model == model and loss.lost_s > now_s - NOTED_S
+        }
+        num_elsewhere = sum(prompt_digest not in loss.had for loss in recent.values())
+        if num_losses >= min(num_losses_max + LOSSES_PER_OTHER * num_elsewhere, LOSSES_MAX):
+            return True
+        num_targets = len(targets | {worker_id for worker_id, _ in recent})
+        share = min(num_sequences / num_targets, 1.0)
+        return probability_of_at_least(num_losses, num_losses + num_elsewhere, share) < CHANCE_MAX
 
     def convict(self, prompt_digest: str, now_s: float) -> None:
         """A run with this prompt has lost as many workers as a run may."""
@@ -149,3 +187,11 @@ class Trials:
     def end(self, target: WorkerRecord) -> None:
         """That run has ended, was lost, or has gone on for long enough."""
         self._at.discard(key_of(target))
+
+
+def probability_of_at_least(num: int, num_trials: int, probability: float) -> float:
+    """Of so many successes or more, in so many independent trials with this probability of success each."""
+    return sum(
+        math.comb(num_trials, each) * probability**each * (1.0 - probability) ** (num_trials - each)
+        for each in range(num, num_trials + 1)
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -30,7 +30,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
-from coordinator.poison import ON_TRIAL, PARDONS_MAX, TRIAL_TOKENS
+from coordinator.poison import ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -52,6 +52,7 @@ from outrider.errors import (
     WorkerFailed,
     WorkerLost,
     WorkerSilent,
+    WorkerUnanswered,
     WorkerUnreached,
 )
 from outrider.worker_record import WorkerRecord
@@ -155,10 +156,8 @@ class RequestSession:
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._num_tokens_at_begin = 0  # at the target that it is at
-        self._num_tokens_at_own_loss: int | None = None  # generated at the target that was lost last
+        self._num_tokens_at_loss = 0  # generated at the target that was lost last
         self._trial: WorkerRecord | None = None  # the target that tries it alone
-        self._was_on_trial = False  # when the last attempt ended, and about as far as the one before
-        self._num_pardons = 0
         self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -236,6 +235,8 @@ class RequestSession:
                     if 0 < spec.max_tokens <= len(self._output.token_ids):
                         yield self._finish("length", None)
                         return
+                    if isinstance(error, WorkerUnanswered):
+                        environment.poison.note_loss(target, None, environment.now_s())
                     is_loss = await self._is_loss(error, target)
                     self._broke_at = None
                     if is_loss:
@@ -257,7 +258,8 @@ class RequestSession:
             if not patience.lasts(
                 *(environment.now_s(), len(self._output.token_ids)),
                 found_target=attempt is not None,
-                was_sent=attempt is not None and not isinstance(refusal, WorkerUnreached),
+                was_sent=attempt is not None
+                and (isinstance(refusal, WorkerUnanswered) or not isinstance(refusal, WorkerUnreached)),
             ):
                 raise self._no_way_on(refusal)
             if not patience.has_begun:
@@ -285,7 +287,7 @@ class RequestSession:
         )
 
     def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
-        """Raises Poisonous when this run has cost as many workers as one may, whatever it generated in between."""
+        """Raises Poisonous when this run has cost more workers than one may, whatever it generated in between."""
         if self._lose(target, is_gone=isinstance(error, WorkerLost)):
             raise Poisonous(
                 f"{self._spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
@@ -293,37 +295,39 @@ class RequestSession:
             )
 
     def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
-        """Whether that is as many workers as a run may cost. `is_gone`: the worker did not answer with an error."""
-        environment, run, now_s = self._environment, self._spec.run, self._environment.now_s()
-        num_max = environment.settings.target_attempts_max
-        self._num_tokens_at_own_loss = self._num_tokens_here
-        run.lose(self._index, target, self._num_tokens_here, is_gone=is_gone)
+        """Whether the run is to be ended for it. `is_gone`: the worker did not answer with an error."""
+        environment, spec = self._environment, self._spec
+        now_s, digest = environment.now_s(), prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+        spec.run.lose(self._index, target, is_gone=is_gone)
+        self._num_tokens_at_loss = self._num_tokens_here
         if is_gone:
-            environment.poison.note_loss((target.worker_id, target.incarnation), now_s)
-        if not self._was_on_trial:
-            run.discount_earlier(num_max - 1)
-            if run.num_losses >= num_max and self._may_be_pardoned():
-                self._num_pardons += 1
-                run.forgive_first()
-        if run.num_losses < num_max:
+            environment.poison.note_loss(target, digest, now_s)
+        is_blamed = environment.poison.blames(
+            digest,
+            spec.run.num_losses,
+            num_losses_max=environment.settings.target_attempts_max,
+            num_sequences=spec.num_candidates,
+            targets=self._target_ids(),
+            model=spec.model,
+            now_s=now_s,
+        )
+        if not is_blamed:
             return False
-        request_id = self._spec.request.request_id
-        digest = prompt_digest(self._spec.prompt_token_ids, self._spec.sampling.grammar)
+        spec.run.blame()
         if is_gone:
             environment.poison.convict(digest, now_s)
             environment.metrics.show_poison(environment.poison.convicted(now_s))
         _log.error(
             "request %s lost %d target workers one after the other and is ended; its prompt's digest is %s",
-            *(request_id, run.num_losses, digest),
-            extra={"request_id": request_id, "prompt_digest": digest},
+            *(spec.request.request_id, spec.run.num_losses, digest),
+            extra={"request_id": spec.request.request_id, "prompt_digest": digest},
         )
         return True
 
-    def _may_be_pardoned(self) -> bool:
-        """Whether workers were lost since this request came that it was not at, so that the loss of another one, which
-        did not have it on trial, says little about it."""
-        lost = self._environment.poison.lost_since(self._first_asked_s)
-        return self._num_pardons < PARDONS_MAX and not all(map(self._spec.run.was_lost_with, lost))
+    def _target_ids(self) -> Set[str]:
+        """Of the model, whatever they can take now."""
+        targets = self._environment.snapshot().targets
+        return {target.worker_id for target in targets if target.model_name == self._spec.model}
 
     def _no_way_on(self, refusal: OutriderError | None) -> OutriderError:
         """Why a sequence is given up that no target takes."""
@@ -394,7 +398,7 @@ class RequestSession:
             incarnation=place.target.incarnation,
             cache_salt=spec.cache_salt,
             owner=spec.owner,
-            trial_tokens=0 if self._trial is None else self._num_tokens_at_loss + TRIAL_TOKENS,
+            trial_tokens=0 if self._trial is None else self._num_trial_tokens,
         )
         session = LinkedSession(
             session_id=session_id,
@@ -450,7 +454,7 @@ class RequestSession:
 
     @property
     def _is_on_trial(self) -> bool:
-        """Whether one more loss would end this run."""
+        """Whether one more loss may end this run."""
         return self._spec.run.num_losses >= self._environment.settings.target_attempts_max - 1
 
     @property
@@ -459,10 +463,9 @@ class RequestSession:
         return len(self._output.token_ids) - self._num_tokens_at_begin
 
     @property
-    def _num_tokens_at_loss(self) -> int:
-        """Generated at the target that was lost last, to this sequence or else to another one with its prompt."""
-        at_own = self._num_tokens_at_own_loss
-        return self._spec.run.losses.num_tokens if at_own is None else at_own
+    def _num_trial_tokens(self) -> int:
+        """With so many at a target its trial is over."""
+        return min(self._num_tokens_at_loss + TRIAL_TOKENS, TRIAL_TOKENS_MAX)
 
     def _end_trial(self) -> None:
         if self._trial is not None:
@@ -525,8 +528,6 @@ class RequestSession:
                         self._broke_at = attempt.target
                     raise
         finally:
-            is_early = self._num_tokens_here < self._num_tokens_at_loss - TRIAL_TOKENS
-            self._was_on_trial = self._trial is not None and not is_early
             self._end_trial()
 
     def _take(self, event: target_pb2.GenerateEvent, attempt: Attempt) -> list[News]:
@@ -594,7 +595,7 @@ class RequestSession:
             self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
-        if self._trial is not None and self._num_tokens_here > self._num_tokens_at_loss + TRIAL_TOKENS:
+        if self._trial is not None and self._num_tokens_here > self._num_trial_tokens:
             self._end_trial()
         state = self._controller.state
         actions = self._controller.on_step(

@@ -17,7 +17,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from outrider.worker_record import WorkerRecord
 
@@ -43,14 +43,6 @@ def prompt_digest(token_ids: Sequence[int], grammar: object) -> str:
     return digest_of(array("q", token_ids).tobytes(), grammar)
 
 
-class Losses(NamedTuple):
-    """Target workers that were lost to runs with one prompt."""
-
-    num: int = 0
-    num_tokens: int = 0
-    """Generated at the one that was lost last. Where the same happens again, it is over by then."""
-
-
 class RunIdentity:
     """What a run is bound to: its request from the start, weights and numerics from its first place at a target on.
 
@@ -70,13 +62,13 @@ class RunIdentity:
         self._is_given = weights_digest is not None
         self._weights_digest = weights_digest
         self._bound_by: set[int] = set()  # sequences that are placed, or have tokens
-        self._before = Losses()  # elsewhere, or to earlier requests with this prompt
-        self._losses: list[tuple[int, WorkerLife]] = []  # a sequence, and the worker that was lost with it
+        self._num_losses_before = 0
+        self._lost: set[WorkerLife] = set()  # they had a sequence of this run
+        self._num_losses_of: Counter[int] = Counter()  # by sequence
         self._killed: set[WorkerLife] = set()
-        self._lost_with: set[WorkerLife] = set()  # forgiven or not
-        self._num_tokens_at_loss: int | None = None
+        self.is_blamed = False  # it is ended for its losses
         self.on_loss: Callable[[], None] = lambda: None
-        """Called when their number changes: who keeps it has to know before the request has an end."""
+        """Called after each loss and with the blame: who keeps them has to know before the request has an end."""
 
     def again(self) -> Self:
         """The identity of another run of the same request, on the same weights."""
@@ -100,59 +92,32 @@ class RunIdentity:
     def num_losses(self) -> int:
         """Target workers lost while they had a sequence of this run. One that was lost to several of its sequences at
         once counts once; one that was lost to the same sequence again counts again."""
-        return self._before.num + self._num_own
-
-    @property
-    def losses(self) -> Losses:
-        """What another run has to know of them that goes on with this one, or has its prompt."""
-        at_loss = self._num_tokens_at_loss
-        return Losses(self.num_losses, self._before.num_tokens if at_loss is None else at_loss)
-
-    @property
-    def _num_own(self) -> int:
-        num_lives = len({life for _, life in self._losses})
-        num_of_sequence = Counter(sequence for sequence, _ in self._losses)
-        return max(num_lives, *num_of_sequence.values(), 0)
+        return self._num_losses_before + max(len(self._lost), *self._num_losses_of.values(), 0)
 
     @property
     def killed(self) -> Set[WorkerLife]:
         """Of the workers that were lost, those that went away or fell silent: not those that said what had failed."""
         return self._killed
 
-    def resume_with(self, losses: Losses) -> None:
+    def resume_with(self, num_losses: int) -> None:
         """So many were lost before, elsewhere or to an earlier request with this prompt; of what is known of that the
         largest number counts."""
-        self._before = max(self._before, losses)
+        self._num_losses_before = max(self._num_losses_before, num_losses)
 
-    def discount_earlier(self, num_max: int) -> None:
-        """What was lost before this run does not bring their number above this one."""
-        num_before = max(num_max - self._num_own, 0)
-        if self._before.num > num_before:
-            self._before = self._before._replace(num=num_before)
-            self.on_loss()
-
-    def lose(self, sequence: int, target: WorkerRecord, num_tokens: int, *, is_gone: bool) -> None:
-        """A sequence of the run was at this target worker when that was lost, and had generated so many tokens there.
-        `is_gone`: it did not say what had failed."""
+    def lose(self, sequence: int, target: WorkerRecord, *, is_gone: bool = True) -> None:
+        """A sequence of the run was at this target worker when that was lost. `is_gone`: it did not say what had
+        failed."""
         life = target.worker_id, target.incarnation
-        self._num_tokens_at_loss = num_tokens
-        self._losses.append((sequence, life))
-        self._lost_with.add(life)
+        self._lost.add(life)
+        self._num_losses_of[sequence] += 1
         if is_gone:
             self._killed.add(life)
         self.on_loss()
 
-    def was_lost_with(self, life: WorkerLife) -> bool:
-        """Whether the run had a sequence there when that worker was lost, forgiven or not."""
-        return life in self._lost_with
-
-    def forgive_first(self) -> None:
-        """The first of the workers that went away or fell silent does not count any more."""
-        first = next((life for _, life in self._losses if life in self._killed), None)
-        if first is not None:
-            self._killed.remove(first)
-            self._losses = [each for each in self._losses if each[1] != first]
-            self.on_loss()
+    def blame(self) -> None:
+        """The run has lost more workers than chance explains: it ends, and nobody goes on with it."""
+        self.is_blamed = True
+        self.on_loss()
 
     def accepts(self, target: WorkerRecord) -> bool:
         """Whether this target's tokens can follow those that there are."""

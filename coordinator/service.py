@@ -38,7 +38,7 @@ from coordinator.generation_request import (
     identified,
 )
 from coordinator.journal import FLUSH_S, Journal, JournaledStream, JournalEntry
-from coordinator.poison import CONVICTED_S
+from coordinator.poison import CONVICTED_S, LOSSES_MAX
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
 from coordinator.rate_limits import RateLimits
@@ -46,7 +46,7 @@ from coordinator.request_record import RequestRecord
 from coordinator.reservations import Reservations
 from coordinator.resumption import Claim, Resumption
 from coordinator.routing import Exclusion, Router
-from coordinator.run_identity import Losses, RunIdentity, prompt_digest
+from coordinator.run_identity import RunIdentity, prompt_digest
 from coordinator.settings import CoordinatorSettings
 from coordinator.text_output import VisibleOutput
 from coordinator.worker_threads import WorkerThreads
@@ -109,11 +109,11 @@ class Recollection:
         """Of each sequence; nothing where the journal has another run."""
         return self._entry_tokens() if self._is_of(claim) else ()
 
-    def losses(self, request_digest: str) -> Losses:
+    def num_losses(self, request_digest: str) -> int:
         """Workers that this request has cost already. It is known by them whatever weights computed it; another one is
         not."""
         entry = self.entry
-        return Losses() if entry is None or entry.request_digest != request_digest else entry.losses
+        return 0 if entry is None or entry.request_digest != request_digest else entry.num_losses
 
     def _entry_tokens(self) -> tuple[Sequence[int], ...]:
         return () if self.entry is None else self.entry.token_ids
@@ -414,7 +414,7 @@ class GenerationService:
         if claim is None:  # it begins anew, with the seed that it had
             is_same = entry is not None and restored.run.request_digest == entry.request_digest
             spec = restored if is_same else spec
-            spec.run.resume_with(recollection.losses(spec.run.request_digest))
+            spec.run.resume_with(recollection.num_losses(spec.run.request_digest))
             return spec, Resumption.of_nothing(spec.num_candidates)
         if spec.num_candidates > spec.num_choices:
             raise InvalidRequest("best_of", "with best_of above n a stream cannot be resumed")
@@ -433,7 +433,7 @@ class GenerationService:
                 )
             raise _other_run(spec, recollection)
         spec = identified(found[0], claim.weights_digest)
-        spec.run.resume_with(recollection.losses(claim.request_digest))
+        spec.run.resume_with(recollection.num_losses(claim.request_digest))
         known = recollection.tokens_of(claim)[: spec.num_choices]
         return spec, Resumption(claim.points, known + ((),) * (spec.num_choices - len(known)))
 
@@ -547,7 +547,7 @@ def _journalled(
             request_digest=spec.run.request_digest,
             seed=spec.sampling.seed,
             max_tokens=spec.max_tokens,
-            losses=spec.run.losses,
+            num_losses=spec.run.num_losses,
         )
         stream = journal.begin(journal_id, entry, spec.deadline_s, spec.request.origin.caller.tenant)
     if stream is None and not is_resumed:
@@ -571,10 +571,9 @@ def _other_run(spec: GenerationSpec, recollection: Recollection) -> Conflict:
 
 
 def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
-    """Raises Poisonous for what has just cost as many workers as one request may. A run whose prompt has cost some
+    """Raises Poisonous for what has just cost more workers than one request may. A run whose prompt has cost some
     begins with their number."""
-    num_losses_max = environment.settings.target_attempts_max
-    if spec.run.num_losses >= num_losses_max:
+    if spec.run.num_losses >= LOSSES_MAX:
         raise Poisonous(
             f"{spec.run.num_losses} target workers were lost while they had this request", CONVICTED_S
         )
@@ -587,8 +586,7 @@ def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
                 f"for another {left_s:.0f} s",
                 left_s,
             )
-        spec.run.resume_with(environment.poison.losses(digest, now_s))
-        spec.run.discount_earlier(num_losses_max - 1)
+        spec.run.resume_with(environment.poison.num_killed(digest, now_s))
 
 
 def _acquit(environment: Environment, spec: GenerationSpec) -> None:
@@ -599,8 +597,7 @@ def _acquit(environment: Environment, spec: GenerationSpec) -> None:
 def _suspect(environment: Environment, spec: GenerationSpec) -> None:
     """A run has ended before its output did, in whatever way."""
     if spec.run.num_losses:
-        run, now_s = spec.run, environment.now_s()
-        environment.poison.suspect(_prompt_digest(spec), run.killed, run.losses.num_tokens, now_s)
+        environment.poison.suspect(_prompt_digest(spec), spec.run.killed, environment.now_s())
 
 
 def _prompt_digest(spec: GenerationSpec) -> str:
@@ -614,7 +611,7 @@ def _write_down(stream: JournaledStream, item: ChoiceNews | RequestFinished, run
 
 
 def _write_losses(stream: JournaledStream, run: RunIdentity) -> None:
-    stream.count_losses(run.losses)
+    stream.count_losses(LOSSES_MAX if run.is_blamed else run.num_losses)
 
 
 def _journal_id(request: GenerationInput) -> str:

@@ -23,6 +23,7 @@ from outrider.errors import (
     WorkerFailed,
     WorkerLost,
     WorkerSilent,
+    WorkerUnanswered,
     WorkerUnreached,
 )
 from outrider.worker_record import WorkerRecord
@@ -57,10 +58,10 @@ class TargetCall:
     async def events(self) -> AsyncGenerator[target_pb2.GenerateEvent]:
         """What the target says, the last word included.
 
-        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it or it never answers
-        on it, WorkerLost when that breaks, WorkerSilent when the target has answered and no longer does, WorkerFailed
-        when it fails, ends without a last word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses
-        a value.
+        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerLost when
+        that breaks, WorkerUnanswered when the target does not answer for long, WorkerSilent when it has answered and no
+        longer does, WorkerFailed when it fails, ends without a last word or makes no sense, DeadlineExceeded, and
+        InvalidRequest when it refuses a value.
         """
         has_answered = False
         # From the beginning: a target says at once that it has the request, and once a second that it waits its turn.
@@ -86,7 +87,7 @@ class TargetCall:
                 raise  # somebody else's cancellation
             self._pass_over()
             if not has_answered:
-                raise WorkerUnreached(f"target worker {self._target.worker_id} does not answer") from None
+                raise WorkerUnanswered(f"target worker {self._target.worker_id} does not answer") from None
             raise WorkerSilent(f"target worker {self._target.worker_id} fell silent") from None
         except grpc.aio.AioRpcError as error:
             raise self._translated(error) from error

@@ -183,6 +183,10 @@ class WorkerUnreached(WorkerLost):
     """There was no connection to the worker, so that it has not had what was to be sent."""
 
 
+class WorkerUnanswered(WorkerUnreached):
+    """There was a connection, and the worker has not said for long that it has the request: it stood still before."""
+
+
 class Poisonous(Unavailable):
     """As many workers were lost while they had this request as one request may cost."""
 

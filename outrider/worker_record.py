@@ -12,7 +12,7 @@ Pool = Literal["target", "draft"]
 WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
 _ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
-"""Fields that records of the release before do not have."""
+"""Fields that records of the release before do not have; nor do they have a checksum."""
 _CHECK: Final = "check"
 """Checksum of all fields. A damaged one may read as another value, such as another model or another address."""
 _BESIDE: Final = frozenset({_CHECK, "joined_at_us"})
@@ -79,7 +79,8 @@ class WorkerRecord:
                 raise ValueError(f"field {each.name} is missing")
             value = stored[each.name]
             values[each.name] = int(value) if each.type == "int" else value
-        if stored.get(_CHECK, checksum := _checksum(stored)) != checksum:  # the release before has none
+        is_of_before = not stored.keys() & (_ABSENT_BEFORE | {_CHECK})
+        if not is_of_before and stored.get(_CHECK) != _checksum(stored):
             raise ValueError("the record is damaged")
         return cls(**values)
 

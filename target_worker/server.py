@@ -203,8 +203,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
                     )
                 self._trial = request  # before its grammar is compiled, which may bring a worker down as well
             # Before anything that the request could hang this worker with: a coordinator counts against a request those
-            # workers only that were there when it came.
-            yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
+            # workers only that were well when it came.
+            if self._stalled_s() < WAITING_STALL_MAX_S:
+                yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
             if event.sampling.grammar is not None:
                 self._check_room()  # a refusal comes before any work
                 async with aclosing(self._compile(event, event.sampling.grammar)) as compiling:

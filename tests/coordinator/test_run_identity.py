@@ -14,8 +14,9 @@ import pytest
 
 from coordinator import grpc_api
 from coordinator.journal import _pack_losses
+from coordinator.poison import LOSSES_MAX
 from coordinator.request_session import LONG_PROMPT_TOKENS
-from coordinator.run_identity import Losses, RunIdentity, digest_of, parse_fingerprint
+from coordinator.run_identity import RunIdentity, digest_of, parse_fingerprint
 from outrider.api_keys import ANYBODY
 from outrider.errors import Conflict
 from outrider.worker_record import Snapshot, WorkerRecord
@@ -420,7 +421,7 @@ class TestPoison:
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=2) for _ in range(6)]
         async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
-            codes = []
+            codes: list[str] = []
             while "poisonous_request" not in codes and len(deaths) < 6:
                 answer = await cluster.complete(max_tokens=40, deadline_ms=1000)
                 codes.append(answer.json()["error"]["code"])
@@ -450,64 +451,93 @@ class TestPoison:
 
     async def test_targets_that_never_answered_it_do_not_count(self, clusters: ClusterFactory) -> None:
         """Found: where all targets stood still at once, each request was sent to one after the other and ended."""
-        still = [FakeTarget([11], is_hung=True) for _ in range(4)]
-        settings = {"target_silence_max_s": 0.05, "quarantine_s": 30.0}
+        still = [FakeTarget([11], is_hung=True) for _ in range(2)]
+        settings = {"target_silence_max_s": 1.0, "quarantine_s": 30.0}
         async with clusters.open([*still, FakeTarget([11])], settings=settings) as cluster:
             while not all(target.requests for target in still):
                 answer = await cluster.complete()
                 assert answer.status_code == 200, answer.text
             assert not any(request.trial_tokens for request in cluster.targets[-1].requests)
 
-    @pytest.mark.parametrize("dies_otherwise", [False, True], ids=["it alone", "others as well"])
-    @pytest.mark.parametrize(
-        ("dies_after", "is_on_trial"),
-        [((1, 1, 1), True), ((1, 40, 30), True), ((1, 1, 30), False), ((1, 40, 5), False)],
-        ids=["at the same place", "near it", "after its trial", "long before that place"],
-    )
-    async def test_one_lost_elsewhere_than_before_is_not_blamed_where_workers_die_anyway(
-        self,
-        clusters: ClusterFactory,
-        dies_after: Sequence[int],
-        is_on_trial: bool,
-        dies_otherwise: bool,
+    async def test_one_that_no_target_answers_is_refused_and_blamed_for_nothing(
+        self, clusters: ClusterFactory
     ) -> None:
+        """Nor does it wait for longer than at three targets."""
+        still = [FakeTarget([11], is_hung=True) for _ in range(5)]
+        settings = {"target_silence_max_s": 0.2, "quarantine_s": 30.0}
+        async with clusters.open([*still], settings=settings) as cluster:
+            answer = await cluster.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+            assert "does not answer" in answer.text
+            assert sum(len(target.requests) for target in still) == 3
+            assert not cluster.service.environment.poison
+
+    async def test_where_a_poison_is_a_place_in_its_output_clients_that_leave_hide_nothing(
+        self, clusters: ClusterFactory
+    ) -> None:
+        """A target that goes on behind the place dies at once."""
         deaths = list[Deadly]()
 
-        class Elsewhere(Deadly):
+        class AtPlace(Deadly):
             async def Generate(self, request: Any, context: Any) -> Any:
-                self.after = dies_after[min(len(deaths), 2)]
+                self.after = max(30 - (len(request.token_ids) - request.num_prompt_tokens), 0)
                 async for event in super().Generate(request, context):
                     yield event
 
-        targets = [Elsewhere(deaths, 1, up_to=3) for _ in range(5)]
-        for target in targets:
-            target.is_held = False
+        targets = [AtPlace(deaths, 30, up_to=2) for _ in range(6)]
         async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
-            asking = asyncio.create_task(cluster.complete(max_tokens=100))
-            await eventually(lambda: len(deaths) >= 1, "it was lost once", 30)
-            if dies_otherwise:
-                environment = cluster.service.environment
-                environment.poison.note_loss(("another", "1"), environment.now_s())
-            answer = await asking
-            is_innocent = dies_otherwise and not is_on_trial
-            assert answer.status_code == (200 if is_innocent else 503), answer.text
-
-    async def test_one_that_passed_its_trial_answers_for_its_own_losses_only(
-        self, clusters: ClusterFactory
-    ) -> None:
-        """Found: where clients had left with texts that had lost two targets, the next one with the prompt was ended at
-        its first loss, long after its trial."""
-        deaths = list[Deadly]()
-        targets = [Deadly(deaths, 1, up_to=2) for _ in range(5)]
-        async with clusters.open([*targets], settings={"quarantine_s": 30.0}) as cluster:
-            asking = asyncio.create_task(cluster.complete(max_tokens=60))
+            asking = asyncio.create_task(cluster.complete(max_tokens=90))
             await until_held(targets)
             await leave(asking, cluster)
             for target in targets:
-                target.is_held, target.after, target.up_to = False, 30, 3
-            answer = await cluster.complete(max_tokens=60)
-            assert answer.status_code == 200, answer.text
+                target.is_held, target.up_to = False, 9
+            answer = await cluster.complete(max_tokens=90)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3
+
+    async def test_one_that_kills_at_once_is_ended_for_all_its_attempts_together(
+        self, clusters: ClusterFactory
+    ) -> None:
+        """Each is given up after three targets, whoever is to blame: where others die as well, that is not enough."""
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 0, up_to=99) for _ in range(3)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            environment = cluster.service.environment
+            gone = replace(environment.snapshot().targets[0], incarnation="before")
+            environment.poison.note_loss(gone, "another prompt", environment.now_s())
+            codes: list[str] = []
+            while "poisonous_request" not in codes and len(codes) < 4:
+                codes.append((await cluster.complete(max_tokens=9)).json()["error"]["code"])
+            assert codes[-1] == "poisonous_request"
+            assert len(deaths) <= LOSSES_MAX
+
+    @pytest.mark.parametrize("num_losses", [5, LOSSES_MAX])
+    async def test_a_run_goes_on_elsewhere_unless_it_was_ended_for_its_losses(
+        self, clusters: ClusterFactory, num_losses: int
+    ) -> None:
+        async with two_replicas(clusters) as (one, other, memory):
+            whole = events_of((await ask(one, BODY, "r1")).text)
+            memory.stored["r1"]["losses"] = _pack_losses(num_losses)
+            answer = await ask(other, BODY, "r1", at(whole, 3))
+            assert answer.status_code == (503 if num_losses == LOSSES_MAX else 200)
+
+    @pytest.mark.parametrize(("num_others", "num_deaths"), [(0, 3), (1, 5), (3, 6), (9, 8)])
+    async def test_where_others_die_as_well_it_is_ended_when_chance_explains_its_losses_no_longer(
+        self, clusters: ClusterFactory, num_others: int, num_deaths: int
+    ) -> None:
+        """Found: where several targets were lost within a minute, an innocent request that had been at three was ended
+        in the middle of its text."""
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 1, up_to=99) for _ in range(4)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            environment = cluster.service.environment
+            record = environment.snapshot().targets[0]
+            for number in range(num_others):
+                gone = replace(record, incarnation=f"before {number}")
+                environment.poison.note_loss(gone, "another prompt", environment.now_s())
+            answer = await cluster.complete(max_tokens=90)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
+            assert len(deaths) == num_deaths
 
     async def test_whoever_completes_the_same_prompt_clears_it(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
@@ -624,10 +654,10 @@ class TestPoison:
         async with two_replicas(clusters) as (one, other, memory):
             whole = events_of((await ask(one, BODY, "r1")).text)
             await ask(one, BODY | {"prompt": "def"}, "r1")
-            memory.stored["r1"]["losses"] = _pack_losses(Losses(2))
+            memory.stored["r1"]["losses"] = _pack_losses(2)
             await ask(other, BODY, "r1", at(whole, 3))
             await ask(one, BODY, "r1")
-            memory.stored["r1"]["losses"] = _pack_losses(Losses(2))
+            memory.stored["r1"]["losses"] = _pack_losses(2)
             await ask(other, BODY, "r1", at(whole, 3))
             assert [request.trial_tokens > 0 for request in other.targets[0].requests] == [False, True]
 

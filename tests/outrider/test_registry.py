@@ -79,6 +79,13 @@ class TestWorkerRecord:
             with pytest.raises(ValueError, match="damaged"):
                 WorkerRecord.from_fields(RECORD.to_fields() | {name: value})
 
+    def test_a_record_that_lost_its_checksum_is_damaged(self) -> None:
+        """Found: it was taken for one of the release before, and a target was called "targe" for a moment."""
+        stored = RECORD.to_fields() | {"model_name": "dem"}
+        del stored["check"]
+        with pytest.raises(ValueError, match="damaged"):
+            WorkerRecord.from_fields(stored)
+
     def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known(self) -> None:
         stored = RECORD.to_fields() | {"colour": "blue"}
         stored["check"] = worker_record._checksum(stored)

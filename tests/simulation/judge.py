@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.fair_queue import URGENT, Ticket
+from coordinator.poison import LOSSES_MAX, LOSSES_PER_OTHER
 from coordinator.settings import CoordinatorSettings
 from outrider.api_keys import Caller, Scope, TenantLimits
 from outrider.worker_record import WorkerRecord
@@ -88,6 +89,7 @@ class Judge:
         self._open: defaultdict[tuple[Coordinator, Prompt], list[Call]] = defaultdict(list)
         self._disturbed_until_s: dict[str, float] = {}
         self._poisons = {each.prompt: each for each in self._scenario.requests if each.poisons_after}
+        self._num_faults = 0
         self._num_kills: Counter[tuple[Coordinator, int]] = Counter()  # that it knows of, by request
         self._num_given: dict[str, int] = {}  # tokens that each session came with
         # Calls of sessions that may be the end of their targets, and who made them.
@@ -128,6 +130,7 @@ class Judge:
 
     def note(self, fault: Fault) -> None:
         """From now on some may be blamed."""
+        self._num_faults += 1
         is_stop = fault.kind is FaultKind.FREEZE and fault.process.startswith("c")
         if is_stop and Feature.LONG_STOP in self._scenario.features:
             return  # which is nobody's fault but its own
@@ -283,5 +286,9 @@ class Judge:
         # One that was stopped, or could not be reached, may hear of the next try before the end of the last one.
         until_s = self._disturbed_until_s.get(coordinator.name, 0.0) - _DISTURBED_S
         num_tries = self.clients[request.number].num_tries if until_s > coordinator.started_s else 1
-        if num_kills > _LOST_WORKERS_MAX * num_tries:
+        num_others = (
+            self._num_faults + sum(self._num_kills.values()) - num_kills
+        )  # that may have been lost, at most
+        num_max = min(_LOST_WORKERS_MAX + LOSSES_PER_OTHER * num_others, LOSSES_MAX)
+        if num_kills > num_max * num_tries:
             self.wrong(f"request {request.number} has brought down {num_kills} targets of {coordinator.name}")

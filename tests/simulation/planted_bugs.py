@@ -97,12 +97,12 @@ def wait_for_the_client(self: PaceWatch) -> None: ...
 
 
 def forget_what_was_lost(
-    self: RunIdentity, sequence: int, target: WorkerRecord, num_tokens: int, *, is_gone: bool
+    self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool = True
 ) -> None: ...
 
 
 def forget_what_an_unfinished_run_lost(
-    self: PoisonRecord, prompt_digest: str, killed: Set[WorkerLife], num_tokens: int, now_s: float
+    self: PoisonRecord, prompt_digest: str, killed: Set[WorkerLife], now_s: float
 ) -> None: ...
 
 

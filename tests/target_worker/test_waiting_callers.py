@@ -87,6 +87,27 @@ async def test_a_caller_that_waits_hears_so_before_its_first_token_and_after_it(
         call.cancel()
 
 
+async def test_a_target_whose_model_stands_still_does_not_say_that_it_has_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks it is not to blame for it."""
+    slow = Slow()
+    slow.stalled_for_s = 60.0
+    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4)
+    request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling)
+    async with served(monkeypatch, thread=slow) as (servicer, stub):
+        call = stub.Generate(request, timeout=10)
+        reading = asyncio.ensure_future(call.read())
+        async with asyncio.timeout(5):
+            while "s" not in servicer._callers:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # ten times as long as it would take to say so
+        assert not reading.done()
+        slow.stalled_for_s = 0.0
+        assert (await reading).WhichOneof("event") == "waiting"
+        call.cancel()
+
+
 async def test_a_request_for_an_earlier_life_of_the_worker_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,7 +22,9 @@ from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.verdict import Answer, Choice, Incident
 
 PATIENCE_S = 180.0
-"""For the whole answer. Who has none by then counts as hung."""
+"""For the next token, or the end. Who waits for longer counts as hung."""
+ANSWER_S_MAX = 600.0
+"""For the whole answer, likewise. A long one takes minutes on a busy machine."""
 RECONNECT_S = 0.3
 RETRY_AFTER_S_MAX = 2.0
 _REFUSALS = frozenset(
@@ -71,7 +73,7 @@ class Client:
         """`keys`: by tenant."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._http = httpx.AsyncClient(
-            base_url=http_url, timeout=PATIENCE_S, limits=limits, trust_env=False, verify=trust
+            base_url=http_url, timeout=ANSWER_S_MAX, limits=limits, trust_env=False, verify=trust
         )
         self._channel = grpc.aio.secure_channel(
             grpc_address, credentials, options=[("grpc.max_reconnect_backoff_ms", 1000)]
@@ -114,10 +116,8 @@ class Client:
         call = _Call(case, tenant, speculation, uuid.uuid4().hex, answer)
         reading = asyncio.create_task(self._read(call, edge))
         leaving = asyncio.create_task((leave or asyncio.Event()).wait())
-        patience_s = PATIENCE_S if leave_after_s is None else leave_after_s
         try:
-            await asyncio.wait((reading, leaving), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            is_hung = not reading.done() and leave_after_s is None and not leaving.done()
+            is_hung = await _is_hung(answer, reading, leaving, leave_after_s)
             answer.has_left = not reading.done() and not is_hung
         finally:
             for task in (reading, leaving):
@@ -126,7 +126,7 @@ class Client:
         if not reading.cancelled() and (bug := reading.exception()) is not None:
             raise bug
         if is_hung:
-            answer.error = f"hung: no end within {PATIENCE_S:g} s"
+            answer.error = f"hung: nothing for {PATIENCE_S:g} s, or no end within {ANSWER_S_MAX:g} s"
         answer.ended_s = time.monotonic()
         return answer
 
@@ -207,7 +207,7 @@ class Client:
 
     async def _read_chunks(self, message: generation_pb2.GenerationRequest, call: _Call) -> None:
         metadata = tuple(self._headers(call.tenant).items())
-        stream = self._stub.Generate(message, timeout=PATIENCE_S, metadata=metadata)
+        stream = self._stub.Generate(message, timeout=ANSWER_S_MAX, metadata=metadata)
         try:
             async for chunk in stream:
                 self._take_chunk(chunk, call)
@@ -251,6 +251,23 @@ class _Refused(Exception):
         code = error.get("code") if isinstance(error, dict) else None
         message = error.get("message") if isinstance(error, dict) else str(body)[:300]
         return cls(f"{status} {code}: {message}", status, code, retry_after_s)
+
+
+async def _is_hung(
+    answer: Answer, reading: asyncio.Task[None], leaving: asyncio.Task[bool], leave_after_s: float | None
+) -> bool:
+    """Waits for the answer's end, or for the client to leave. Whether neither came for as long as it is patient."""
+    if leave_after_s is not None:
+        await asyncio.wait((reading, leaving), timeout=leave_after_s, return_when=asyncio.FIRST_COMPLETED)
+        return False
+    while True:
+        last_s = answer.chunk_times_s[-1] if answer.chunk_times_s else answer.asked_s
+        until_s = min(last_s + PATIENCE_S, answer.asked_s + ANSWER_S_MAX)
+        if (left_s := until_s - time.monotonic()) <= 0:
+            return True
+        done, _ = await asyncio.wait((reading, leaving), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return False
 
 
 def _refusal(status: int, headers: Mapping[str, str], content: bytes) -> _Refused:

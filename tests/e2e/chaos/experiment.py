@@ -175,7 +175,8 @@ class Experiment:
             kind = bag.pop()
             await asyncio.sleep(rng.uniform(*PAUSE_S))
             self._num_begun += 1
-            injection = Injection(self._num_begun, kind.name, 0.0, kind.costs)
+            takes_room = kind.part in ("target", "targets", "coordinator")
+            injection = Injection(self._num_begun, kind.name, 0.0, kind.costs, takes_room)
             fault = kind(fleet, load, rng, injection)
             async with fault.victim() as worker:
                 injection.began_s = time.monotonic()

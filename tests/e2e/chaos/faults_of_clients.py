@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 import httpx
 
+from coordinator.poison import LOSSES_MAX, NOTED_S
 from demo.corpus import held_out_prompts
 from tests.e2e.chaos import poison
 from tests.e2e.chaos.cases import Case
@@ -28,9 +29,12 @@ READ_AFTER: Final = (1.9, 8.0)
 BEGIN_S: Final = 120.0  # beyond the time that anybody waits for a slot
 REST_S: Final = 60.0
 HEARD_S: Final = 1.0  # until the end of a process is known to whoever started it
-MAX_LOST: Final = 3  # workers, to one request
+MAX_LOST: Final = 3  # workers, to one request; where other targets were lost a while ago, LOSSES_MAX
+STEP_TOKENS_MAX: Final = 9
 ATTEMPTS_MAX: Final = 160  # of half a second, while a coordinator is started again
 EXPLICIT: Final = frozenset({429, 503})
+_LOSE_TARGETS: Final = ("targets", "redis", "certificates")
+"""Parts of the fleet whose faults take targets away, from all coordinators or from one."""
 
 
 class _SlowReaders(Fault):
@@ -110,8 +114,8 @@ def _is_explicit(ending: Ending) -> bool:
 class _Poison(Fault):
     """A prompt that kills whichever target computes it.
 
-    Its client is told so after three workers at most (503 `poisonous_request`). Others lose no token; new requests may
-    wait or be refused while the targets that died start again.
+    Its client is told so (503 `poisonous_request`) after three workers at most, or a few more where others die as well.
+    Others lose no token; new requests may wait or be refused while the targets that died start again.
     """
 
     part, costs = "targets", Costs.CAPACITY
@@ -120,13 +124,14 @@ class _Poison(Fault):
     async def run(self, worker: Worker | None) -> None:
         body = {
             "prompt": poison.prompt(self.num_steps, self.rng),
-            "max_tokens": 50,
+            "max_tokens": LOSSES_MAX * poison.AFTER_A_FEW * STEP_TOKENS_MAX,  # more than it can get
             "temperature": 0,
             "ignore_eos": True,
         }
         door = self.rng.choice(doors(self.fleet, self.rng))
         refusal, num_tokens = None, 0
         targets = [each.name for each in self.fleet.of_role("target")]
+        since_s = time.monotonic() - NOTED_S
         with self.fleet.expecting_ends(targets) as deaths:
             async with door.http() as http:
                 for _ in range(ATTEMPTS_MAX):
@@ -138,7 +143,8 @@ class _Poison(Fault):
         self.describe(f"{len(deaths)} targets lost, {num_tokens} tokens")
         if refusal is None or refusal.code != "poisonous_request":
             self.fleet.surprises.append(f"{self.name}: its client was not told: {refusal}; lost {deaths}")
-        if not 1 <= len(deaths) <= MAX_LOST:
+        are_others_lost = any(self.fleet.is_touched(name, since_s) for name in (*targets, *_LOSE_TARGETS))
+        if not 1 <= len(deaths) <= (LOSSES_MAX if are_others_lost else MAX_LOST):
             self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
 
 

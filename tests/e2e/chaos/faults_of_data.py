@@ -83,10 +83,10 @@ class JournalCorrupted(_Corrupted):
 class WorkerRecordsCorrupted(_Corrupted):
     """Fields of workers' records in the registry are damaged, or name another worker's address; one target is spared.
 
-    Heartbeats put them right. Clients see nothing.
+    Heartbeats put them right. Fewer sequences can run meanwhile.
     """
 
-    name, part, costs = "worker records corrupted", "redis", Costs.NOTHING
+    name, part, costs = "worker records corrupted", "redis", Costs.CAPACITY
     seconds = 5.0, 12.0
 
     async def run(self, worker: Worker | None) -> None:
@@ -176,17 +176,19 @@ class OtherTarget(_Joins, WorkerFault):
     async def _join(self, worker: Worker, model: Path) -> None:
         """The newcomer comes and goes; `worker` is killed in between."""
         newcomer = await self.fleet.add_worker("target", _OTHER, model, drain_grace_s=DRAIN_S_MAX)
-        await asyncio.sleep(self.rng.uniform(*self.seconds))
-        self.describe(f"{worker.name} killed")
-        self.fleet.send(worker, signal.SIGKILL)
-        await asyncio.sleep(self.rng.uniform(*self.seconds))
-        # Drained to its end, which whoever keeps it alive would take for a reason to start it again.
-        pid = newcomer.pid
-        self.fleet.send(newcomer, signal.SIGTERM)
-        async with asyncio.timeout(DRAIN_S_MAX + 30.0):
-            while psutil.pid_exists(pid):  # noqa: ASYNC110 - it tells nobody
-                await asyncio.sleep(0.1)
-        await self.fleet.retire(_OTHER)
+        try:
+            await asyncio.sleep(self.rng.uniform(*self.seconds))
+            self.describe(f"{worker.name} killed")
+            self.fleet.send(worker, signal.SIGKILL)
+            await asyncio.sleep(self.rng.uniform(*self.seconds))
+            # Drained to its end, which whoever keeps it alive would take for a reason to start it again.
+            pid = newcomer.pid
+            self.fleet.send(newcomer, signal.SIGTERM)
+            async with asyncio.timeout(DRAIN_S_MAX + 30.0):
+                while psutil.pid_exists(pid):  # noqa: ASYNC110 - it tells nobody
+                    await asyncio.sleep(0.1)
+        finally:
+            await self.fleet.retire(_OTHER)
 
 
 async def _learn(client: Client, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:

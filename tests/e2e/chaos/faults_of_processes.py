@@ -241,9 +241,11 @@ class AllTargetsLost(Fault):
     async def _break_links(self, how: Callable[[Link], int], targets: list[Worker], seconds: float) -> None:
         for worker in targets:
             how(worker.link)
-        await asyncio.sleep(seconds)
-        for worker in targets:
-            worker.link.open()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for worker in targets:
+                worker.link.open()
 
 
 class AllTargetsLostForLong(AllTargetsLost):

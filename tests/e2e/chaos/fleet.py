@@ -377,6 +377,7 @@ class Fleet:
                 await worker.child.start()
             except StartError:
                 if time.monotonic() > until_s:
+                    await self.retire(name)
                     raise
                 await asyncio.sleep(1.0)
             else:

@@ -25,6 +25,7 @@ class Injection:
     name: str
     began_s: float
     costs: Costs = Costs.NOTHING
+    takes_room: bool = False  # while it lasts, fewer sequences can run
     detail: str = ""
     mended_s: float = float("inf")  # from here on it is a matter of time
     recovered_s: float = float("inf")  # everything serves again
@@ -38,12 +39,16 @@ class Injection:
         """Whether the request was under way at any moment until everything served again."""
         return answer.asked_s <= self.recovered_s and answer.ended_s >= self.began_s
 
+    def lasted(self, at_s: float) -> bool:
+        """Whether what it has cost could come to light then."""
+        return self.began_s <= at_s <= self.recovered_s + LATE_S
+
     def explains(self, incident: Incident) -> bool:
         """Whether the client had to bear with it for this fault's sake."""
         is_allowed = self.costs is Costs.CAPACITY or (
             self.costs is Costs.CONNECTIONS and not incident.is_refusal
         )
-        return is_allowed and self.began_s <= incident.at_s <= self.recovered_s + LATE_S
+        return is_allowed and self.lasted(incident.at_s)
 
 
 @dataclass
@@ -116,6 +121,11 @@ class Ledger:
 
     def _take_incident(self, name: str, incident: Incident) -> None:
         causes = [each for each in self._recent if each.explains(incident)]
+        if not causes and incident.is_refusal:
+            # One at a time leaves room enough. Where there are two, two of three or four targets may be away, or both
+            # replicas of a coordinator.
+            takers = [each for each in self._recent if each.takes_room and each.lasted(incident.at_s)]
+            causes = takers if len(takers) > 1 else []
         row = self.row(causes[-1].name if causes else QUIET)
         if incident.is_refusal:
             row.num_refusals += 1
@@ -123,9 +133,7 @@ class Ledger:
             row.num_breaks += 1
         if not causes:
             what = "refused" if incident.is_refusal else "a connection broke"
-            during = [
-                each for each in self._recent if each.began_s <= incident.at_s <= each.recovered_s + LATE_S
-            ]
+            during = [each for each in self._recent if each.lasted(incident.at_s)]
             about = ", ".join(f"{each.number} {each.name} ({each.detail})" for each in during) or QUIET
             self.failures.append(f"{name}: {what} without need: {incident.words}; during {about}")
 

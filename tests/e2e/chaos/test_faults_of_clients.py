@@ -13,6 +13,7 @@ import grpc
 import httpx
 import pytest
 
+from coordinator.poison import LOSSES_MAX
 from outrider.free_ports import free_ports
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.test_resumption import Memory
@@ -103,6 +104,7 @@ async def test_a_door_that_nobody_opens_ends_a_slow_client_and_not_the_run(
     monkeypatch.setattr(ClientsReadSlowly, "edges", ("HTTP",))
     detail, problems = await run(ClientsReadSlowly, None, 2)
     assert " cut" in detail
+    assert problems
     assert all("not reached" in problem for problem in problems)
 
 
@@ -169,9 +171,10 @@ def error(status: int, code: str) -> httpx.Response:
 
 
 async def findings(
-    monkeypatch: pytest.MonkeyPatch, answers: Sequence[tuple[httpx.Response, int]]
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[tuple[httpx.Response, int]], *touched: str
 ) -> list[str]:
-    """What a poison is found fault with that is answered so, one after the other, after so many deaths each."""
+    """What a poison is found fault with that is answered so, one after the other, after so many deaths each, while
+    other faults have had `touched`."""
     deaths: list[str] = []
     left = list(answers)
 
@@ -186,6 +189,7 @@ async def findings(
         surprises=[],
         of_role=lambda role: [SimpleNamespace(name="target-0")],
         expecting_ends=lambda names: nullcontext(deaths),
+        is_touched=lambda name, since_s: name in touched,
     )
     await PoisonLater(cast(Any, fleet), cast(Any, None), Random(1), Injection(1, "poison", 0.0)).run(None)
     assert not left
@@ -202,6 +206,13 @@ async def test_who_is_told_that_a_request_is_poison_after_three_workers_is_conte
     assert not await findings(
         monkeypatch, [(error(429, "overloaded"), 0), (error(503, "poisonous_request"), 2)]
     )
+
+
+async def test_it_may_cost_more_where_other_targets_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_deaths, is_permitted in ((LOSSES_MAX, True), (LOSSES_MAX + 1, False)):
+        told = [(error(503, "poisonous_request"), num_deaths)]
+        found = await findings(monkeypatch, told, "target-0")
+        assert (not found) == is_permitted
 
 
 async def test_a_poison_that_costs_more_or_is_not_named_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

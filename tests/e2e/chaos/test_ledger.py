@@ -110,6 +110,20 @@ def test_a_client_has_to_bear_with_what_the_fault_may_cost(
         assert (row.num_refusals, row.num_breaks) == (int(is_refusal), int(not is_refusal))
 
 
+@pytest.mark.parametrize(("num_faults", "is_failure"), [(1, True), (2, False)])
+def test_where_two_faults_take_room_at_once_a_refusal_is_no_failure(
+    num_faults: int, is_failure: bool
+) -> None:
+    ledger = Ledger()
+    for number in range(num_faults):
+        ledger.begin(Injection(number, "target SIGKILL", 10.0, takes_room=True))
+    ledger.begin(Injection(9, "draft SIGKILL", 10.0))
+    ledger.add("x", met(12.0, is_refusal=True), RIGHT, 0.0)
+    assert bool(ledger.failures) == is_failure
+    ledger.add("y", met(12.0, is_refusal=False), RIGHT, 0.0)
+    assert "a connection broke without need" in ledger.failures[-1]
+
+
 def test_what_comes_long_after_a_fault_is_not_its_doing() -> None:
     ledger = Ledger()
     injection = Injection(1, "all targets lost", 10.0, Costs.CAPACITY)

@@ -16,7 +16,11 @@ from outrider.tls import Role
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import Backend, HAProxy
 
-_CHECKED: Final = ("http", "grpc")  # backends; the others ask coordinators whatever their health is
+_CHECKED: Final = ("http", "grpc")
+_UNCHECKED: Final = (
+    "http_unready",
+    "grpc_unready",
+)  # backends that ask coordinators whatever their health is
 _ENDED_S: Final = 60.0
 
 
@@ -48,7 +52,7 @@ class SecuredHAProxy(HAProxy):
 
     async def drain(self, index: int) -> None:
         """No new requests for this coordinator; returns when it has none left. Raises TimeoutError."""
-        for backend in _CHECKED:
+        for backend in (*_CHECKED, *_UNCHECKED):
             await self._ask(f"set server {backend}/coordinator-{index} state drain")
         async with asyncio.timeout(_ENDED_S):
             while True:
@@ -58,7 +62,7 @@ class SecuredHAProxy(HAProxy):
 
     async def undrain(self, index: int) -> None:
         """Returns when it gets requests again. Raises TimeoutError."""
-        for backend in _CHECKED:
+        for backend in (*_CHECKED, *_UNCHECKED):
             await self._ask(f"set server {backend}/coordinator-{index} state ready")
         async with asyncio.timeout(_ENDED_S):
             while True:  # its health was last asked for while it was away

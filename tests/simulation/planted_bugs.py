@@ -1,8 +1,12 @@
 """Bugs to plant, each of the kind that one feature of a run is there to find.
 
 Not here is what a simulated run does not have: certificates, and with them workers that announce other ids than theirs
-(`tests/coordinator/test_worker_identity.py`), the file of keys (`tests/outrider/test_api_keys.py`) and HTTP
-(`tests/coordinator/test_extreme_values.py`).
+(`tests/coordinator/test_worker_identity.py`), roles (`tests/outrider/test_tls.py`), the file of keys
+(`tests/outrider/test_api_keys.py`), HTTP (`tests/coordinator/test_extreme_values.py`) and its large bodies
+(`test_large_requests.py`), Ray (`test_ray_environment.py`), sequences that a tenant may have at once
+(`test_concurrency_limits.py`), targets of different context lengths (`test_slot_search.py`), how often a grammar is
+compiled (`tests/outrider/test_compile_queue.py`), and real processors: memory that kernels take
+(`tests/engine/test_tensor_parallel.py`) and processes that get no time (`tests/outrider/test_worker_process.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from target_worker import server
 from target_worker.messages import StartSession
 from tests.simulation.actors import Target
 from tests.simulation.features import Feature
+from tests.simulation.registry import PoolModel
 
 CHUNK, PARSE_GENERATE, LOAD = grpc_api._chunk, server.parse_generate, Journal.load
 
@@ -110,6 +115,12 @@ def find_nobody_beyond(self: FairQueue, tenants: object) -> frozenset[str]:
     return frozenset()
 
 
+def trust_hosts_clocks(
+    holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int
+) -> bool:
+    return holder is not None and holder.started_at_ms > record.started_at_ms
+
+
 def blame_others(self: LoopLag, since_s: float, now_s: float) -> float:
     return now_s - since_s
 
@@ -160,6 +171,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "a target that compiles says nothing": (*(Feature.SLOW_GRAMMAR, server, "WAITING_EVERY_S", 1e9, "I10"),),
     "a coordinator that was stopped blames its targets": (
         *(Feature.LONG_STOP, LoopLag, "silence_s", blame_others, "I10"),
+    ),
+    "a worker's own clock tells which of two lives is the later": (
+        *(Feature.SKEWED_CLOCKS, PoolModel, "is_later", staticmethod(trust_hosts_clocks), "an earlier life"),
     ),
     "a tenant takes more than its share of the slots": (
         *(Feature.SHARES, FairQueue, "_beyond_share", find_nobody_beyond, "gets a slot"),

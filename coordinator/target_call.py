@@ -47,6 +47,7 @@ class TargetCall:
         """`deadline_s` is on the environment's clock."""
         self._environment = environment
         self._target = target
+        self._has_answered = False
         self._call = environment.channels.generate(
             target.address, request, remaining_s(deadline_s, environment.now_s()), traceparent
         )
@@ -58,12 +59,11 @@ class TargetCall:
     async def events(self) -> AsyncGenerator[target_pb2.GenerateEvent]:
         """What the target says, the last word included.
 
-        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerLost when
-        that breaks, WorkerUnanswered when the target does not answer for long, WorkerSilent when it has answered and no
-        longer does, WorkerFailed when it fails, ends without a last word or makes no sense, DeadlineExceeded, and
-        InvalidRequest when it refuses a value.
+        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerUnanswered
+        when that breaks before the target has answered or it does not answer for long, WorkerLost when it breaks later,
+        WorkerSilent when the target has answered and no longer does, WorkerFailed when it fails, ends without a last
+        word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses a value.
         """
-        has_answered = False
         # From the beginning: a target says at once that it has the request, and once a second that it waits its turn.
         watch = SilenceWatch(
             self._call.cancel, self._environment.settings.target_silence_max_s, self._environment.lag
@@ -74,7 +74,7 @@ class TargetCall:
                 watch.begin()
                 event = await self._call.read()
                 watch.end()
-                has_answered = True
+                self._has_answered = True
                 if not isinstance(event, target_pb2.GenerateEvent):
                     raise WorkerFailed(f"target worker {self._target.worker_id} ended without a last word")
                 if not _makes_sense(event):
@@ -86,7 +86,7 @@ class TargetCall:
             if not watch.has_cancelled or (task is not None and task.cancelling()):
                 raise  # somebody else's cancellation
             self._pass_over()
-            if not has_answered:
+            if not self._has_answered:
                 raise WorkerUnanswered(f"target worker {self._target.worker_id} does not answer") from None
             raise WorkerSilent(f"target worker {self._target.worker_id} fell silent") from None
         except grpc.aio.AioRpcError as error:
@@ -116,7 +116,10 @@ class TargetCall:
                         f"stopped: {describe(error)}"
                     )
                 self._pass_over()
-                return _loss(error)(f"target worker {self._target.worker_id} failed: {describe(error)}")
+                kind = _loss(error)
+                if kind is WorkerLost and not self._has_answered:  # it was on its way out when it was asked
+                    kind = WorkerUnanswered
+                return kind(f"target worker {self._target.worker_id} failed: {describe(error)}")
 
     def _pass_over(self) -> None:
         self._environment.router.pass_over(self._target, self._environment.now_s())

@@ -184,7 +184,7 @@ class WorkerUnreached(WorkerLost):
 
 
 class WorkerUnanswered(WorkerUnreached):
-    """There was a connection, and the worker has not said for long that it has the request: it stood still before."""
+    """There was a connection, and the worker has never said that it has the request: it stood still or ended before."""
 
 
 class Poisonous(Unavailable):

@@ -459,6 +459,25 @@ class TestPoison:
                 assert answer.status_code == 200, answer.text
             assert not any(request.trial_tokens for request in cluster.targets[-1].requests)
 
+    async def test_a_target_that_ends_before_it_has_answered_does_not_count(
+        self, clusters: ClusterFactory
+    ) -> None:
+        """Found: a request came to a target in the moment that another one brought that down, and was ended for it."""
+
+        class Ending(FakeTarget):
+            async def Generate(self, request: Any, context: Any) -> Any:
+                self.requests.append(request)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                yield target_pb2.GenerateEvent()
+
+        ending = [Ending([11]) for _ in range(2)]
+        async with clusters.open([*ending, FakeTarget([11])], settings={"quarantine_s": 30.0}) as cluster:
+            while not all(target.requests for target in ending):
+                answer = await cluster.complete()
+                assert answer.status_code == 200, answer.text
+            assert not any(request.trial_tokens for request in cluster.targets[-1].requests)
+            assert not cluster.service.environment.poison
+
     async def test_one_that_no_target_answers_is_refused_and_blamed_for_nothing(
         self, clusters: ClusterFactory
     ) -> None:

@@ -8,7 +8,8 @@ import grpc.aio
 import pytest
 
 from draft_worker import server as draft_server
-from draft_worker.scheduler import DraftLimits, DraftScheduler
+from draft_worker.limits import DraftLimits
+from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
 from outrider.telemetry import DraftMetrics
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc

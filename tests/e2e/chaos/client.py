@@ -42,6 +42,7 @@ _TRANSPORT_WORDS = (
     "handshake", "channel is closed", "peer closed",
 )  # fmt: skip
 """What gRPC itself says, in lower case, where UNAVAILABLE is not the system's word."""
+_NO_SUCH_WEIGHTS = "none of the target workers that are there has the weights and numerics that it began with"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class Client:
                     call.answer.error = _in_words(error)
                     return
                 call.answer.incidents.append(Incident(time.monotonic(), is_refusal, _in_words(error)))
+                if _NO_SUCH_WEIGHTS in _in_words(error):
+                    call.answer.begin_anew()  # those that could go on with it may never come back
                 after_s = error.retry_after_s if isinstance(error, _Refused) else RECONNECT_S
                 await asyncio.sleep(min(after_s, RETRY_AFTER_S_MAX))
 
@@ -283,7 +286,8 @@ def _is_refusal(error: Exception) -> bool | None:
     there to take it. None: it is neither, and asking again would not help."""
     if isinstance(error, grpc.aio.AioRpcError):
         words = (error.details() or "").lower()
-        is_transport = any(each in words for each in _TRANSPORT_WORDS)
+        is_own_word = _NO_SUCH_WEIGHTS in words  # with what the last target was lost with
+        is_transport = not is_own_word and any(each in words for each in _TRANSPORT_WORDS)
         if error.code() is grpc.StatusCode.CANCELLED and is_transport:
             return False  # what the load balancer resets when a replica dies behind it
         return not is_transport if error.code() in _REFUSALS else None

@@ -33,7 +33,7 @@ MAX_LOST: Final = 3  # workers, to one request; where other targets were lost a 
 STEP_TOKENS_MAX: Final = 9
 ATTEMPTS_MAX: Final = 160  # of half a second, while a coordinator is started again
 EXPLICIT: Final = frozenset({429, 503})
-_LOSE_TARGETS: Final = ("targets", "redis", "certificates")
+_LOSE_TARGETS: Final = ("redis", "certificates")
 """Parts of the fleet whose faults take targets away, from all coordinators or from one."""
 
 
@@ -136,16 +136,24 @@ class _Poison(Fault):
             async with door.http() as http:
                 for _ in range(ATTEMPTS_MAX):
                     refusal, num_tokens = await _refusal_of(http, body)
-                    if refusal is None or refusal.code == "poisonous_request" or deaths:
+                    if refusal is None or refusal.code == "poisonous_request":
                         break
-                    await asyncio.sleep(0.5)  # there was no room for it yet
+                    if deaths and not self._are_others_lost(since_s):
+                        break
+                    # There was no room for it yet, or chance explains what it has cost.
+                    await asyncio.sleep(0.5)
             await asyncio.sleep(HEARD_S)
         self.describe(f"{len(deaths)} targets lost, {num_tokens} tokens")
         if refusal is None or refusal.code != "poisonous_request":
             self.fleet.surprises.append(f"{self.name}: its client was not told: {refusal}; lost {deaths}")
-        are_others_lost = any(self.fleet.is_touched(name, since_s) for name in (*targets, *_LOSE_TARGETS))
-        if not 1 <= len(deaths) <= (LOSSES_MAX if are_others_lost else MAX_LOST):
+        if not 1 <= len(deaths) <= (LOSSES_MAX if self._are_others_lost(since_s) else MAX_LOST):
             self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
+
+    def _are_others_lost(self, since_s: float) -> bool:
+        parts = [*(each.name for each in self.fleet.of_role("target")), *_LOSE_TARGETS]
+        return self.fleet.was_returned(self.part, since_s) or any(
+            self.fleet.is_touched(name, since_s) for name in parts
+        )
 
 
 class PoisonAtOnce(_Poison):

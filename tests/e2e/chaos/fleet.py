@@ -360,7 +360,11 @@ class Fleet:
 
     def is_touched(self, name: str, since_s: float) -> bool:
         """Whether a fault has had this worker, or part, in its hands since then."""
-        return name in self._borrowed or self._returned_s.get(name, 0.0) >= since_s
+        return name in self._borrowed or self.was_returned(name, since_s)
+
+    def was_returned(self, name: str, since_s: float) -> bool:
+        """Whether a fault that had this worker, or part, has come to its end since then."""
+        return self._returned_s.get(name, 0.0) >= since_s
 
     def may_break_connections(self, since_s: float) -> bool:
         """Whether a fault has had since then what carries everybody's connections."""

@@ -190,6 +190,7 @@ async def findings(
         of_role=lambda role: [SimpleNamespace(name="target-0")],
         expecting_ends=lambda names: nullcontext(deaths),
         is_touched=lambda name, since_s: name in touched,
+        was_returned=lambda name, since_s: False,
     )
     await PoisonLater(cast(Any, fleet), cast(Any, None), Random(1), Injection(1, "poison", 0.0)).run(None)
     assert not left

@@ -62,6 +62,11 @@ class Answer:
     def is_complete(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
+    def begin_anew(self) -> None:
+        """Forgets what has come: it is asked for once more, from its beginning."""
+        self.choices = [Choice() for _ in self.choices]
+        self.event_id = self.run = ""
+
     def as_right(self) -> tuple[Right, ...]:
         """Its texts as what others are compared with."""
         return tuple(

@@ -48,6 +48,8 @@ with at their third loss."""
 CONVICTED_S: Final = 120.0
 AGAIN_AFTER_S: Final = 0.3
 """How long a target that tries a run of another replica is not asked to try one of ours."""
+TRYING_S: Final = 5.0
+"""How long a target that tried a run of another replica may still do so: one that ends then ended by that."""
 CONVICTIONS_MAX: Final = 16
 """Prompts refused at once, the latest ones; each is a label of a metric."""
 SUSPECTS_MAX: Final = 1024
@@ -166,19 +168,21 @@ class Trials:
 
     def __init__(self) -> None:
         self._at: set[WorkerKey] = set()
-        self._refused_until_s: dict[WorkerKey, float] = {}
+        self._refused_s: dict[WorkerKey, float] = {}  # when each target had a run of another replica
 
     def may_begin(self, target: WorkerRecord, now_s: float) -> bool:
         """Whether the target seems to have no such run."""
         key = key_of(target)
-        return key not in self._at and self._refused_until_s.get(key, now_s) <= now_s
+        return key not in self._at and now_s >= self._refused_s.get(key, -math.inf) + AGAIN_AFTER_S
 
     def refuse(self, target: WorkerRecord, now_s: float) -> None:
         """The target has one of another replica."""
-        self._refused_until_s = {
-            key: until_s for key, until_s in self._refused_until_s.items() if until_s > now_s
-        }
-        self._refused_until_s[key_of(target)] = now_s + AGAIN_AFTER_S
+        self._refused_s = {key: at_s for key, at_s in self._refused_s.items() if now_s - at_s < TRYING_S}
+        self._refused_s[key_of(target)] = now_s
+
+    def has_another(self, target: WorkerRecord, now_s: float) -> bool:
+        """Whether the target tried a run of another replica a moment ago."""
+        return now_s < self._refused_s.get(key_of(target), -math.inf) + TRYING_S
 
     def begin(self, target: WorkerRecord) -> None:
         """It has one from now on, until `end`."""

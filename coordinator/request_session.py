@@ -51,6 +51,7 @@ from outrider.errors import (
     Unavailable,
     WorkerFailed,
     WorkerLost,
+    WorkerLostAtOnce,
     WorkerSilent,
     WorkerUnanswered,
     WorkerUnreached,
@@ -271,9 +272,13 @@ class RequestSession:
 
     async def _is_loss(self, error: OutriderError, target: WorkerRecord) -> bool:
         """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor
-        when it was leaving anyway."""
+        when it was leaving anyway, nor to the run of another replica that it was trying."""
         environment = self._environment
         if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(error, WorkerUnreached):
+            return False
+        if isinstance(error, WorkerLostAtOnce) and environment.trials.has_another(
+            target, environment.now_s()
+        ):
             return False
         is_leaving = self._is_leaving(target)
         if is_leaving or isinstance(error, WorkerFailed | WorkerSilent):

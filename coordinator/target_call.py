@@ -22,6 +22,7 @@ from outrider.errors import (
     Unavailable,
     WorkerFailed,
     WorkerLost,
+    WorkerLostAtOnce,
     WorkerSilent,
     WorkerUnanswered,
     WorkerUnreached,
@@ -60,9 +61,9 @@ class TargetCall:
         """What the target says, the last word included.
 
         Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerUnanswered
-        when that breaks before the target has answered or it does not answer for long, WorkerLost when it breaks later,
-        WorkerSilent when the target has answered and no longer does, WorkerFailed when it fails, ends without a last
-        word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses a value.
+        when the target does not answer for long, WorkerSilent when it has answered and no longer does, WorkerLostAtOnce
+        and WorkerLost when the connection breaks before and after its answer, WorkerFailed when it fails, ends without
+        a last word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses a value.
         """
         # From the beginning: a target says at once that it has the request, and once a second that it waits its turn.
         watch = SilenceWatch(
@@ -117,8 +118,8 @@ class TargetCall:
                     )
                 self._pass_over()
                 kind = _loss(error)
-                if kind is WorkerLost and not self._has_answered:  # it was on its way out when it was asked
-                    kind = WorkerUnanswered
+                if kind is WorkerLost and not self._has_answered:
+                    kind = WorkerLostAtOnce
                 return kind(f"target worker {self._target.worker_id} failed: {describe(error)}")
 
     def _pass_over(self) -> None:

@@ -184,7 +184,11 @@ class WorkerUnreached(WorkerLost):
 
 
 class WorkerUnanswered(WorkerUnreached):
-    """There was a connection, and the worker has never said that it has the request: it stood still or ended before."""
+    """There was a connection, and the worker has not said for long that it has the request: it stood still before."""
+
+
+class WorkerLostAtOnce(WorkerLost):
+    """A worker went away before it said that it has the request. It may have had it."""
 
 
 class Poisonous(Unavailable):

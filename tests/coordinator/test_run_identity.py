@@ -459,24 +459,30 @@ class TestPoison:
                 assert answer.status_code == 200, answer.text
             assert not any(request.trial_tokens for request in cluster.targets[-1].requests)
 
-    async def test_a_target_that_ends_before_it_has_answered_does_not_count(
-        self, clusters: ClusterFactory
+    @pytest.mark.parametrize("tries_another", [False, True])
+    async def test_a_target_that_ends_while_it_tries_another_run_was_not_lost_to_this_one(
+        self, clusters: ClusterFactory, tries_another: bool
     ) -> None:
-        """Found: a request came to a target in the moment that another one brought that down, and was ended for it."""
+        """Found: a request on its last chance came to a target in the moment that another one brought that down."""
 
-        class Ending(FakeTarget):
+        class Moody(FakeTarget):
             async def Generate(self, request: Any, context: Any) -> Any:
-                self.requests.append(request)
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-                yield target_pb2.GenerateEvent()
+                begins_at = len(request.token_ids) - request.num_prompt_tokens
+                self.dies_at = begins_at + 1 if len(self.requests) < 2 else None
+                if len(self.requests) == 2 and tries_another:
+                    self.requests.append(request)
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another request is tried here")
+                if len(self.requests) == 2 + tries_another:
+                    self.requests.append(request)
+                    self.num_died += 1
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                async for event in super().Generate(request, context):
+                    yield event
 
-        ending = [Ending([11]) for _ in range(2)]
-        async with clusters.open([*ending, FakeTarget([11])], settings={"quarantine_s": 30.0}) as cluster:
-            while not all(target.requests for target in ending):
-                answer = await cluster.complete()
-                assert answer.status_code == 200, answer.text
-            assert not any(request.trial_tokens for request in cluster.targets[-1].requests)
-            assert not cluster.service.environment.poison
+        async with clusters.open([target := Moody([11])], settings={"quarantine_s": 0.01}) as cluster:
+            answer = await cluster.complete(max_tokens=9)
+            assert answer.status_code == (200 if tries_another else 503), answer.text
+            assert target.num_died == 3
 
     async def test_one_that_no_target_answers_is_refused_and_blamed_for_nothing(
         self, clusters: ClusterFactory

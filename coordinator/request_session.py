@@ -210,6 +210,7 @@ class RequestSession:
         patience = Patience(settings.target_attempts_max, settings.target_wait_max_s)
         refusal: OutriderError | None = None
         while True:
+            is_loss = False
             try:
                 attempt = await self._begin_attempt()
             except Unavailable as error:
@@ -259,8 +260,7 @@ class RequestSession:
             if not patience.lasts(
                 *(environment.now_s(), len(self._output.token_ids)),
                 found_target=attempt is not None,
-                was_sent=attempt is not None
-                and (isinstance(refusal, WorkerUnanswered) or not isinstance(refusal, WorkerUnreached)),
+                counts=attempt is not None and self._counts(refusal, is_loss),
             ):
                 raise self._no_way_on(refusal)
             if not patience.has_begun:
@@ -269,6 +269,14 @@ class RequestSession:
             elif not self._can_try_another():
                 self._tried.clear()
                 await self._wait_for_target()
+
+    def _counts(self, refusal: OutriderError | None, is_loss: bool) -> bool:
+        """Whether few attempts like this one are too many: not where the target has not had the request, nor for a
+        while where it was lost with it, for which there is a limit of its own."""
+        waited_s = self._environment.now_s() - self._first_asked_s
+        if is_loss and waited_s < self._environment.settings.target_wait_max_s:
+            return False
+        return isinstance(refusal, WorkerUnanswered) or not isinstance(refusal, WorkerUnreached)
 
     async def _is_loss(self, error: OutriderError, target: WorkerRecord) -> bool:
         """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor

@@ -5,7 +5,7 @@ it may cost is tried alone: no target gets two such runs at a time, and a worker
 one that it had. A target refuses a second one, whichever replica sends it; `Trials` keeps replicas from asking in vain.
 
 A run that loses more workers than chance explains is ended (`PoisonRecord.blames`): where no others die, as many as a
-run may cost. What it asked for is remembered under a digest of its prompt and grammar, so that its client's retries do
+run may cost, the last one on its trial. What it asked for is remembered under a digest of its prompt and grammar, so that its client's retries do
 not cost as many workers again: for CONVICTED_S the same is refused at once. A run may also end before that: its client
 leaves, or its deadline is over. Then the workers that were lost to it are remembered as long, and the next run with the
 prompt begins with their number.
@@ -110,7 +110,9 @@ class PoisonRecord:
         self,
         prompt_digest: str,
         num_losses: int,
+        killed: Set[WorkerLife],
         *,
+        has_passed_trial: bool,
         num_losses_max: int,
         num_sequences: int,
         targets: Set[str],
@@ -119,21 +121,28 @@ class PoisonRecord:
     ) -> bool:
         """Whether a run with this prompt, which has lost `num_losses` workers, is to be ended.
 
-        That is so at `num_losses_max`, unless other targets of the model were lost as well in the last NOTED_S. Then it
-        is a binomial test: if it were not the run's doing, each of the workers lost would have been one of the run's
-        with the probability `num_sequences` / number of targets. The run is ended where as many as it has lost, or
-        more, have a probability below CHANCE_MAX. It is ended in any case with LOSSES_PER_OTHER more for each other one
-        that was lost, and at LOSSES_MAX. `targets`: ids of those there are.
+        That is so at `num_losses_max`, with two exceptions. A run that had passed its trial at the last one is not:
+        what happened before did not happen again, and others came to that target meanwhile. And where other targets of
+        the model were lost in the last NOTED_S, it is a binomial test: if it were not the run's doing, each of the
+        workers lost would have been one of the run's with the probability `num_sequences` / number of targets. The run
+        is ended where as many as it has lost, or more, have a probability below CHANCE_MAX, and at the latest with
+        LOSSES_PER_OTHER more for each other one. At LOSSES_MAX it is ended in any case.
+
+        `killed`: those that it lost here and that did not say what had failed. `targets`: ids of those there are.
         """
-        if num_losses < num_losses_max:
+        if num_losses >= LOSSES_MAX:
+            return True
+        if num_losses < num_losses_max or has_passed_trial:
             return False
         recent = {
             life: loss
             for life, loss in self._losses.items()
             if loss.model == model and loss.lost_s > now_s - NOTED_S
         }
-        num_elsewhere = sum(prompt_digest not in loss.had for loss in recent.values())
-        if num_losses >= min(num_losses_max + LOSSES_PER_OTHER * num_elsewhere, LOSSES_MAX):
+        num_elsewhere = sum(
+            life not in killed and prompt_digest not in loss.had for life, loss in recent.items()
+        )
+        if num_losses >= num_losses_max + LOSSES_PER_OTHER * num_elsewhere:
             return True
         num_targets = len(targets | {worker_id for worker_id, _ in recent})
         share = min(num_sequences / num_targets, 1.0)
@@ -147,7 +156,9 @@ class PoisonRecord:
             del self._until_s[next(iter(self._until_s))]
 
     def acquit(self, prompt_digest: str) -> bool:
-        """A run with this prompt has come to its end. Whether that changes anything."""
+        """A run with this prompt has come to its end: no worker was lost to it. Whether that changes anything."""
+        for loss in self._losses.values():
+            loss.had.discard(prompt_digest)
         was_suspected = self._suspects.pop(prompt_digest, None) is not None
         return self._until_s.pop(prompt_digest, None) is not None or was_suspected
 

@@ -157,8 +157,9 @@ class RequestSession:
         self._waited_ms = 0.0  # for a place at a target
         self._num_cached_tokens: int | None = None
         self._num_tokens_at_begin = 0  # at the target that it is at
-        self._num_tokens_at_loss = 0  # generated at the target that was lost last
+        self._num_tokens_at_loss: int | None = None  # generated at the target that was lost last
         self._trial: WorkerRecord | None = None  # the target that tries it alone
+        self._has_passed_trial = False  # at the target that it is at, or was at last
         self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -318,6 +319,8 @@ class RequestSession:
         is_blamed = environment.poison.blames(
             digest,
             spec.run.num_losses,
+            spec.run.killed,
+            has_passed_trial=self._has_passed_trial,
             num_losses_max=environment.settings.target_attempts_max,
             num_sequences=spec.num_candidates,
             targets=self._target_ids(),
@@ -460,6 +463,7 @@ class RequestSession:
         ):
             return False
         self._num_tokens_at_begin = len(self._output.token_ids)
+        self._has_passed_trial = False
         if self._is_on_trial:
             trials.begin(target)
             self._trial = target
@@ -477,7 +481,9 @@ class RequestSession:
 
     @property
     def _num_trial_tokens(self) -> int:
-        """With so many at a target its trial is over."""
+        """With so many at a target its trial is over. Where earlier runs were lost is not known."""
+        if self._num_tokens_at_loss is None:
+            return TRIAL_TOKENS_MAX
         return min(self._num_tokens_at_loss + TRIAL_TOKENS, TRIAL_TOKENS_MAX)
 
     def _end_trial(self) -> None:
@@ -609,6 +615,7 @@ class RequestSession:
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
         if self._trial is not None and self._num_tokens_here > self._num_trial_tokens:
+            self._has_passed_trial = True
             self._end_trial()
         state = self._controller.state
         actions = self._controller.on_step(

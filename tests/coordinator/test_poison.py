@@ -93,10 +93,12 @@ class Blamed:
         gone = record_of("target", "h:1", "f", worker_id=worker_id, incarnation=life, model_name=model)
         self.record.note_loss(gone, prompt, now_s)
 
-    def at(self, num_losses: int, now_s: float = 0.0) -> bool:
+    def at(self, num_losses: int, now_s: float = 0.0, *, has_passed_trial: bool = False) -> bool:
         return self.record.blames(
             "a",
             num_losses,
+            frozenset(),
+            has_passed_trial=has_passed_trial,
             num_losses_max=3,
             num_sequences=self.num_sequences,
             targets=self.targets,
@@ -121,6 +123,19 @@ class TestChance:
         assert ended_at[:4] == [3, 5, 6, 6]
         assert ended_at == sorted(ended_at)
         assert ended_at[-1] == LOSSES_MAX, "whatever happens"
+
+    def test_one_that_had_passed_its_trial_has_a_bound_of_its_own(self) -> None:
+        blamed = Blamed(4)
+        assert blamed.at(3)
+        assert not blamed.at(LOSSES_MAX - 1, has_passed_trial=True)
+        assert blamed.at(LOSSES_MAX, has_passed_trial=True)
+
+    def test_what_was_lost_with_a_prompt_that_others_complete_was_lost_to_something_else(self) -> None:
+        blamed = Blamed(4)
+        blamed.lose("1", "a", 0.0)
+        assert blamed.at(3)
+        blamed.record.acquit("a")
+        assert not blamed.at(3)
 
     def test_in_a_large_fleet_three_losses_are_no_chance(self) -> None:
         blamed = Blamed(100)

@@ -495,7 +495,9 @@ class TestPoison:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
             assert "does not answer" in answer.text
             assert sum(len(target.requests) for target in still) == 3
-            assert not cluster.service.environment.poison
+            environment = cluster.service.environment
+            assert environment.poison.convicted(environment.now_s()) == []
+            assert not environment.poison._suspects
 
     async def test_where_a_poison_is_a_place_in_its_output_clients_that_leave_hide_nothing(
         self, clusters: ClusterFactory
@@ -562,6 +564,26 @@ class TestPoison:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == num_deaths
 
+    async def test_one_that_had_passed_its_trial_goes_on_when_it_is_lost_once_more(
+        self, clusters: ClusterFactory
+    ) -> None:
+        """Found: long after a request had passed its trial another one brought its target down, and it was ended."""
+        deaths = list[Deadly]()
+
+        class Later(Deadly):
+            async def Generate(self, request: Any, context: Any) -> Any:
+                self.after = (1, 1, 60)[min(len(deaths), 2)]
+                async for event in super().Generate(request, context):
+                    yield event
+
+        targets = [Later(deaths, 1, up_to=3) for _ in range(4)]
+        for target in targets:
+            target.is_held = False
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            answer = await cluster.complete(max_tokens=90)
+            assert answer.status_code == 200, answer.text
+            assert len(deaths) == 3
+
     async def test_whoever_completes_the_same_prompt_clears_it(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=2) for _ in range(3)]
@@ -576,7 +598,9 @@ class TestPoison:
             assert (await cluster.complete(prompt="def")).status_code == 200
             assert cluster.service.environment.poison, "that was another one"
             assert (await cluster.complete()).status_code == 200
-            assert not cluster.service.environment.poison
+            environment = cluster.service.environment
+            assert environment.poison.convicted(environment.now_s()) == []
+            assert not environment.poison._suspects
             assert (await cluster.complete()).status_code == 200
             asked = [
                 request.trial_tokens > 0

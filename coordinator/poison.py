@@ -5,10 +5,10 @@ it may cost is tried alone: no target gets two such runs at a time, and a worker
 one that it had. A target refuses a second one, whichever replica sends it; `Trials` keeps replicas from asking in vain.
 
 A run that loses more workers than chance explains is ended (`PoisonRecord.blames`): where no others die, as many as a
-run may cost, the last one on its trial. What it asked for is remembered under a digest of its prompt and grammar, so that its client's retries do
-not cost as many workers again: for CONVICTED_S the same is refused at once. A run may also end before that: its client
-leaves, or its deadline is over. Then the workers that were lost to it are remembered as long, and the next run with the
-prompt begins with their number.
+run may cost, the last one on its trial. What it asked for is remembered under a digest of its prompt and grammar, so
+that its client's retries do not cost as many workers again: for CONVICTED_S the same is refused at once. A run may also
+end before that: its client leaves, or its deadline is over. Then the workers that were lost to it are remembered as
+long, and the next run with the prompt begins with their number.
 
 Innocent requests meet dying workers too, and popular prompts more often than others. So whoever completes the same
 prompt meanwhile clears it; a run that goes on answers for its own losses only; and what other runs lost makes a run one

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import httpx2
 import openai
 
-HUNG_S: Final = 120.0
+HUNG_S: Final = 240.0
 """For all tries of one request together. Who has no end by then counts as hung."""
 
 

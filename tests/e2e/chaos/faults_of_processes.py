@@ -52,8 +52,10 @@ class _CoordinatorFault(Fault):
 
 
 class _Paused(_CoordinatorFault):
-    """SIGSTOP, and SIGCONT some time later. Nobody may be blamed for what was the coordinator's own absence. What it has
-    asked for takes slots meanwhile."""
+    """SIGSTOP, and SIGCONT some time later. Nobody may be blamed for what was the coordinator's own absence.
+
+    Its sequences keep their slots meanwhile.
+    """
 
     costs = Costs.CAPACITY
     seconds: ClassVar[tuple[float, float]] = (5.0, 60.0)

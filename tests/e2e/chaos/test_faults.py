@@ -275,5 +275,6 @@ def limits_of(pid: int) -> tuple[object, ...]:
 
 def test_who_breaks_connections_says_so() -> None:
     kinds = faults_of_processes.FAULTS_OF_PROCESSES
-    assert {kind.costs for kind in kinds if kind.part in ("coordinator", "balancer")} == {Costs.CONNECTIONS}
+    costs = {kind.costs for kind in kinds if kind.part in ("coordinator", "balancer")}
+    assert costs == {Costs.CONNECTIONS, Costs.CAPACITY}, "those that stand still keep their slots"
     assert {kind.costs for kind in kinds if kind.part == "targets"} == {Costs.CAPACITY}

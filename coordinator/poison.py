@@ -72,8 +72,8 @@ class _Loss:
 
 
 class PoisonRecord:
-    """Digests of prompts that cost workers, and of those that cost too many. Times are in seconds on the caller's
-    clock."""
+    """Digests of prompts that cost workers, and of those that cost too many, and the workers that were lost. Empty, and
+    so false, while there is none. Times are in seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}  # oldest first
@@ -81,7 +81,7 @@ class PoisonRecord:
         self._losses: dict[WorkerLife, _Loss] = {}  # likewise
 
     def __len__(self) -> int:
-        return len(self._until_s) + len(self._suspects)
+        return len(self._until_s) + len(self._suspects) + len(self._losses)
 
     def suspect(self, prompt_digest: str, killed: Set[WorkerLife], now_s: float) -> None:
         """A run with this prompt ended before its output did, and had lost these workers, or earlier runs had some."""
@@ -170,6 +170,7 @@ class PoisonRecord:
         """The prompts that are refused now."""
         self._until_s = {digest: until_s for digest, until_s in self._until_s.items() if until_s > now_s}
         self._suspects = {digest: each for digest, each in self._suspects.items() if each.until_s > now_s}
+        self._losses = {life: each for life, each in self._losses.items() if each.lost_s > now_s - NOTED_S}
         return list(self._until_s)
 
 

@@ -584,6 +584,21 @@ class TestPoison:
             assert answer.status_code == 200, answer.text
             assert len(deaths) == 3
 
+    async def test_whoever_completes_a_prompt_clears_what_was_lost_with_it(
+        self, clusters: ClusterFactory
+    ) -> None:
+        """Whatever brought that worker down, for the next request with the prompt it is one of the others."""
+        deaths = list[Deadly]()
+        targets = [Deadly(deaths, 1, up_to=1) for _ in range(2)]
+        for target in targets:
+            target.is_held = False
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            answer = await cluster.complete(max_tokens=9)
+            assert answer.status_code == 200, answer.text
+            losses = cluster.service.environment.poison._losses.values()
+            assert len(deaths) == 1
+            assert [loss.had for loss in losses] == [set()]
+
     async def test_whoever_completes_the_same_prompt_clears_it(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=2) for _ in range(3)]

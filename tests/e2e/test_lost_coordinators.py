@@ -116,6 +116,7 @@ async def test_a_call_over_grpc_does_so_too(balancer: Balancer, fakes: FakeCoord
             with pytest.raises(grpc.aio.AioRpcError) as told:
                 await call.read()
             assert told.value.code() is grpc.StatusCode.UNAVAILABLE, "so that its client tries again"
+            assert "no coordinator is ready" in (told.value.details() or ""), "in its own words"
             assert len(fakes.taken) == 1
             return
         chunks = [chunk async for chunk in call]

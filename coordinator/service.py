@@ -65,9 +65,9 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.loop_lag import keep_ticking
-from outrider.registry import Registry
+from outrider.registry import Registry, RegistryCalls
 from outrider.sampling_params import DecodingMode
-from outrider.worker_directory import WorkerDirectory
+from outrider.worker_directory import FIRST_CALL_TIMEOUT_S, WorkerDirectory
 from outrider.worker_record import Snapshot, WorkerRecord
 
 _log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class GenerationService:
                 Journal(registry, now_s=self.environment.now_s, new_id=self.environment.new_id)
             )
             if self._injected_snapshot is None:
-                self._directory = await self._stack.enter_async_context(WorkerDirectory(registry))
+                self._directory = await self._open_directory(registry)
                 if self._quick_registry is not None:
                     self._stack.push_async_callback(self._quick_registry.close)
                 await self._stack.enter_async_context(self.environment.reservations)
@@ -226,6 +226,16 @@ class GenerationService:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _open_directory(self, registry: RegistryCalls) -> WorkerDirectory:
+        if self._registry is not None:
+            return await self._stack.enter_async_context(WorkerDirectory(registry))
+        patient = Registry(self.environment.settings.redis_url, FIRST_CALL_TIMEOUT_S)
+        try:
+            directory = WorkerDirectory(registry, first_registry=patient)
+            return await self._stack.enter_async_context(directory)
+        finally:
+            await patient.close()
 
     def snapshot(self) -> Snapshot:
         """The workers as of the last look at the registry."""

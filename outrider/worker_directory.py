@@ -19,6 +19,10 @@ REFRESH_S: Final = 0.5
 JUMP_S: Final = 1.0
 """By less than that a clock is only adjusted; a lease that is kept has four seconds left at least."""
 NO_EVENT: Final = PoolView().last_event
+FIRST_LOOK_S: Final = 10.0
+"""For how long the first look is tried. Who knows nobody yet can serve nobody, and others serve meanwhile."""
+FIRST_CALL_TIMEOUT_S: Final = 3.0
+"""Of the registry that is asked for the first look: a slow answer is worth more than none."""
 _SETTLE_S: Final = 0.02  # many members that change together are read once
 
 
@@ -41,12 +45,23 @@ class WorkerDirectory:
     are no events either, where there were some. When Redis' clock jumps, leases may end that are as good as before. And
     when all of a pool end at once, something is between Redis and all of its workers. Who was known stays then as well,
     for one lease.
+
+    Opening it takes until both pools have been read, or `first_look_s`.
     """
 
     def __init__(
-        self, registry: RegistryCalls, refresh_s: float = REFRESH_S, lease_s: float = LEASE_S
+        self,
+        registry: RegistryCalls,
+        refresh_s: float = REFRESH_S,
+        lease_s: float = LEASE_S,
+        *,
+        first_registry: RegistryCalls | None = None,
+        first_look_s: float = FIRST_LOOK_S,
     ) -> None:
+        """`first_registry`: the same one, with more patience; for the first look."""
         self._registry = registry
+        self._first_registry = first_registry or registry
+        self._first_look_s = first_look_s
         self._refresh_s = refresh_s
         self._lease_s = lease_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,7 +76,7 @@ class WorkerDirectory:
         self.snapshot = Snapshot(degraded=True)
 
     async def __aenter__(self) -> Self:
-        await self.refresh()
+        await self._look_first()
         self._tasks = [self._begin(pool) for pool in POOLS]
         return self
 
@@ -75,16 +90,23 @@ class WorkerDirectory:
     async def __aexit__(self, *_: object) -> None:
         await end_tasks(*self._tasks)
 
-    async def refresh(self) -> Snapshot:
-        """Looks now. With Redis away the snapshot stays as it was, flagged degraded; never raises."""
-        for pool in POOLS:
-            await self._look(pool)
-        return self.snapshot
+    async def _look_first(self) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._first_look_s
+        while True:
+            for pool in sorted(self._away):
+                await self._look(pool, self._first_registry)
+            if not self._away:
+                return
+            if loop.time() >= until_s:
+                _log.warning("beginning without knowing any worker: the registry has not answered")
+                return
+            await asyncio.sleep(self._refresh_s)
 
-    async def _look(self, pool: Pool) -> None:
+    async def _look(self, pool: Pool, registry: RegistryCalls) -> None:
         asked_s = asyncio.get_running_loop().time()
         try:
-            view = await self._registry.read(pool)
+            view = await registry.read(pool)
         except RegistryUnavailable as error:
             if not self.snapshot.degraded:
                 _log.warning("serving from the last snapshot: %s", error.message)
@@ -166,7 +188,7 @@ class WorkerDirectory:
                     last_event = self._views[pool].last_event
                     await self._registry.next_event(pool, last_event, self._refresh_s)
                 await asyncio.sleep(_SETTLE_S)
-            await self._look(pool)
+            await self._look(pool, self._registry)
 
 
 def _with_missing(

@@ -123,7 +123,8 @@ def grammars() -> GrammarCompiler:
 
 
 @asynccontextmanager
-async def _listening(server: grpc.aio.Server) -> AsyncIterator[grpc.aio.Channel]:
+async def listening(server: grpc.aio.Server) -> AsyncIterator[grpc.aio.Channel]:
+    """The server at a free port of loopback, and a channel to it."""
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
@@ -165,7 +166,7 @@ def served_target(**limits: Any) -> Iterator[ServedTarget]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
         hints_pb2_grpc.add_HintsServicer_to_server(servicer, server)
-        return await stack.enter_async_context(_listening(server))
+        return await stack.enter_async_context(listening(server))
 
     with _opened(opened) as (runner, channel):
         yield ServedTarget(channel, runner, failures, scheduler=scheduler, servicer=servicer)
@@ -188,7 +189,7 @@ def served_draft(**limits: Any) -> Iterator[ServedDraft]:
         stack.push_async_callback(servicer.close)
         server = grpc.aio.server(options=SERVER_OPTIONS)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
-        return await stack.enter_async_context(_listening(server))
+        return await stack.enter_async_context(listening(server))
 
     with _opened(opened) as (runner, channel):
         yield ServedDraft(channel, runner, failures, scheduler=scheduler, servicer=servicer_made[0])

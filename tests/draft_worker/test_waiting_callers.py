@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import grpc.aio
 import pytest
@@ -14,7 +15,7 @@ from draft_worker.server import DraftServicer
 from outrider.telemetry import DraftMetrics
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.models import VOCAB_SIZE
-from tests.served import new_allocator
+from tests.served import listening, new_allocator
 from tests.target_worker.test_waiting_callers import SlowCompiler
 
 
@@ -36,19 +37,15 @@ async def test_a_caller_hears_that_the_worker_is_there_while_its_grammar_is_comp
     )
     server = grpc.aio.server()
     draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = draft_pb2_grpc.DraftStub(channel).Attach(request, timeout=30)
-            for _ in range(3):
-                status = await call.read()
-                assert isinstance(status, draft_pb2.AttachStatus)
-                assert not status.is_finished
-            compiler.gate.set()
-            async with asyncio.timeout(30):
-                assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "longer than 5 s" in (await call.details() or "")
-    finally:
-        await server.stop(None)
-        await servicer.close()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(servicer.close)
+        channel = await stack.enter_async_context(listening(server))
+        call = draft_pb2_grpc.DraftStub(channel).Attach(request, timeout=30)
+        for _ in range(3):
+            status = await call.read()
+            assert isinstance(status, draft_pb2.AttachStatus)
+            assert not status.is_finished
+        compiler.gate.set()
+        async with asyncio.timeout(30):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "longer than 5 s" in (await call.details() or "")

@@ -490,6 +490,47 @@ async def test_the_last_worker_to_go_is_named_with_the_reason(quick_registry: Re
         await eventually(lambda: directory.last_departure("target").startswith("t0: it left "), "it left")
 
 
+class SilentRegistry:
+    """A registry that does not answer the first so many times it is read."""
+
+    def __init__(self, registry: Registry, num_times: float) -> None:
+        self.registry = registry
+        self.num_times = num_times
+
+    async def read(self, pool: Pool) -> PoolView:
+        if self.num_times > 0:
+            self.num_times -= 1
+            raise RegistryUnavailable("it does not answer")
+        return await self.registry.read(pool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.registry, name)
+
+
+async def test_a_directory_opens_once_it_knows_who_is_there(registry: Registry) -> None:
+    """Requests come to a replica that has opened: where it knew nobody, it would refuse what others would serve."""
+    await registry.write(RECORD)
+    silent, patient = SilentRegistry(registry, float("inf")), SilentRegistry(registry, 3)
+    first = cast(RegistryCalls, patient)
+    async with WorkerDirectory(cast(RegistryCalls, silent), 0.02, first_registry=first) as directory:
+        assert directory.snapshot.targets == (RECORD,)
+        await eventually(lambda: directory.snapshot.degraded, "it serves from what it knows")
+        assert directory.snapshot.targets == (RECORD,)
+        silent.num_times = 0
+        await eventually(lambda: not directory.snapshot.degraded, "the registry answers again")
+
+
+async def test_a_directory_does_not_wait_for_ever(registry: Registry) -> None:
+    """Whoever asks is told why there is nobody."""
+    silent = SilentRegistry(registry, float("inf"))
+    await registry.write(RECORD)
+    async with WorkerDirectory(cast(RegistryCalls, silent), 0.02, first_look_s=0.1) as directory:
+        assert directory.snapshot.degraded
+        assert not directory.snapshot.targets
+        silent.num_times = 0
+        await eventually(lambda: directory.snapshot.targets == (RECORD,), "it is seen")
+
+
 class SkewedRegistry:
     """A registry whose clock can be set."""
 

@@ -18,6 +18,7 @@ from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_worker import server as target_server
 from target_worker.messages import Event, TokensCommitted
 from target_worker.server import TargetServicer
+from tests.served import listening
 
 
 class Slow:
@@ -48,13 +49,8 @@ async def served(
     servicer.bind(thread or Slow())  # type: ignore[arg-type]
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield servicer, target_pb2_grpc.TargetStub(channel)
-    finally:
-        await server.stop(None)
+    async with listening(server) as channel:
+        yield servicer, target_pb2_grpc.TargetStub(channel)
 
 
 async def test_a_caller_that_waits_hears_so_before_its_first_token_and_after_it(

@@ -36,6 +36,8 @@ TRIAL_TOKENS_MAX: Final = 96
 happens again at once: the tokens that there were are its prompt now."""
 CHANCE_MAX: Final = 0.01
 """A run is not ended while an innocent one would lose as many workers, or more, with a greater probability."""
+CHANCE_AFTER_TRIAL_MAX: Final = 0.001
+"""The same for one that had passed its trial where it was lost: that speaks for it, but not for ever."""
 LOSSES_PER_OTHER: Final = 2
 """Workers that a run may cost in addition for each other one that dies; in a small fleet chance explains much."""
 LOSSES_MAX: Final = 8
@@ -121,18 +123,18 @@ class PoisonRecord:
     ) -> bool:
         """Whether a run with this prompt, which has lost `num_losses` workers, is to be ended.
 
-        That is so at `num_losses_max`, with two exceptions. A run that had passed its trial at the last one is not:
-        what happened before did not happen again, and others came to that target meanwhile. And where other targets of
-        the model were lost in the last NOTED_S, it is a binomial test: if it were not the run's doing, each of the
-        workers lost would have been one of the run's with the probability `num_sequences` / number of targets. The run
-        is ended where as many as it has lost, or more, have a probability below CHANCE_MAX, and at the latest with
-        LOSSES_PER_OTHER more for each other one. At LOSSES_MAX it is ended in any case.
+        That is so at `num_losses_max`, with two exceptions. Where other targets of the model were lost in the last
+        NOTED_S, it is a binomial test: if it were not the run's doing, each of the workers lost would have been one of
+        the run's with the probability `num_sequences` / number of targets. The run is ended where as many as it has
+        lost, or more, have a probability below CHANCE_MAX, and at the latest with LOSSES_PER_OTHER more for each other
+        one. A run that had passed its trial at the last one is always tested, and with CHANCE_AFTER_TRIAL_MAX: what
+        happened before did not happen again, and others came to that target meanwhile. At LOSSES_MAX any is ended.
 
         `killed`: those that it lost here and that did not say what had failed. `targets`: ids of those there are.
         """
         if num_losses >= LOSSES_MAX:
             return True
-        if num_losses < num_losses_max or has_passed_trial:
+        if num_losses < num_losses_max:
             return False
         recent = {
             life: loss
@@ -142,11 +144,12 @@ class PoisonRecord:
         num_elsewhere = sum(
             life not in killed and prompt_digest not in loss.had for life, loss in recent.items()
         )
-        if num_losses >= num_losses_max + LOSSES_PER_OTHER * num_elsewhere:
+        if not has_passed_trial and num_losses >= num_losses_max + LOSSES_PER_OTHER * num_elsewhere:
             return True
-        num_targets = len(targets | {worker_id for worker_id, _ in recent})
+        num_targets = len(targets | {worker_id for worker_id, _ in recent}) or 1
         share = min(num_sequences / num_targets, 1.0)
-        return probability_of_at_least(num_losses, num_losses + num_elsewhere, share) < CHANCE_MAX
+        chance = probability_of_at_least(num_losses, num_losses + num_elsewhere, share)
+        return chance < (CHANCE_AFTER_TRIAL_MAX if has_passed_trial else CHANCE_MAX)
 
     def convict(self, prompt_digest: str, now_s: float) -> None:
         """A run with this prompt has lost as many workers as a run may."""

@@ -124,11 +124,16 @@ class TestChance:
         assert ended_at == sorted(ended_at)
         assert ended_at[-1] == LOSSES_MAX, "whatever happens"
 
-    def test_one_that_had_passed_its_trial_has_a_bound_of_its_own(self) -> None:
-        blamed = Blamed(4)
+    @pytest.mark.parametrize(
+        ("num_targets", "num_losses"), [(1, LOSSES_MAX), (2, LOSSES_MAX), (4, 5), (11, 3)]
+    )
+    def test_one_that_had_passed_its_trial_is_ended_when_hardly_any_chance_is_left(
+        self, num_targets: int, num_losses: int
+    ) -> None:
+        blamed = Blamed(num_targets)
         assert blamed.at(3)
-        assert not blamed.at(LOSSES_MAX - 1, has_passed_trial=True)
-        assert blamed.at(LOSSES_MAX, has_passed_trial=True)
+        assert not blamed.at(num_losses - 1, has_passed_trial=True)
+        assert blamed.at(num_losses, has_passed_trial=True)
 
     def test_what_was_lost_with_a_prompt_that_others_complete_was_lost_to_something_else(self) -> None:
         blamed = Blamed(4)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator import grpc_api
+from coordinator import grpc_api, journal
 from coordinator.journal import _pack_losses
 from coordinator.poison import LOSSES_MAX
 from coordinator.request_session import LONG_PROMPT_TOKENS
@@ -166,15 +166,29 @@ class TestADrawnSeed:
 
     DRAWN = BODY | {"temperature": 1}
 
+    @pytest.mark.parametrize("why", ["Redis was emptied", "it is too long", "there is no room"])
     async def test_without_the_journal_nobody_knows_it_and_the_client_is_told(
-        self, clusters: ClusterFactory
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch, why: str
     ) -> None:
         async with two_replicas(clusters, seed_requests=True) as (one, other, memory):
+            if why == "it is too long":
+                monkeypatch.setattr(journal, "PAYLOAD_BYTES_MAX", 10)
+            if why == "there is no room":
+                monkeypatch.setattr(one.service._journal, "_bytes_max", 0)
             whole = events_of((await ask(one, self.DRAWN, "r1")).text)
-            memory.stored.clear()
-            answer = await ask(other, self.DRAWN, "r1", at(whole, 3))
-            assert answer.status_code == 409
-            assert "seed was drawn" in answer.json()["error"]["message"]
+            assert ids_of(whole)
+            is_kept = memory.stored["r1"].keys() > {
+                "replica",
+                "number",
+                "begun_ms",
+            }  # more than that there was one
+            assert is_kept == (why == "Redis was emptied")
+            if is_kept:
+                memory.stored.clear()
+            for cluster in (one, other):  # the one that drew it keeps nothing of it either
+                answer = await ask(cluster, self.DRAWN, "r1", at(whole, 3))
+                assert answer.status_code == 409
+                assert "seed was drawn" in answer.json()["error"]["message"]
 
     async def test_another_run_under_the_same_id_has_another_seed(self, clusters: ClusterFactory) -> None:
         async with two_replicas(clusters, seed_requests=True) as (one, other, _):

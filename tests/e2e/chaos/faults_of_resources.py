@@ -24,9 +24,9 @@ from tests.e2e.chaos.pauses import run_part_time
 MEMORY_LEFT_BYTES: Final = 1 << 20
 KILLED_S_MAX: Final = 5.0
 """For prefilling to need more memory than there is."""
-ENDS_S_MAX: Final = 2.0
-"""For a worker that ends because it got no memory to have ended."""
 LOOK_EVERY_S: Final = 0.01
+ASK_EVERY_S: Final = 0.2
+GENERATED: Final = "outrider_generation_tokens_total"
 CORE_SHARE: Final = 0.1
 NUM_PROMPTS: Final = 6
 """As many long prompts are asked for at once that every target gets some."""
@@ -130,10 +130,30 @@ class TargetAllocationsFail(_InPrefill):
                     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, before[1]))
                     await asyncio.sleep(seconds)
                     process.rlimit(psutil.RLIMIT_AS, before)
-            await asyncio.sleep(ENDS_S_MAX)
-            if not process.is_running():
+            if not await self._goes_on(worker, process):
                 self.describe(f"{worker.name}, which ended", seconds)
                 await self.until_back(worker, num_lives)
+
+    async def _goes_on(self, worker: Worker, process: psutil.Process) -> bool:
+        """Whether it generates, now that there is memory again. False when it has ended instead."""
+        before: float | None = None
+        deadline_s = asyncio.get_running_loop().time() + READY_TIMEOUT_S
+        while process.is_running():
+            now = await self.num_generated(worker)
+            if before is not None and now is not None and now > before:
+                return True
+            if asyncio.get_running_loop().time() > deadline_s:
+                self.fleet.surprises.append(f"{worker.name} neither generates nor ends")
+                return True
+            before = now if before is None else before
+            await asyncio.sleep(ASK_EVERY_S)
+        return False
+
+    async def num_generated(self, worker: Worker) -> float | None:
+        """Tokens in this life of it, by its metrics; None while it does not tell."""
+        page = await self.fleet.page_of(worker)
+        found = [line.split()[-1] for line in page.splitlines() if line.startswith(GENERATED)]
+        return float(found[0]) if found else None
 
     @classmethod
     def why_not(cls) -> str | None:

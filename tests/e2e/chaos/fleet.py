@@ -473,6 +473,10 @@ class Fleet:
         pages = await asyncio.gather(*(self._page(url) for url in urls.values()))
         return dict(zip(urls, pages, strict=True))
 
+    async def page_of(self, worker: Worker) -> str:
+        """Its metrics; empty while it does not answer."""
+        return await self._page(worker.metrics_url) if worker.is_ready else ""
+
     async def target_pages(self) -> dict[str, str]:
         """Of the targets alone, whoever answers."""
         urls = {each.name: each.metrics_url for each in self.of_role("target") if each.is_ready}

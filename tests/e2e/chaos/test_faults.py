@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
+import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -247,6 +249,50 @@ async def test_a_target_without_memory_is_killed_and_comes_back(fleet: Fleet) ->
     assert fleet.surprises == []
 
 
+def generating(monkeypatch: pytest.MonkeyPatch, numbers: Iterator[float | None]) -> None:
+    """What a target's metrics say of its tokens, one look after the other."""
+
+    async def num_generated(self: object, worker: Worker) -> float | None:
+        return next(numbers)
+
+    monkeypatch.setattr(faults_of_resources.TargetAllocationsFail, "num_generated", num_generated)
+    monkeypatch.setattr(faults_of_resources, "ASK_EVERY_S", 0.01)
+
+
+async def test_a_target_that_got_no_memory_may_end_when_it_has_some_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: one took longer to end than was waited for, and its end was a surprise."""
+    kind = faults_of_resources.TargetAllocationsFail
+    briefly(monkeypatch, kind, 0.01)
+    lives = {worker.name: worker.num_lives for worker in fleet.of_role("target")}
+
+    def numbers() -> Iterator[float]:
+        for _ in range(20):
+            yield 7.0
+        for name in fleet._borrowed:
+            os.kill(fleet.workers[name].pid, signal.SIGKILL)
+        yield from itertools.repeat(7.0)
+
+    generating(monkeypatch, numbers())
+    injection = await inject(kind, fleet)
+    assert "which ended" in injection.detail
+    assert sum(worker.num_lives - lives[worker.name] for worker in fleet.of_role("target")) == 1
+    assert fleet.surprises == []
+
+
+async def test_a_target_that_neither_ends_nor_generates_is_told(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = faults_of_resources.TargetAllocationsFail
+    briefly(monkeypatch, kind, 0.01)
+    monkeypatch.setattr(faults_of_resources, "READY_TIMEOUT_S", 0.1)
+    generating(monkeypatch, itertools.chain([None, 7.0], itertools.repeat(7.0)))
+    await inject(kind, fleet)
+    assert len(fleet.surprises) == 1
+    assert "neither generates nor ends" in fleet.surprises[0]
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -260,6 +306,7 @@ async def test_a_worker_that_bears_it_is_as_before(
     kind: type[Fault], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     briefly(monkeypatch, kind)
+    generating(monkeypatch, itertools.count())
     before = {worker.name: limits_of(worker.pid) for worker in fleet.workers.values()}
     injection = await inject(kind, fleet)
     assert injection.detail

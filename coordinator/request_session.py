@@ -280,10 +280,13 @@ class RequestSession:
         return isinstance(refusal, WorkerUnanswered) or not isinstance(refusal, WorkerUnreached)
 
     async def _is_loss(self, error: OutriderError, target: WorkerRecord) -> bool:
-        """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor
-        when it was leaving anyway, nor to the run of another replica that it was trying."""
+        """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, or
+        broke while this process was stopped, nor when it was leaving anyway, nor to the run of another replica that it
+        was trying."""
         environment = self._environment
-        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(error, WorkerUnreached):
+        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(
+            error, WorkerUnreached | LostByOwnPause
+        ):
             return False
         if isinstance(error, WorkerLostAtOnce) and environment.trials.has_another(
             target, environment.now_s()

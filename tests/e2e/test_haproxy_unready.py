@@ -5,10 +5,11 @@ The coordinators are stand-ins: what they are asked is what the test is about.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,8 +54,10 @@ class Unready(generation_pb2_grpc.GenerationServicer):
 
             def do_GET(self) -> None:
                 is_check = self.path == "/health"
-                coordinator.num_health_checks += is_check
-                coordinator.num_asked += not is_check
+                if is_check:
+                    coordinator.num_health_checks += 1
+                else:
+                    coordinator.num_asked += 1
                 self.send_response(503 if is_check else 200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
@@ -81,6 +84,16 @@ class Unready(generation_pb2_grpc.GenerationServicer):
             http_server.shutdown()
             http_server.server_close()
             thread.join()
+
+
+@contextmanager
+def taken_ports(num: int) -> Iterator[list[int]]:
+    """That nobody else gets meanwhile, and where connections are refused."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for each in taken:
+            each.bind(("127.0.0.1", 0))
+        yield [each.getsockname()[1] for each in taken]
 
 
 @contextmanager
@@ -131,8 +144,7 @@ def test_coordinators_that_are_not_ready_are_asked_when_no_other_is(tmp_path: Pa
 
 def test_an_error_of_its_own_is_in_the_words_of_who_asks(tmp_path: Path) -> None:
     """Found: a gRPC client got JSON for an answer, and knew no more than UNKNOWN, "Stream removed"."""
-    nobody = [Backend(*free_ports(2)) for _ in range(2)]
-    with balanced(tmp_path, *nobody) as haproxy:
+    with taken_ports(4) as ports, balanced(tmp_path, Backend(*ports[:2]), Backend(*ports[2:])) as haproxy:
         eventually(partial(is_down, haproxy), bool, "nobody is there", 30.0)
         answer = models_over_http(haproxy)
         assert answer.status_code == 503

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -64,11 +65,11 @@ async def test_a_caller_that_waits_hears_so_before_its_first_token_and_after_it(
         sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4),
     )
     async with served(monkeypatch, thread=slow) as (servicer, stub):
-        call = stub.Generate(request, timeout=10)
+        call = stub.Generate(request, timeout=60)
         for _ in range(3):
             assert (await call.read()).WhichOneof("event") == "waiting"
         slow.stalled_for_s = 60.0  # what hangs must not look as if it did not
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 reading = asyncio.ensure_future(call.read())
                 if not (await asyncio.wait([reading], timeout=0.3))[0]:
@@ -92,9 +93,9 @@ async def test_a_target_whose_model_stands_still_does_not_say_that_it_has_a_requ
     sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4)
     request = target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=sampling)
     async with served(monkeypatch, thread=slow) as (servicer, stub):
-        call = stub.Generate(request, timeout=10)
+        call = stub.Generate(request, timeout=60)
         reading = asyncio.ensure_future(call.read())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "s" not in servicer._callers:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)  # ten times as long as it would take to say so
@@ -118,7 +119,7 @@ async def test_a_request_for_an_earlier_life_of_the_worker_is_refused(
             request = target_pb2.GenerateRequest(
                 session_id=f"s{incarnation}", token_ids=[5], sampling=sampling, incarnation=incarnation
             )
-            call = stub.Generate(request, timeout=10)
+            call = stub.Generate(request, timeout=60)
             if code is None:
                 assert (await call.read()).WhichOneof("event") == "waiting"
                 call.cancel()
@@ -141,12 +142,12 @@ async def test_one_request_that_workers_were_lost_to_is_tried_at_a_time(
         return TokensCommitted(session_id, [7, 8], [common_pb2.TOKEN_ORIGIN_PLAIN] * 2, 0, 0, 1.0)
 
     async with served(monkeypatch) as (servicer, stub):
-        first = stub.Generate(request("first", 4), timeout=10)
+        first = stub.Generate(request("first", 4), timeout=60)
         assert (await first.read()).WhichOneof("event") == "waiting"
-        other = stub.Generate(request("other", 0), timeout=10)
+        other = stub.Generate(request("other", 0), timeout=60)
         assert (await other.read()).WhichOneof("event") == "waiting"
         for num_steps in range(3):
-            second = stub.Generate(request(f"second-{num_steps}", 4), timeout=10)
+            second = stub.Generate(request(f"second-{num_steps}", 4), timeout=60)
             if num_steps < 2:
                 assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 servicer.dispatch([committed("first"), committed("other")])
@@ -155,15 +156,26 @@ async def test_one_request_that_workers_were_lost_to_is_tried_at_a_time(
             else:
                 assert (await second.read()).WhichOneof("event") == "waiting", "the first has passed"
         second.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:  # it is free again once the call has ended
-                third = stub.Generate(request("third", 4), timeout=10)
+                third = stub.Generate(request("third", 4), timeout=60)
                 with suppress(grpc.aio.AioRpcError):
                     assert (await third.read()).WhichOneof("event") == "waiting"
                     break
         first.cancel()
         other.cancel()
         third.cancel()
+
+
+async def refusal_of(call: Any) -> grpc.aio.AioRpcError:
+    """What a call ends with, which it tells once every word before it was read."""
+    try:
+        async with asyncio.timeout(30):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("it was not refused")
 
 
 class SlowCompiler(GrammarCompiler):
@@ -203,6 +215,8 @@ async def test_a_request_is_tried_alone_while_its_grammar_is_compiled(
     async with served(monkeypatch, compiler) as (_, stub):
         leaving = stub.Generate(request("leaving", guided), timeout=30)
         await leaving.read()
+        async with asyncio.timeout(30):
+            await compiler.begun.wait()
         other = stub.Generate(request("other", plain), timeout=30)
         assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         leaving.cancel()
@@ -212,7 +226,7 @@ async def test_a_request_is_tried_alone_while_its_grammar_is_compiled(
         refused = stub.Generate(request("refused", guided), timeout=30)
         assert (await refused.read()).WhichOneof("event") == "waiting", "nobody else is tried any more"
         compiler.gate.set()
-        assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await refusal_of(refused)).code() is grpc.StatusCode.INVALID_ARGUMENT
         last = stub.Generate(request("last", plain), timeout=30)
         assert (await last.read()).WhichOneof("event") == "waiting"
         last.cancel()
@@ -240,6 +254,7 @@ async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_fa
         refused = stub.Generate(request, timeout=30)
         await refused.read()
         compiler.gate.set()
-        assert await refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "longer than 5 s" in (await refused.details() or "")
+        refusal = await refusal_of(refused)
+        assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "longer than 5 s" in (refusal.details() or "")
         assert servicer.num_compiling == 0

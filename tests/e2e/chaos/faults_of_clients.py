@@ -7,10 +7,12 @@ import time
 import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import httpx
+import psutil
 
 from coordinator.poison import LOSSES_MAX, NOTED_S
 from demo.corpus import held_out_prompts
@@ -28,12 +30,14 @@ READ_AFTER: Final = (1.9, 8.0)
 """Times the limit of a client's pace. At twice the limit a connection may be cut; until then its client is told."""
 BEGIN_S: Final = 120.0  # beyond the time that anybody waits for a slot
 REST_S: Final = 60.0
-HEARD_S: Final = 1.0  # until the end of a process is known to whoever started it
+HEARD_S: Final = 1.0
+HEARD_S_MAX: Final = 30.0
+"""Until the end of a process is known to whoever started it."""
 MAX_LOST: Final = 3  # workers, to one request; where other targets were lost a while ago, LOSSES_MAX
 STEP_TOKENS_MAX: Final = 9
 ATTEMPTS_MAX: Final = 160  # of half a second, while a coordinator is started again
 EXPLICIT: Final = frozenset({429, 503})
-_LOSE_TARGETS: Final = ("redis", "certificates")
+_LOSE_TARGETS: Final = ("redis", "certificates", "coordinator")
 """Parts of the fleet whose faults take targets away, from all coordinators or from one."""
 
 
@@ -142,12 +146,21 @@ class _Poison(Fault):
                         break
                     # There was no room for it yet, or chance explains what it has cost.
                     await asyncio.sleep(0.5)
-            await asyncio.sleep(HEARD_S)
+            await self._until_ends_are_heard()
         self.describe(f"{len(deaths)} targets lost, {num_tokens} tokens")
         if refusal is None or refusal.code != "poisonous_request":
             self.fleet.surprises.append(f"{self.name}: its client was not told: {refusal}; lost {deaths}")
         if not 1 <= len(deaths) <= (LOSSES_MAX if self._are_others_lost(since_s) else MAX_LOST):
             self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
+
+    async def _until_ends_are_heard(self) -> None:
+        await asyncio.sleep(HEARD_S)  # a process that ends is there for a moment longer
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S_MAX):
+                while any(  # noqa: ASYNC110 - it has no event
+                    each.is_ready and not psutil.pid_exists(each.pid) for each in self.fleet.of_role("target")
+                ):
+                    await asyncio.sleep(0.05)
 
     def _are_others_lost(self, since_s: float) -> bool:
         parts = [*(each.name for each in self.fleet.of_role("target")), *_LOSE_TARGETS]

@@ -187,7 +187,7 @@ async def findings(
     monkeypatch.setattr(faults_of_clients, "HEARD_S", 0.0)
     fleet = SimpleNamespace(
         surprises=[],
-        of_role=lambda role: [SimpleNamespace(name="target-0")],
+        of_role=lambda role: [SimpleNamespace(name="target-0", is_ready=False)],
         expecting_ends=lambda names: nullcontext(deaths),
         is_touched=lambda name, since_s: name in touched,
         was_returned=lambda name, since_s: False,

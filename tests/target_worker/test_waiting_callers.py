@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from google.protobuf.message import Message
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState
@@ -171,7 +172,7 @@ async def refusal_of(call: Any) -> grpc.aio.AioRpcError:
     """What a call ends with, which it tells once every word before it was read."""
     try:
         async with asyncio.timeout(30):
-            while await call.read() is not grpc.aio.EOF:
+            while isinstance(await call.read(), Message):
                 pass
     except grpc.aio.AioRpcError as error:
         return error

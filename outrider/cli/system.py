@@ -162,9 +162,14 @@ async def _wait_for_first_answer(url: str, trust: ssl.SSLContext | bool) -> None
     raise ConfigurationError(f"{url}/health did not turn healthy within {FIRST_ANSWER_TIMEOUT_S:g} s: {last}")
 
 
-def run_until_signalled(main: Callable[[], Awaitable[int]]) -> int:
+def run_until_signalled(
+    main: Callable[[], Awaitable[int]], may_finish: Callable[[], bool] = lambda: False
+) -> int:
     """Runs `main` to its end; SIGINT or SIGTERM cancel it, so that it cleans up. Returns its exit status,
-    or 128 + n after signal n."""
+    or 128 + n after signal n.
+
+    `may_finish` is asked first: a signal for which it is true cancels nothing, as `main` ends by itself then.
+    """
 
     async def guarded() -> int:
         loop = asyncio.get_running_loop()
@@ -172,6 +177,8 @@ def run_until_signalled(main: Callable[[], Awaitable[int]]) -> int:
         received: list[int] = []
 
         def cancel(number: int) -> None:
+            if may_finish():
+                return
             received.append(number)
             task.cancel()
 

@@ -6,6 +6,8 @@ there are places ask all the time, over HTTP and gRPC; what is right was learned
 broken, without speculation. Meanwhile one fault after the other is injected at a random moment and mended. At the end
 nothing may be left: no session, no KV block, no descriptor, no key.
 
+The first Ctrl-C ends the faults, and what was seen is reported; the second one ends everything at once.
+
 Exit status: 0 when every answer was right and nothing was left behind, 1 when not, 2 for a wrong command line.
 """
 
@@ -114,11 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"Seed {plan.seed}.")
     log_dir = given.logs or Path(tempfile.mkdtemp(prefix="outrider-chaos-"))
 
+    experiment = Experiment(plan, log_dir, say)
+
     async def run() -> int:
-        return report(await Experiment(plan, log_dir, say).run(), given)
+        return report(await experiment.run(), given)
 
     try:
-        return run_until_signalled(run)
+        return run_until_signalled(run, experiment.end_early)
     except (NotReproducible, OutriderError) as error:
         say(f"!! {error}")
         return 1

@@ -17,6 +17,7 @@ from starlette.types import Scope as AsgiScope
 from coordinator.client_connection import ClientConnection
 from coordinator.generation_request import REQUEST_ID_CHARS_MAX
 from outrider.api_keys import Caller, Scope
+from outrider.background import until_ended
 from outrider.errors import BodyTooSlow, ClientLeft, InvalidRequest, OutriderError
 
 ResultT = TypeVar("ResultT")
@@ -61,7 +62,7 @@ class EventStream(Response):
             finally:
                 for task in (sending, leaving):
                     task.cancel()
-                await asyncio.wait((sending, leaving))
+                await until_ended(sending, leaving)  # Serve cancels more than once
 
     async def _send(self, send: Send, connection: ClientConnection | None) -> None:
         send_body = send if connection is None else connection.send
@@ -189,7 +190,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
     finally:
         for task in (working, leaving):
             task.cancel()
-        await asyncio.wait((working, leaving))
+        await until_ended(working, leaving)
 
 
 async def first_of(items: AsyncGenerator[ResultT]) -> ResultT:

@@ -7,6 +7,7 @@ nobody knows is refused too, for a misspelt `temperture` must not go unnoticed.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -163,7 +164,7 @@ def _read_object(raw: bytes) -> dict[str, Any]:
     check_json_size(raw)
     try:
         # Not by json.loads, which guesses at other encodings and lets half of a surrogate pair pass.
-        content = json.loads(raw.decode("utf-8-sig"))
+        content = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode())
         if b"\\ud" in raw.lower():  # as an escape it is JSON all the same, but no text
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deeply

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,19 @@ async def keep_going(
             if on_failure is not None:
                 on_failure()
         await asyncio.sleep(pause_s)
+
+
+async def until_ended(*tasks: asyncio.Task[Any]) -> None:
+    """Waits for their end, also where the waiter is cancelled meanwhile, which it raises then: only afterwards can be
+    put away what they use. Raises nothing of theirs."""
+    interruption: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 async def end_tasks(*tasks: asyncio.Task[None] | None) -> None:

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from outrider.background import end_tasks
+from outrider.background import end_tasks, until_ended
 
 
 async def stubborn(num_swallowed: int) -> None:
@@ -37,3 +37,26 @@ async def test_what_a_task_had_failed_with_is_raised() -> None:
 async def test_no_tasks_are_no_work() -> None:
     await end_tasks(None)
     await end_tasks()
+
+
+async def test_a_waiter_that_is_cancelled_waits_for_the_end_all_the_same() -> None:
+    ended: list[bool] = []
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    working = asyncio.create_task(slow_to_end())
+    await asyncio.sleep(0)
+    working.cancel()
+    waiting = asyncio.create_task(until_ended(working))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended

@@ -212,7 +212,9 @@ async def test_a_draft_worker_is_no_target(fleet: Fleet) -> None:
 async def test_whoever_shows_another_certificate_later_is_not_talked_to(fleet: Fleet) -> None:
     async with AsyncExitStack() as stack:
         async with fleet.target("t0") as (_, address):
-            service = await stack.enter_async_context(fleet.service(fleet.record("t0", address)))
+            # A quarantine that no wait outlasts: one refusal shows it.
+            patience = {"quarantine_s": 60.0, "queue_wait_max_s": 2.0, "target_wait_max_s": 2.0}
+            service = await stack.enter_async_context(fleet.service(fleet.record("t0", address), **patience))
             assert reasons(service) == {}
         port = int(address.rpartition(":")[2])
         evil, _ = await stack.enter_async_context(fleet.target("evil", port=port))

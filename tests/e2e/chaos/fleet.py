@@ -303,7 +303,6 @@ class Fleet:
                 self._say(f"   {event.name} cannot start while Redis is away, and tries again")
             elif not self._is_stopping:
                 self.surprises.append(f"{event.name} {event.detail}")
-                self._say(f"!! {event.name} {event.detail}")
 
     # What faults do.
 

@@ -280,13 +280,10 @@ class RequestSession:
         return isinstance(refusal, WorkerUnanswered) or not isinstance(refusal, WorkerUnreached)
 
     async def _is_loss(self, error: OutriderError, target: WorkerRecord) -> bool:
-        """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, or
-        broke while this process was stopped, nor when it was leaving anyway, nor to the run of another replica that it
-        was trying."""
+        """Whether a target that this sequence was at may have been lost to it: not when the connection alone broke, nor
+        when it was leaving anyway, nor to the run of another replica that it was trying."""
         environment = self._environment
-        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(
-            error, WorkerUnreached | LostByOwnPause
-        ):
+        if not isinstance(error, WorkerFailed | WorkerLost) or isinstance(error, WorkerUnreached):
             return False
         if isinstance(error, WorkerLostAtOnce) and environment.trials.has_another(
             target, environment.now_s()
@@ -295,7 +292,9 @@ class RequestSession:
         is_leaving = self._is_leaving(target)
         if is_leaving or isinstance(error, WorkerFailed | WorkerSilent):
             return not is_leaving
-        return not await environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
+        lives = await environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
+        # After a pause of our own there is much to catch up with, and the answer may lie here unread.
+        return lives is False or (lives is None and not isinstance(error, LostByOwnPause))
 
     def _is_leaving(self, target: WorkerRecord) -> bool:
         return any(

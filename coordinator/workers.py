@@ -103,14 +103,14 @@ class WorkerChannels:
         with self._line(address, Role.TARGET).busy() as channel:
             await target_pb2_grpc.TargetStub(channel).SetSpeculation(request, timeout=timeout_s)
 
-    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
-        """Whether the same life of a target worker still answers there."""
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool | None:
+        """Whether the same life of a target worker still answers there; None: nobody has within the time."""
         with self._line(address, Role.TARGET).busy() as channel:
             stub = target_pb2_grpc.TargetStub(channel)
             try:
                 info = await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
-            except grpc.aio.AioRpcError:
-                return False
+            except grpc.aio.AioRpcError as error:
+                return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else False
         return info.incarnation == incarnation
 
     def attach(

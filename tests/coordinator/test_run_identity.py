@@ -603,21 +603,26 @@ class TestPoison:
             assert answer.status_code == 200, answer.text
             assert len(deaths) == 3
 
-    async def test_what_breaks_while_its_coordinator_is_stopped_is_not_lost_to_it(
-        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("lives", [None, False])
+    async def test_what_breaks_while_its_coordinator_is_stopped_is_lost_to_it_where_that_is_known(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch, lives: bool | None
     ) -> None:
         """Found by reading: the coordinator had no time either to hear that the target is as good as before."""
+
+        async def has_incarnation(*_: object) -> bool | None:
+            return lives
+
         monkeypatch.setattr(target_call, "is_own_loss", lambda error, lag: True)
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=3) for _ in range(4)]
         for target in targets:
             target.is_held = False
-        settings = {"quarantine_s": 0.01, "target_attempts_max": 3}
-        async with clusters.open([*targets], settings=settings) as cluster:
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            monkeypatch.setattr(cluster.service.environment.channels, "has_incarnation", has_incarnation)
             answer = await cluster.complete(max_tokens=90)
-            assert answer.status_code == 200, answer.text
+            assert answer.status_code == (200 if lives is None else 503), answer.text
             assert len(deaths) == 3
-            assert not cluster.service.environment.poison
+            assert bool(cluster.service.environment.poison) == (lives is not None)
 
     async def test_whoever_completes_a_prompt_clears_what_was_lost_with_it(
         self, clusters: ClusterFactory

@@ -179,5 +179,8 @@ async def test_a_slow_body_has_longer_than_a_slow_head(balancer: Balancer, fakes
         first_line(head + b"\r\nhello", b"world"), first_line(head, b"\r\nhelloworld")
     )
     assert of_body.startswith(b"HTTP/1.1 200"), of_body
-    assert of_head.startswith(b"HTTP/1.1 408"), of_head
+    if isinstance(balancer, Nginx):  # it closes the connection without a word
+        assert of_head == b""
+    else:
+        assert of_head.startswith(b"HTTP/1.1 408"), of_head
     assert len(fakes.taken) == 1

@@ -93,12 +93,12 @@ class _Channels:
             *(target_pb2.SetSpeculationResponse, timeout_s),
         )
 
-    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool:
+    async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool | None:
         call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
         try:
             info = await self._network.unary(*call, timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
+        except grpc.aio.AioRpcError as error:
+            return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else False
         return bool(info.incarnation == incarnation)
 
     async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...

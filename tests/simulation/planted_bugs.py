@@ -151,7 +151,7 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
         *(Feature.REUSED_ID, GenerationService, "resume", go_on_with_whatever_is_there, "I2"),
     ),
     "a drawn seed is drawn again": (
-        *(Feature.DRAWN_SEEDS, GenerationService, "resume", go_on_with_whatever_is_there, "has tokens"),
+        *(Feature.DRAWN_SEEDS, GenerationService, "resume", go_on_with_whatever_is_there, "I2|has tokens"),
     ),
     "a client's word makes its request urgent": (
         *(Feature.LIAR, GenerationService, "resume", believe_the_client, "I9"),

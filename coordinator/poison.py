@@ -37,7 +37,7 @@ happens again at once: the tokens that there were are its prompt now."""
 CHANCE_MAX: Final = 0.01
 """A run is not ended while an innocent one would lose as many workers, or more, with a greater probability."""
 CHANCE_AFTER_TRIAL_MAX: Final = 0.001
-"""The same for one that had passed its trial where it was lost: that speaks for it, but not for ever."""
+"""The limit for a run that had passed its trial at the worker lost last: that speaks for it, but not for ever."""
 LOSSES_PER_OTHER: Final = 2
 """Workers that a run may cost in addition for each other one that dies; in a small fleet chance explains much."""
 LOSSES_MAX: Final = 8

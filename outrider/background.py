@@ -35,8 +35,10 @@ async def keep_going(
 
 
 async def until_ended(*tasks: asyncio.Task[Any]) -> None:
-    """Waits for their end, also where the waiter is cancelled meanwhile, which it raises then: only afterwards can be
-    put away what they use. Raises nothing of theirs."""
+    """Waits until the tasks have ended, so that what they use can be closed. Raises none of their errors.
+
+    A waiter that is cancelled meanwhile goes on waiting, and raises the cancellation afterwards.
+    """
     interruption: asyncio.CancelledError | None = None
     while not all(task.done() for task in tasks):
         try:

@@ -20,9 +20,9 @@ JUMP_S: Final = 1.0
 """By less than that a clock is only adjusted; a lease that is kept has four seconds left at least."""
 NO_EVENT: Final = PoolView().last_event
 FIRST_LOOK_S: Final = 10.0
-"""For how long the first look is tried. Who knows nobody yet can serve nobody, and others serve meanwhile."""
+"""How long opening a directory goes on trying. A replica that knows no worker can serve nobody; others can."""
 FIRST_CALL_TIMEOUT_S: Final = 3.0
-"""Of the registry that is asked for the first look: a slow answer is worth more than none."""
+"""The registry's timeout while a directory opens: a slow answer is worth more than none then."""
 _SETTLE_S: Final = 0.02  # many members that change together are read once
 
 
@@ -58,7 +58,7 @@ class WorkerDirectory:
         first_registry: RegistryCalls | None = None,
         first_look_s: float = FIRST_LOOK_S,
     ) -> None:
-        """`first_registry`: the same one, with more patience; for the first look."""
+        """`first_registry` is the same registry with a longer timeout, for opening."""
         self._registry = registry
         self._first_registry = first_registry or registry
         self._first_look_s = first_look_s
@@ -99,7 +99,8 @@ class WorkerDirectory:
             if not self._away:
                 return
             if loop.time() >= until_s:
-                _log.warning("beginning without knowing any worker: the registry has not answered")
+                missing = " and ".join(f"{pool}s" for pool in sorted(self._away))
+                _log.warning("no %s known at start: the registry has not answered", missing)
                 return
             await asyncio.sleep(self._refresh_s)
 

@@ -163,12 +163,12 @@ async def _wait_for_first_answer(url: str, trust: ssl.SSLContext | bool) -> None
 
 
 def run_until_signalled(
-    main: Callable[[], Awaitable[int]], may_finish: Callable[[], bool] = lambda: False
+    main: Callable[[], Awaitable[int]], end_early: Callable[[], bool] = lambda: False
 ) -> int:
     """Runs `main` to its end; SIGINT or SIGTERM cancel it, so that it cleans up. Returns its exit status,
     or 128 + n after signal n.
 
-    `may_finish` is asked first: a signal for which it is true cancels nothing, as `main` ends by itself then.
+    `end_early` is called first: where it returns true, `main` ends by itself soon, and is not cancelled.
     """
 
     async def guarded() -> int:
@@ -177,7 +177,7 @@ def run_until_signalled(
         received: list[int] = []
 
         def cancel(number: int) -> None:
-            if may_finish():
+            if end_early():
                 return
             received.append(number)
             task.cancel()

@@ -11,13 +11,15 @@ import pytest
 from outrider.cli.system import run_until_signalled
 
 
-@pytest.mark.parametrize(("may_finish", "status"), [(True, 7), (False, 128 + signal.SIGINT)])
-def test_a_command_that_may_finish_does_so_and_another_is_cancelled(may_finish: bool, status: int) -> None:
+@pytest.mark.parametrize(("can_end_early", "status"), [(True, 7), (False, 128 + signal.SIGINT)])
+def test_a_command_that_can_end_early_does_so_and_another_is_cancelled(
+    can_end_early: bool, status: int
+) -> None:
     asked = asyncio.Event()
 
-    def ask() -> bool:
+    def end_early() -> bool:
         asked.set()
-        return may_finish
+        return can_end_early
 
     async def command() -> int:
         os.kill(os.getpid(), signal.SIGINT)
@@ -25,4 +27,4 @@ def test_a_command_that_may_finish_does_so_and_another_is_cancelled(may_finish: 
         await asyncio.sleep(0)  # where a cancellation comes
         return 7
 
-    assert run_until_signalled(command, ask) == status
+    assert run_until_signalled(command, end_early) == status

@@ -88,7 +88,7 @@ class Unready(generation_pb2_grpc.GenerationServicer):
 
 @contextmanager
 def taken_ports(num: int) -> Iterator[list[int]]:
-    """That nobody else gets meanwhile, and where connections are refused."""
+    """Ports that nobody else gets meanwhile, where connections are refused."""
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.socket()) for _ in range(num)]
         for each in taken:

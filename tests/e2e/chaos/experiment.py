@@ -96,7 +96,7 @@ class Experiment:
         self._deadline_s = float("inf")
 
     def end_early(self) -> bool:
-        """No more faults from now on. False where there are none anyway."""
+        """Ends the injection of faults. Returns False where it has not begun, or has ended."""
         now_s = time.monotonic()
         if not now_s < self._deadline_s < float("inf"):
             return False

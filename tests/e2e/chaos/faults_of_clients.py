@@ -30,9 +30,8 @@ READ_AFTER: Final = (1.9, 8.0)
 """Times the limit of a client's pace. At twice the limit a connection may be cut; until then its client is told."""
 BEGIN_S: Final = 120.0  # beyond the time that anybody waits for a slot
 REST_S: Final = 60.0
-HEARD_S: Final = 1.0
-HEARD_S_MAX: Final = 30.0
-"""Until the end of a process is known to whoever started it."""
+HEARD_S: Final = 1.0  # while a process that ends is still there
+HEARD_S_MAX: Final = 30.0  # until its end is known to whoever started it
 MAX_LOST: Final = 3  # workers, to one request; where other targets were lost a while ago, LOSSES_MAX
 STEP_TOKENS_MAX: Final = 9
 ATTEMPTS_MAX: Final = 160  # of half a second, while a coordinator is started again
@@ -155,7 +154,7 @@ class _Poison(Fault):
             self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
 
     async def _until_ends_are_heard(self) -> None:
-        await asyncio.sleep(HEARD_S)  # a process that ends is there for a moment longer
+        await asyncio.sleep(HEARD_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(HEARD_S_MAX):
                 while any(  # noqa: ASYNC110 - it has no event

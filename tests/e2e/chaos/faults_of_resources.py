@@ -150,7 +150,7 @@ class TargetAllocationsFail(_InPrefill):
         return False
 
     async def num_generated(self, worker: Worker) -> float | None:
-        """Tokens in this life of it, by its metrics; None while it does not tell."""
+        """The tokens that the worker has generated since it started; None while its metrics cannot be read."""
         page = await self.fleet.page_of(worker)
         found = [line.split()[-1] for line in page.splitlines() if line.startswith(GENERATED)]
         return float(found[0]) if found else None

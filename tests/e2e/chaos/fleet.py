@@ -473,7 +473,7 @@ class Fleet:
         return dict(zip(urls, pages, strict=True))
 
     async def page_of(self, worker: Worker) -> str:
-        """Its metrics; empty while it does not answer."""
+        """The worker's metrics; empty while it does not answer."""
         return await self._page(worker.metrics_url) if worker.is_ready else ""
 
     async def target_pages(self) -> dict[str, str]:

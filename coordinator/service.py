@@ -65,9 +65,9 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.loop_lag import keep_ticking
-from outrider.registry import Registry, RegistryCalls
+from outrider.registry import START_TIMEOUT_S, Registry, RegistryCalls
 from outrider.sampling_params import DecodingMode
-from outrider.worker_directory import FIRST_CALL_TIMEOUT_S, WorkerDirectory
+from outrider.worker_directory import WorkerDirectory
 from outrider.worker_record import Snapshot, WorkerRecord
 
 _log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class GenerationService:
     async def _open_directory(self, registry: RegistryCalls) -> WorkerDirectory:
         if self._registry is not None:
             return await self._stack.enter_async_context(WorkerDirectory(registry))
-        patient = Registry(self.environment.settings.redis_url, FIRST_CALL_TIMEOUT_S)
+        patient = Registry(self.environment.settings.redis_url, START_TIMEOUT_S)
         try:
             directory = WorkerDirectory(registry, first_registry=patient)
             return await self._stack.enter_async_context(directory)

@@ -43,6 +43,8 @@ RESERVATION_S: Final = 15.0
 """How long a reservation lasts unless it is renewed."""
 RENEW_S: Final = RESERVATION_S / 3
 _CALL_TIMEOUT_S: Final = 1.0
+START_TIMEOUT_S: Final = 5.0
+"""The timeout while a process starts: it has nothing to go by yet, so a slow answer is worth waiting for."""
 
 _NOW: Final = f"""{CLOCK_LUA}local function tell(stream, kind, id, incarnation)
   redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'kind', kind, 'worker_id', id, 'incarnation', incarnation)
@@ -384,7 +386,7 @@ class Registry:
 
 async def check_redis(url: str) -> None:
     """Returns when a Redis answers. Raises ConfigurationError for what is no URL of one, RegistryUnavailable."""
-    registry = Registry(url)
+    registry = Registry(url, START_TIMEOUT_S)
     try:
         await registry.ping()
     finally:

@@ -21,8 +21,6 @@ JUMP_S: Final = 1.0
 NO_EVENT: Final = PoolView().last_event
 FIRST_LOOK_S: Final = 10.0
 """How long opening a directory goes on trying. A replica that knows no worker can serve nobody; others can."""
-FIRST_CALL_TIMEOUT_S: Final = 3.0
-"""The registry's timeout while a directory opens: a slow answer is worth more than none then."""
 _SETTLE_S: Final = 0.02  # many members that change together are read once
 
 

@@ -45,7 +45,7 @@ from outrider.logs import LogFormat
 from outrider.loop_lag import LoopLag, keep_ticking
 from outrider.metrics_server import serve_metrics
 from outrider.model_thread import ActionT, Core, EventT, ModelThread
-from outrider.registry import Registry
+from outrider.registry import Registry, check_redis
 from outrider.stall_watch import StallWatch
 from outrider.telemetry import show_expiry, show_loop_lag
 from outrider.tls import ANY_ROLE, Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
@@ -197,8 +197,8 @@ class WorkerProcess:
                     f"--host {self.options.host} cannot be announced: name the address where others reach this worker "
                     "with --announce HOST:PORT"
                 )
+            await check_redis(self.options.redis_url)
             self._registry = Registry(self.options.redis_url)
-            await self._registry.ping()
         self.port = self._listen(self.server, self.options.port, "--port", self.files)
         if self.options.health_port is not None:
             self._health_server = grpc.aio.server(options=SERVER_OPTIONS)

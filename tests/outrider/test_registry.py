@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 import redis.asyncio
 
+from benchmarks.delaying_proxy import proxy
 from outrider import worker_record
 from outrider.errors import RegistryUnavailable
 from outrider.redis_server import EmbeddedRedis
-from outrider.registry import PoolView, Registry, RegistryCalls
+from outrider.registry import PoolView, Registry, RegistryCalls, check_redis
 from outrider.worker_directory import WorkerDirectory
 from outrider.worker_lease import WorkerLease
 from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
@@ -117,6 +118,17 @@ class TestRegistry:
         assert "secret" not in caught.value.message
         assert "OUTRIDER_REDIS_URL" in caught.value.message
         await registry.close()
+
+    async def test_a_process_that_starts_waits_for_a_slow_redis(self, redis_url: str) -> None:
+        """One that takes 550 ms each way is too slow for a running process, which has something to go by."""
+        address = redis_url.rpartition("@")[2].partition("/")[0]
+        async with proxy(address, lambda: 0.55) as slow:  # each way
+            url = redis_url.replace(address, slow)
+            registry = Registry(url)
+            with pytest.raises(RegistryUnavailable):
+                await registry.ping()
+            await registry.close()
+            await check_redis(url)
 
     async def test_a_call_on_a_redis_that_hangs_fails_within_bounds(self) -> None:
         async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -61,9 +61,10 @@ class _End(asyncio.Protocol):
         self._relay.set_up(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._relay.delay_s > 0 or self._under_way or self.is_stalled:
+        # Before Python 3.11.4 an end that begins is read though its reading was paused: its peer may not stand yet.
+        if self._relay.delay_s > 0 or self._under_way or self.is_stalled or self.peer.transport is None:
             self._under_way.append((asyncio.get_running_loop().time() + self._relay.delay_s, data))
-            self._deliver()
+            self.deliver()
         else:
             self.peer.write(data)
 
@@ -90,7 +91,7 @@ class _End(asyncio.Protocol):
         self.is_stalled = is_stalled
         self.set_reading()
         if not is_stalled:
-            self._deliver()
+            self.deliver()
 
     def set_reading(self) -> None:
         """Reads exactly when what comes can go on."""
@@ -107,10 +108,10 @@ class _End(asyncio.Protocol):
         if self.transport is not None:
             how(self.transport)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         """Passes on what is due and sees to the rest later. What is behind waits its turn."""
         loop = asyncio.get_running_loop()
-        while self._under_way and not self.is_stalled:
+        while self._under_way and not self.is_stalled and self.peer.transport is not None:
             due, data = self._under_way[0]
             if (wait_s := due - loop.time()) > 0:
                 if self._timer is None:
@@ -121,7 +122,7 @@ class _End(asyncio.Protocol):
 
     def _resume(self) -> None:
         self._timer = None
-        self._deliver()
+        self.deliver()
 
 
 class _Relay:
@@ -150,8 +151,9 @@ class _Relay:
         elif self._is_closed:
             end.transport.abort()
         else:
-            self.caller.set_reading()
-            self.server.set_reading()
+            for each in (self.caller, self.server):
+                each.set_reading()
+                each.deliver()
 
     def stall(self, directions: Direction) -> None:
         """These and no others."""

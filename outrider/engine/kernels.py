@@ -8,9 +8,11 @@ handed over by address: every function here checks nothing, `FusedDecoder` gives
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import importlib.machinery
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
+VERSION = 4  # of the functions' signatures; raised together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
@@ -60,6 +62,13 @@ class Step(ctypes.Structure):
     )
 
 
+class Instructions(enum.IntEnum):
+    """Of a processor, that multiply bfloat16; the numbers are those of `decode.cpp`. The fastest comes first."""
+
+    AVX512_BF16 = 1
+    AVX2 = 2
+
+
 class Matrix(ctypes.Structure):
     """Weights bfloat16 [num_groups, num_inputs / 2, GROUP, 2], zeros behind the last output; bias or None."""
 
@@ -68,6 +77,7 @@ class Matrix(ctypes.Structure):
         ("bias", _POINTER),
         ("num_inputs", _INT64),
         ("num_outputs", _INT64),
+        ("instructions", _INT64),
     )
 
 
@@ -100,7 +110,7 @@ class Decoder(ctypes.Structure):
 
 
 class Products:
-    """Functions whose inputs are multiplied with bfloat16 weights by the processor's own dot products (AVX512_BF16).
+    """Functions whose inputs are multiplied with bfloat16 weights by `instructions` of the processor.
 
     They are long enough to give the interpreter's lock away.
 
@@ -111,7 +121,8 @@ class Products:
     intermediate) + max(qkv's outputs, 2 * intermediate)) bfloat16, logits float32 [num_wanted or num_rows, vocab].
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, instructions: Instructions) -> None:
+        self.instructions = instructions
         self.multiply = library.multiply_bfloat16
         self.multiply.argtypes = [_POINTER, _POINTER, _POINTER, _INT64, _INT32]
         self.multiply.restype = None
@@ -181,16 +192,36 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 
 @functools.cache
 def products() -> Products | None:
-    """None where there are no compiled kernels or the processor has no dot products of bfloat16.
+    """The products that are used on this processor; None where oneDNN's are, or torch's.
 
-    With AMX, products of many rows are far faster by oneDNN; there they are all left to it, since the rows of a
-    model must have the same bits in any batch.
+    Measured to be faster than oneDNN's with AVX-512 BF16 (Zen 5; `benchmarks.step_cost`), and than torch's where oneDNN
+    has none of bfloat16 (AVX2). With AMX oneDNN's products of many rows are far faster; there they are all left to
+    it, since the rows of a model must have the same bits in any batch.
     """
-    library = _library()
-    if library is None or torch.cpu._is_amx_tile_supported():
+    found = every_product()
+    if torch.cpu._is_amx_tile_supported():
         return None
-    library.has_products.restype = ctypes.c_bool
-    return Products(ctypes.CDLL(library._name)) if library.has_products() else None
+    if Instructions.AVX2 in found and Instructions.AVX512_BF16 not in found and has_onednn_products():
+        return None  # AVX-512 without BF16: not compared
+    return next(iter(found.values()), None)
+
+
+@functools.cache
+def every_product() -> Mapping[Instructions, Products]:
+    """The products that this processor can compute, the fastest first; none without compiled kernels."""
+    library = _library()
+    if library is None:
+        return {}
+    library.has_instructions.argtypes = [_INT64]
+    library.has_instructions.restype = ctypes.c_bool
+    unlocked = ctypes.CDLL(library._name)
+    return {each: Products(unlocked, each) for each in Instructions if library.has_instructions(each)}
+
+
+def has_onednn_products() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and supported
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from outrider.engine.kernels import GROUP, Matrix, products
+from outrider.engine.kernels import GROUP, Matrix, Products, has_onednn_products, products
 from outrider.engine.quantized_linear import Fp8Linear, Int8Linear, rounded
 from outrider.engine.shards import GatheredLinear, SummedLinear
 
@@ -45,13 +45,14 @@ NARROW_MULTIPLE = 8
 class CompiledLinear(nn.Module):
     """bfloat16 weights in the order in which our own product reads them (`decode.cpp`).
 
-    It takes inputs of any width. On Zen 5 a step of the grown demo target takes, with oneDNN's products instead, 1.3
-    times as long for one row, 1.8 for 8, 1.4 for 32 and 1.1 for 512 (`python -m benchmarks.step_cost --grown`).
+    It takes inputs of any width, and multiplies with `found`, by default this processor's products. On Zen 5 a step of
+    the grown demo target takes, with oneDNN's products instead, 1.3 times as long for one row, 1.8 for 8, 1.4 for 32
+    and 1.1 for 512 (`python -m benchmarks.step_cost --grown`).
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, found: Products | None = None) -> None:
         super().__init__()
-        found = products()
+        found = found or products()
         assert found is not None
         self._multiply = found.multiply
         num_outputs, num_inputs = linear.weight.shape
@@ -61,7 +62,7 @@ class CompiledLinear(nn.Module):
         self.weight = padded.view(num_groups, GROUP, num_inputs // 2, 2).transpose(1, 2).contiguous()
         self.bias = linear.bias
         bias_at = None if linear.bias is None else linear.bias.data_ptr()
-        self.matrix = Matrix(self.weight.data_ptr(), bias_at, num_inputs, num_outputs)
+        self.matrix = Matrix(self.weight.data_ptr(), bias_at, num_inputs, num_outputs, found.instructions)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = inputs.new_empty(*inputs.shape[:-1], self.matrix.num_outputs)
@@ -191,7 +192,7 @@ def forms_for(weight: torch.Tensor, quantization: str = "none") -> Sequence[Line
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
         if products() is not None and weight.shape[1] % 2 == 0:
             forms += COMPILED_FORMS
-        if torch.backends.mkldnn.is_available():
+        if has_onednn_products():
             forms += PACKED_FORMS
     return (*forms, *PLAIN_FORMS)
 

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from outrider.engine import quantized_linear
-from outrider.engine.kernels import GROUP, products
+from outrider.engine.kernels import (
+    GROUP,
+    Instructions,
+    Products,
+    every_product,
+    has_onednn_products,
+    products,
+)
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.linear import (
     COMPILED_FORMS,
@@ -20,6 +27,7 @@ from outrider.engine.linear import (
     PackedLinear,
     PaddedLinear,
     choose_form,
+    forms_for,
     is_batch_invariant,
 )
 from outrider.engine.loading import load_model
@@ -30,7 +38,19 @@ from tests import models
 from tests.engine.sequences import text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-needs_products = pytest.mark.skipif(products() is None, reason="the processor lacks AVX512_BF16, or has AMX")
+needs_products = pytest.mark.skipif(products() is None, reason="this processor multiplies otherwise")
+any_products = pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(
+            every_product().get(each),
+            id=each.name,
+            marks=pytest.mark.skipif(each not in every_product(), reason=f"no compiled {each.name} here"),
+        )
+        for each in Instructions
+    ],
+)
+needs_onednn = pytest.mark.skipif(not has_onednn_products(), reason="oneDNN has no bfloat16 here")
 
 
 class TestTheWholeEngine:
@@ -48,7 +68,8 @@ class TestTheWholeEngine:
             models.engine_config(models.model_dir(family), "bfloat16", quantization=quantization)
         )
         assert batch_invariance_failures(engine) == []
-        assert not any(type(module) is nn.Linear for module in engine.model.modules())
+        plain = {module for module in engine.model.modules() if type(module) is nn.Linear}
+        assert plain <= {engine.model.lm_head}
         assert type(engine.model.lm_head) not in (Int8Linear, Fp8Linear)
 
     def test_self_test_notices_a_linear_that_depends_on_its_batch(self) -> None:
@@ -176,7 +197,7 @@ class TestLinearLayers:
         "form",
         [
             *(pytest.param(form, marks=needs_products) for form in COMPILED_FORMS),
-            *PACKED_FORMS,
+            *(pytest.param(form, marks=needs_onednn) for form in PACKED_FORMS),
             *PLAIN_FORMS,
             *INT8_FORMS,
         ],
@@ -229,33 +250,72 @@ class TestLinearLayers:
             for count in (2, 8, 17, 33, 70):
                 assert torch.equal(built(inputs[:count]), alone[:count])
 
-    @needs_products
+    @any_products
     @pytest.mark.parametrize("num_outputs", [1, 15, 16, 17, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 5])
     @pytest.mark.parametrize("num_rows", [1, 2, 7, 9, 10, 18, 19, 40])
-    def test_compiled_form_writes_all_outputs_and_no_more(self, num_outputs: int, num_rows: int) -> None:
+    def test_compiled_form_writes_all_outputs_and_no_more(
+        self, num_outputs: int, num_rows: int, found: Products
+    ) -> None:
         torch.manual_seed(num_outputs)
         plain = nn.Linear(34, num_outputs, dtype=torch.bfloat16).requires_grad_(False)
         rows = torch.randn(num_rows, 34).to(torch.bfloat16)
-        built = CompiledLinear(plain)
+        built = CompiledLinear(plain, found)
         room = torch.full((num_rows * num_outputs + 64,), 7.0, dtype=torch.bfloat16)
         built.multiply(rows, room)
         exact = nn.functional.linear(rows.double(), plain.weight.double(), plain.bias.double())
-        found = room[:-64].view(num_rows, num_outputs).double()
-        torch.testing.assert_close(found, exact, rtol=2**-7, atol=1e-4)
+        outputs = room[:-64].view(num_rows, num_outputs).double()
+        torch.testing.assert_close(outputs, exact, rtol=2**-7, atol=1e-4)
         assert bool((room[-64:] == 7.0).all())
 
-    @needs_products
-    def test_compiled_form_has_the_same_bits_with_any_number_of_threads(self) -> None:
+    @any_products
+    def test_compiled_form_has_the_same_bits_in_any_batch(self, found: Products) -> None:
+        """Tiles of every size, in inputs of which many cancel (`test_inputs_that_cancel…`)."""
+        torch.manual_seed(3)
+        half = torch.randn(100, 40).to(torch.bfloat16)
+        plain = nn.Linear(80, 100, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        order = torch.randperm(80)
+        plain.weight.copy_(torch.cat([half, half], dim=1)[:, order])
+        rows = torch.randn(40, 40).to(torch.bfloat16)
+        rows = torch.cat([rows, -rows], dim=1)[:, order].contiguous()
+        built = CompiledLinear(plain, found)
+        alone = torch.cat([built(rows[i : i + 1]) for i in range(len(rows))])
+        assert bool(alone.any())
+        for count in range(1, 41):
+            assert torch.equal(built(rows[:count]), alone[:count]), count
+
+    @any_products
+    def test_compiled_form_keeps_what_is_not_a_number(self, found: Products) -> None:
+        plain = nn.Linear(34, 100, dtype=torch.bfloat16).requires_grad_(False)
+        rows = torch.randn(3, 34).to(torch.bfloat16)
+        rows[1, 7] = torch.nan
+        rows[2, 33] = torch.inf
+        outputs = CompiledLinear(plain, found)(rows)
+        assert bool(outputs[0].isfinite().all())
+        assert bool(outputs[1].isnan().all())
+        assert not bool(outputs[2].isfinite().any())
+
+    @any_products
+    def test_compiled_form_has_the_same_bits_with_any_number_of_threads(self, found: Products) -> None:
         plain = nn.Linear(96, 500, dtype=torch.bfloat16).requires_grad_(False)
         rows = torch.randn(13, 96).to(torch.bfloat16)
-        found = []
+        every = []
         for num_threads in (1, 2, 5):
             outputs = torch.empty(13, 500, dtype=torch.bfloat16)
-            CompiledLinear(plain).multiply(rows, outputs, num_threads)
-            found.append(outputs)
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
+            CompiledLinear(plain, found).multiply(rows, outputs, num_threads)
+            every.append(outputs)
+        assert torch.equal(every[0], every[1])
+        assert torch.equal(every[0], every[2])
 
+    def test_without_products_of_bfloat16_the_plain_ones_are_taken(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """oneDNN refuses to pack bfloat16 for processors with neither AVX-512 nor AVX-NE-CONVERT."""
+        monkeypatch.setattr("outrider.engine.linear.products", lambda: None)
+        monkeypatch.setattr("outrider.engine.linear.has_onednn_products", lambda: False)
+        weight = torch.zeros(40, 64, dtype=torch.bfloat16)
+        assert forms_for(weight) == PLAIN_FORMS
+
+    @needs_onednn
     def test_packed_form_cuts_wide_inputs(self) -> None:
         plain = nn.Linear(1500, 40, dtype=torch.bfloat16).requires_grad_(False)
         assert len(PackedLinear(plain, 512).parts) == 3

@@ -44,7 +44,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml outrider/engine/kernels.cpp
+$(STAMP): pyproject.toml $(wildcard outrider/engine/*.cpp outrider/engine/*.h)
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Outrider needs Python 3.11 or newer and found none. Install one, or: make PYTHON=/path/to/python3"; \
 		exit 1; fi

@@ -1,8 +1,9 @@
 """Requests that bring target workers down, known by what they had computed. Pure.
 
-With a worker all runs are lost that it had, innocent ones too. So a run that has lost all but one of the workers that
-it may cost is tried alone: no target gets two such runs at a time, and a worker that dies then was brought down by the
-one that it had. A target refuses a second one, whichever replica sends it; `Trials` keeps replicas from asking in vain.
+With a worker all runs are lost that it had, innocent ones too. So a run that one more loss would end is tried alone: no
+target gets two such runs at a time, and a worker that dies then was brought down by the one that it had. A target
+refuses a second one, whichever replica sends it; `Trials` keeps replicas from asking in vain. Others wait meanwhile, so
+only those are tried that have to be: where all targets died at once, hardly a run is.
 
 A run that loses more workers than chance explains is ended (`PoisonRecord.blames`): where no others die, as many as a
 run may cost, the last one on its trial. What it asked for is remembered under a digest of its prompt and grammar, so
@@ -45,8 +46,10 @@ LOSSES_MAX: Final = 8
 NOTED_MAX: Final = 256
 """Workers remembered that were lost, to whatever runs, the latest ones."""
 NOTED_S: Final = 300.0
-"""How long a lost worker tells that the fleet loses some: longer than most runs, so that there is something to compare
-with at their third loss."""
+"""Workers lost as long before a run came, or since, tell it that the fleet loses some: longer than most runs take, so
+that there is something to compare with at their third loss."""
+NOTED_S_MAX: Final = 3600.0
+"""Lost workers are remembered as long: longer than nearly all runs take."""
 CONVICTED_S: Final = 120.0
 AGAIN_AFTER_S: Final = 0.3
 """How long a target that tries a run of another replica is not asked to try one of ours."""
@@ -81,6 +84,8 @@ class PoisonRecord:
         self._until_s: dict[str, float] = {}  # oldest first
         self._suspects: dict[str, _Suspect] = {}  # likewise
         self._losses: dict[WorkerLife, _Loss] = {}  # likewise
+        self.num_changes = 0
+        """Of what is known of lost workers: while there is none, `blames` answers the same."""
 
     def __len__(self) -> int:
         return len(self._until_s) + len(self._suspects) + len(self._losses)
@@ -107,6 +112,7 @@ class PoisonRecord:
             loss.had.add(prompt_digest)
         while len(self._losses) > NOTED_MAX:
             del self._losses[next(iter(self._losses))]
+        self.num_changes += 1
 
     def blames(
         self,
@@ -119,12 +125,12 @@ class PoisonRecord:
         num_sequences: int,
         targets: Set[str],
         model: str,
-        now_s: float,
+        since_s: float,
     ) -> bool:
         """Whether a run with this prompt, which has lost `num_losses` workers, is to be ended.
 
-        That is so at `num_losses_max`, with two exceptions. Where other targets of the model were lost in the last
-        NOTED_S, it is a binomial test: if it were not the run's doing, each of the workers lost would have been one of
+        That is so at `num_losses_max`, with two exceptions. Where other targets of the model were lost since `since_s`,
+        it is a binomial test: if it were not the run's doing, each of the workers lost would have been one of
         the run's with the probability `num_sequences` / number of targets. The run is ended where as many as it has
         lost, or more, have a probability below CHANCE_MAX, and at the latest with LOSSES_PER_OTHER more for each other
         one. A run that had passed its trial at the last one is always tested, and with CHANCE_AFTER_TRIAL_MAX: what
@@ -137,9 +143,7 @@ class PoisonRecord:
         if num_losses < num_losses_max:
             return False
         recent = {
-            life: loss
-            for life, loss in self._losses.items()
-            if loss.model == model and loss.lost_s > now_s - NOTED_S
+            life: loss for life, loss in self._losses.items() if loss.model == model and loss.lost_s > since_s
         }
         num_elsewhere = sum(
             life not in killed and prompt_digest not in loss.had for life, loss in recent.items()
@@ -162,6 +166,7 @@ class PoisonRecord:
         """A run with this prompt has come to its end: no worker was lost to it. Whether that changes anything."""
         for loss in self._losses.values():
             loss.had.discard(prompt_digest)
+        self.num_changes += 1
         was_suspected = self._suspects.pop(prompt_digest, None) is not None
         return self._until_s.pop(prompt_digest, None) is not None or was_suspected
 
@@ -173,7 +178,9 @@ class PoisonRecord:
         """The prompts that are refused now."""
         self._until_s = {digest: until_s for digest, until_s in self._until_s.items() if until_s > now_s}
         self._suspects = {digest: each for digest, each in self._suspects.items() if each.until_s > now_s}
-        self._losses = {life: each for life, each in self._losses.items() if each.lost_s > now_s - NOTED_S}
+        self._losses = {
+            life: each for life, each in self._losses.items() if each.lost_s > now_s - NOTED_S_MAX
+        }
         return list(self._until_s)
 
 

@@ -20,6 +20,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from coordinator.admission import Place, Wish
@@ -30,7 +31,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
-from coordinator.poison import ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
+from coordinator.poison import NOTED_S, ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -159,6 +160,8 @@ class RequestSession:
         self._num_tokens_at_begin = 0  # at the target that it is at
         self._num_tokens_at_loss: int | None = None  # generated at the target that was lost last
         self._trial: WorkerRecord | None = None  # the target that tries it alone
+        self._trial_seen: tuple[int, int] | None = None  # losses, and changes of the record, at the last look
+        self._is_tried = False  # whether it was to be tried alone then
         self._has_passed_trial = False  # at the target that it is at, or was at last
         self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
@@ -313,23 +316,12 @@ class RequestSession:
     def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
         """Whether the run is to be ended for it. `is_gone`: the worker did not answer with an error."""
         environment, spec = self._environment, self._spec
-        now_s, digest = environment.now_s(), prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+        now_s, digest = environment.now_s(), self._prompt_digest
         spec.run.lose(self._index, target, is_gone=is_gone)
         self._num_tokens_at_loss = self._num_tokens_here
         if is_gone:
             environment.poison.note_loss(target, digest, now_s)
-        is_blamed = environment.poison.blames(
-            digest,
-            spec.run.num_losses,
-            spec.run.killed,
-            has_passed_trial=self._has_passed_trial,
-            num_losses_max=environment.settings.target_attempts_max,
-            num_sequences=spec.num_candidates,
-            targets=self._target_ids(),
-            model=spec.model,
-            now_s=now_s,
-        )
-        if not is_blamed:
+        if not self._is_blamed_for(spec.run.num_losses, has_passed_trial=self._has_passed_trial):
             return False
         spec.run.blame()
         if is_gone:
@@ -341,6 +333,25 @@ class RequestSession:
             extra={"request_id": spec.request.request_id, "prompt_digest": digest},
         )
         return True
+
+    def _is_blamed_for(self, num_losses: int, *, has_passed_trial: bool) -> bool:
+        """Whether the run is to be ended that has cost so many workers."""
+        environment, spec = self._environment, self._spec
+        return environment.poison.blames(
+            self._prompt_digest,
+            num_losses,
+            spec.run.killed,
+            has_passed_trial=has_passed_trial,
+            num_losses_max=environment.settings.target_attempts_max,
+            num_sequences=spec.num_candidates,
+            targets=self._target_ids(),
+            model=spec.model,
+            since_s=self._first_asked_s - NOTED_S,
+        )
+
+    @cached_property
+    def _prompt_digest(self) -> str:
+        return prompt_digest(self._spec.prompt_token_ids, self._spec.sampling.grammar)
 
     def _target_ids(self) -> Set[str]:
         """Of the model, whatever they can take now."""
@@ -474,7 +485,14 @@ class RequestSession:
     @property
     def _is_on_trial(self) -> bool:
         """Whether one more loss may end this run."""
-        return self._spec.run.num_losses >= self._environment.settings.target_attempts_max - 1
+        num_losses = self._spec.run.num_losses
+        if num_losses < self._environment.settings.target_attempts_max - 1:
+            return False
+        seen = num_losses, self._environment.poison.num_changes
+        if self._trial_seen != seen:
+            self._trial_seen = seen
+            self._is_tried = self._is_blamed_for(num_losses + 1, has_passed_trial=False)
+        return self._is_tried
 
     @property
     def _num_tokens_here(self) -> int:

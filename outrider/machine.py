@@ -10,6 +10,8 @@ from pathlib import Path
 GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
+_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+"""Words for a processor's flags; the first that it has says the most about its products of bfloat16."""
 
 
 def available_memory() -> int:
@@ -60,5 +62,5 @@ def hardware() -> str:
     name = fields.get("model name") or platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     flags = set(fields.get("flags", "").split())
-    special = [word for flag, word in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX-512 BF16")) if flag in flags]
+    special = [word for flag, word in _INSTRUCTIONS.items() if flag in flags]
     return ", ".join([name, f"{cores} cores", *special[:1]])

@@ -103,7 +103,7 @@ class Blamed:
             num_sequences=self.num_sequences,
             targets=self.targets,
             model="m",
-            now_s=now_s,
+            since_s=now_s - NOTED_S,
         )
 
 

@@ -566,9 +566,16 @@ class TestPoison:
         self, clusters: ClusterFactory, num_others: int, num_deaths: int
     ) -> None:
         """Found: where several targets were lost within a minute, an innocent request that had been at three was ended
-        in the middle of its text."""
-        deaths = list[Deadly]()
-        targets = [Deadly(deaths, 1, up_to=99) for _ in range(4)]
+        in the middle of its text. And that all that had lost two were tried alone, one after the other, for minutes."""
+        deaths, trials = list[Deadly](), list[bool]()
+
+        class Watched(Deadly):
+            async def Generate(self, request: Any, context: Any) -> Any:
+                trials.append(request.trial_tokens > 0)
+                async for event in super().Generate(request, context):
+                    yield event
+
+        targets = [Watched(deaths, 1, up_to=99) for _ in range(4)]
         async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
             environment = cluster.service.environment
             record = environment.snapshot().targets[0]
@@ -578,6 +585,9 @@ class TestPoison:
             answer = await cluster.complete(max_tokens=90)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == num_deaths
+            assert trials == [False] * (num_deaths - 1) + [True], (
+                "it is tried when one more loss would end it"
+            )
 
     async def test_one_that_had_passed_its_trial_goes_on_when_it_is_lost_once_more(
         self, clusters: ClusterFactory

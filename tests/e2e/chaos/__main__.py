@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run_until_signalled(run, experiment.end_early)
     except (NotReproducible, OutriderError) as error:
-        say(f"!! {error}")
+        say(f"!! {error}\nStandard error of workers: {log_dir}/*.stderr.log")
         return 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 import uuid
@@ -42,6 +43,10 @@ _TRANSPORT_WORDS = (
     "handshake", "channel is closed", "peer closed",
 )  # fmt: skip
 """What gRPC itself says, in lower case, where UNAVAILABLE is not the system's word."""
+_OWN_WORDS = re.compile(
+    r"target worker \S+ (failed|fell silent|does not answer|was restarted)|the sequence stops after"
+)
+"""How the system tells what a request was lost to, whatever words of gRPC follow."""
 _NO_SUCH_WEIGHTS = "none of the target workers that are there has the weights and numerics that it began with"
 
 
@@ -281,13 +286,17 @@ def _refusal(status: int, headers: Mapping[str, str], content: bytes) -> _Refuse
     return _Refused.of_body(status, body, float(headers.get("retry-after", RECONNECT_S)))
 
 
+def is_own_word(words: str) -> bool:
+    """Whether the details of an error are the system's, and not those of the connection to it."""
+    return _OWN_WORDS.match(words) is not None
+
+
 def _is_refusal(error: Exception) -> bool | None:
     """Whether this is the system's word that it has no room or lost a part. False: a connection broke, or nobody was
     there to take it. None: it is neither, and asking again would not help."""
     if isinstance(error, grpc.aio.AioRpcError):
         words = (error.details() or "").lower()
-        is_own_word = _NO_SUCH_WEIGHTS in words  # with what the last target was lost with
-        is_transport = not is_own_word and any(each in words for each in _TRANSPORT_WORDS)
+        is_transport = not is_own_word(words) and any(each in words for each in _TRANSPORT_WORDS)
         if error.code() is grpc.StatusCode.CANCELLED and is_transport:
             return False  # what the load balancer resets when a replica dies behind it
         return not is_transport if error.code() in _REFUSALS else None

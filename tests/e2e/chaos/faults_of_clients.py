@@ -6,9 +6,11 @@ import asyncio
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, ClassVar, Final
 
 import httpx
@@ -201,8 +203,10 @@ class _Twin:
     case: Case
     right: Right
     door: Door
-    leaves_after: int  # tokens; then it comes back with the last event's id, at another door
-    back_at: Door
+    others: Iterator[Door]  # where it comes back, one after the other
+    leaves_after: (
+        int  # tokens; then it comes back with the last event's id, as it does when its door is closed
+    )
     answer: Answer
     event_id: str = ""
     end: str = ""
@@ -241,8 +245,8 @@ class OneIdTwice(Fault):
         return [
             _Twin(
                 *(case, right, own_doors[index % len(own_doors)]),
+                others=cycle(self.rng.sample(own_doors, len(own_doors))),
                 leaves_after=self.rng.randint(0, 40),
-                back_at=self.rng.choice(own_doors),
                 answer=Answer(time.monotonic()),
             )
             for index, (case, right) in enumerate(picked)
@@ -270,10 +274,10 @@ class OneIdTwice(Fault):
                     return
                 await asyncio.sleep(0.5)
             except httpx.HTTPError as error:
-                twin.end = f"0 {type(error).__name__}: {error}"
+                twin.end, door = f"0 {type(error).__name__}: {error}", next(twin.others)
                 await asyncio.sleep(0.5)
             else:
-                door, leaves_after = twin.back_at, 0
+                door, leaves_after = next(twin.others), 0
             if twin.event_id:
                 headers["Last-Event-ID"] = twin.event_id
         twin.end = twin.end or "429 too often"

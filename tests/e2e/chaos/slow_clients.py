@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.e2e.chaos.client import is_own_word
 
 SOCKET_BYTES: Final = 4096
 CONNECT_TIMEOUT_S: Final = 20.0
@@ -180,7 +181,8 @@ class UnreadGrpc:
             code, words = error.code(), f"{error.code().name}: {error.details()}"
             if code is grpc.StatusCode.ABORTED:
                 return Ending("told", words, self._num_bytes)
-            is_reset = code is grpc.StatusCode.UNAVAILABLE and self._num_bytes > 0
+            is_reset = code is grpc.StatusCode.UNAVAILABLE and not is_own_word(error.details() or "")
+            is_reset = is_reset and self._num_bytes > 0
             return Ending("cut" if is_reset else "refused", words, self._num_bytes)
         return None
 

@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.e2e.chaos.client import is_own_word
 from tests.e2e.chaos.slow_clients import Ending, UnreadGrpc, UnreadHttp
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -141,3 +142,11 @@ async def test_over_grpc_what_is_not_read_is_not_taken_and_the_end_is_known(
     await server.stop(None)
     assert ending.what == what
     assert ending.num_bytes >= 2000 * 1000
+
+
+def test_the_systems_words_are_told_from_those_of_its_connections() -> None:
+    """Found: a stream whose targets had been lost for a minute said so, and counted as cut off without a word."""
+    gone = "UNAVAILABLE: Stream removed (Socket closed)"
+    assert is_own_word(f"target worker target-3 failed: {gone}")
+    assert is_own_word("target worker target-3 fell silent")
+    assert not is_own_word("Stream removed (Socket closed)")

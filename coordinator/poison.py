@@ -19,7 +19,7 @@ that is tried alone, at most: no prompt is convicted without a loss of the run t
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,10 +35,8 @@ steps: one generates nine tokens or one, as its hints happen to be."""
 TRIAL_TOKENS_MAX: Final = 96
 """Or so many in all. Others wait for their trial meanwhile, and what brings workers down by the sequence's length
 happens again at once: the tokens that there were are its prompt now."""
-CHANCE_MAX: Final = 0.01
+CHANCE_MAX: Final = 0.001
 """A run is not ended while an innocent one would lose as many workers, or more, with a greater probability."""
-CHANCE_AFTER_TRIAL_MAX: Final = 0.001
-"""The limit for a run that had passed its trial at the worker lost last: that speaks for it, but not for ever."""
 LOSSES_PER_OTHER: Final = 2
 """Workers that a run may cost in addition for each other one that dies; in a small fleet chance explains much."""
 LOSSES_MAX: Final = 8
@@ -84,6 +82,7 @@ class PoisonRecord:
         self._until_s: dict[str, float] = {}  # oldest first
         self._suspects: dict[str, _Suspect] = {}  # likewise
         self._losses: dict[WorkerLife, _Loss] = {}  # likewise
+        self._present: dict[WorkerLife, WorkerRecord] = {}
         self.num_changes = 0
         """Of what is known of lost workers: while there is none, `blames` answers the same."""
 
@@ -114,6 +113,20 @@ class PoisonRecord:
             del self._losses[next(iter(self._losses))]
         self.num_changes += 1
 
+    def regain(self, target: WorkerRecord) -> None:
+        """One that was noted as lost is there after all: only the connection to it had broken."""
+        self._losses.pop((target.worker_id, target.incarnation), None)
+        self.num_changes += 1
+
+    def look(self, targets: Sequence[WorkerRecord], now_s: float) -> None:
+        """The targets that there are now. Those that have gone since the last look, and were not leaving, were lost,
+        whether or not a run of ours was there."""
+        present = {(target.worker_id, target.incarnation): target for target in targets}
+        for life, target in self._present.items():
+            if life not in present and target.state != "draining":
+                self.note_loss(target, None, now_s)
+        self._present = present
+
     def blames(
         self,
         prompt_digest: str,
@@ -133,8 +146,8 @@ class PoisonRecord:
         it is a binomial test: if it were not the run's doing, each of the workers lost would have been one of
         the run's with the probability `num_sequences` / number of targets. The run is ended where as many as it has
         lost, or more, have a probability below CHANCE_MAX, and at the latest with LOSSES_PER_OTHER more for each other
-        one. A run that had passed its trial at the last one is always tested, and with CHANCE_AFTER_TRIAL_MAX: what
-        happened before did not happen again, and others came to that target meanwhile. At LOSSES_MAX any is ended.
+        one. A run that had passed its trial at the last one is always tested: what happened before did not happen
+        again, and others came to that target meanwhile. At LOSSES_MAX any is ended.
 
         `killed`: those that it lost here and that did not say what had failed. `targets`: ids of those there are.
         """
@@ -153,7 +166,7 @@ class PoisonRecord:
         num_targets = len(targets | {worker_id for worker_id, _ in recent}) or 1
         share = min(num_sequences / num_targets, 1.0)
         chance = probability_of_at_least(num_losses, num_losses + num_elsewhere, share)
-        return chance < (CHANCE_AFTER_TRIAL_MAX if has_passed_trial else CHANCE_MAX)
+        return chance < CHANCE_MAX
 
     def convict(self, prompt_digest: str, now_s: float) -> None:
         """A run with this prompt has lost as many workers as a run may."""

@@ -191,7 +191,7 @@ class RequestSession:
         finally:  # one that was cancelled has learned something too
             if self._broke_at is not None and not self._is_finished:
                 # Whoever leaves, or is late, just then must not hide what the request did.
-                self._lose(self._broke_at, is_gone=True)
+                self._lose(self._broke_at, is_gone=True, is_doubtful=True)
             self._environment.metrics.move_fallback(self._spec.model, self._shown_state, None)
             if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
@@ -246,7 +246,7 @@ class RequestSession:
                     is_loss = await self._is_loss(error, target)
                     self._broke_at = None
                     if is_loss:
-                        self._count_loss(error, target)
+                        await self._count_loss(error, target)
                     environment.metrics.target_replays.inc()
                 if not self._output.token_ids:
                     spec.run.release(self._index)
@@ -305,19 +305,36 @@ class RequestSession:
             for worker in self._environment.snapshot().targets
         )
 
-    def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
+    async def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
         """Raises Poisonous when this run has cost more workers than one may, whatever it generated in between."""
-        if self._lose(target, is_gone=isinstance(error, WorkerLost)):
+        is_doubtful = isinstance(error, WorkerLost) and not isinstance(error, WorkerSilent)
+        await self._regain()
+        if self._lose(target, is_gone=isinstance(error, WorkerLost), is_doubtful=is_doubtful):
             raise Poisonous(
                 f"{self._spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
                 f"with its prompt, the last one with: {error.message}"
             )
 
-    def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
-        """Whether the run is to be ended for it. `is_gone`: the worker did not answer with an error."""
+    async def _regain(self) -> None:
+        """Takes targets for lost no longer that are there: what broke was the connection, to many at once perhaps."""
+        environment, run = self._environment, self._spec.run
+        targets = run.doubtful
+        lives = await asyncio.gather(
+            *(
+                environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
+                for target in targets
+            )
+        )
+        for target, is_there in zip(targets, lives, strict=True):
+            if is_there and target in run.doubtful:  # no other sequence of the run was faster
+                run.regain(target)
+                environment.poison.regain(target)
+
+    def _lose(self, target: WorkerRecord, *, is_gone: bool, is_doubtful: bool) -> bool:
+        """Whether the run is to be ended for it. `is_gone`, `is_doubtful`: as `RunIdentity.lose`."""
         environment, spec = self._environment, self._spec
         now_s, digest = environment.now_s(), self._prompt_digest
-        spec.run.lose(self._index, target, is_gone=is_gone)
+        spec.run.lose(self._index, target, is_gone=is_gone, is_doubtful=is_doubtful)
         self._num_tokens_at_loss = self._num_tokens_here
         if is_gone:
             environment.poison.note_loss(target, digest, now_s)
@@ -398,6 +415,8 @@ class RequestSession:
         has_begun = bool(self._has_begun or self._output.token_ids)
         if has_begun and not spec.is_background and self._ticket.priority != URGENT:
             self._ticket = Ticket(URGENT, self._ticket.tenant, may_be_shed=False)
+        if self._is_on_trial:
+            await self._regain()  # or perhaps it is not
         place = await self._find_place()
         if place is None:
             return None

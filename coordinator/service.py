@@ -501,6 +501,7 @@ class GenerationService:
                 metrics.know(model.model)
             self.environment.watch.keep(snapshot.drafts)
             metrics.show_draft_alarms(self.environment.watch.alarms)
+            self.environment.poison.look(snapshot.targets, self.environment.now_s())
             metrics.show_poison(self.environment.poison.convicted(self.environment.now_s()))
             metrics.registry_degraded.set(snapshot.degraded)
             metrics.api_keys_degraded.set(self._keys is not None and self._keys.is_degraded)

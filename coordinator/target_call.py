@@ -60,7 +60,8 @@ class TargetCall:
     async def events(self) -> AsyncGenerator[target_pb2.GenerateEvent]:
         """What the target says, the last word included.
 
-        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it, WorkerUnanswered
+        Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it or it gives the
+        request back, WorkerUnanswered
         when the target does not answer for long, WorkerSilent when it has answered and no longer does, WorkerLostAtOnce
         and WorkerLost when the connection breaks before and after its answer, WorkerFailed when it fails, ends without
         a last word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses a value.
@@ -101,12 +102,11 @@ class TargetCall:
                 return Overloaded(f"every target worker is full ({error.details()})", _RETRY_AFTER_S)
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return InvalidRequest(None, f"the target worker refused the request: {error.details()}")
-            case (
-                grpc.StatusCode.FAILED_PRECONDITION
-            ):  # a later life of it answers, whose weights may be others
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                # It leaves, or a later life of it answers, whose weights may be others: it was not lost to the request.
                 self._pass_over()
                 return WorkerUnreached(
-                    f"target worker {self._target.worker_id} was restarted: {error.details()}"
+                    f"target worker {self._target.worker_id} gives the request back: {error.details()}"
                 )
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineExceeded("not finished within the request's deadline")

@@ -15,9 +15,10 @@ The tree:
     │   ├── WorkerLost                                          a worker went away in the middle of its work
     │   │   ├── WorkerSilent                                    or says nothing any more
     │   │   ├── LostByOwnPause                                  or its connection broke while we were stopped
-    │   │   └── WorkerUnreached                                 or before any: it has not had the request
+    │   │   └── WorkerUnreached                                 or before any: it has not had it, or gives it back
     │   ├── Poisonous                                           workers were lost one after the other to this request
-    │   └── AnotherLife                    FAILED_PRECONDITION  a later life of the worker that was meant answers
+    │   ├── AnotherLife                    FAILED_PRECONDITION  a later life of the worker that was meant answers
+    │   └── WorkerLeaves                   FAILED_PRECONDITION  the worker was told to end
     ├── SlowReader                    408  ABORTED              the caller does not read; it may go on where it was
     ├── BodyTooSlow                   408  DEADLINE_EXCEEDED    the caller does not send the rest of its request
     ├── ClientLeft                    499  CANCELLED            the caller has gone before it had sent its request
@@ -180,7 +181,7 @@ class LostByOwnPause(WorkerLost):
 
 
 class WorkerUnreached(WorkerLost):
-    """There was no connection to the worker, so that it has not had what was to be sent."""
+    """There was no connection to the worker, so that it has not had what was to be sent; or it gives that back."""
 
 
 class WorkerUnanswered(WorkerUnreached):
@@ -200,6 +201,12 @@ class Poisonous(Unavailable):
 
 class AnotherLife(Unavailable):
     """The worker that was meant is gone, and a later one answers at its address."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class WorkerLeaves(Unavailable):
+    """The worker was told to end: it begins nothing, and ends what it has not finished within its grace."""
 
     grpc_code = "FAILED_PRECONDITION"
 

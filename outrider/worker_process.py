@@ -5,7 +5,8 @@
         await process.run(record, load, on_drain, ready_facts)
 
 Ready means that the model lives: its thread answers between two steps. Order of a graceful end: the lease says
-"draining", health says NOT_SERVING, running sessions finish within the grace, the server stops.
+"draining", health says NOT_SERVING, running sessions finish within the grace, the others are told that they are cut
+off, the server stops, the lease ends.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ LIVENESS = "liveness"
 """The service to ask grpc.health.v1 about whether the process should be restarted. All others tell readiness."""
 EXIT_STALLED = 70  # EX_SOFTWARE
 _PULSE_S = 1.0
+_CUT_OFF_S = 0.5  # for calls to end by themselves
 
 
 def model_name(model: str) -> str:
@@ -220,9 +222,9 @@ class WorkerProcess:
             raise ConfigurationError(f"cannot listen on {address}: {error}") from error
 
     async def __aexit__(self, *_: object) -> None:
-        await self.server.stop(grace=0.5)
+        await self.server.stop(_CUT_OFF_S)
         if self._health_server is not None:
-            await self._health_server.stop(grace=0.5)
+            await self._health_server.stop(_CUT_OFF_S)
         if self._registry is not None:
             await self._registry.close()
 
@@ -265,9 +267,10 @@ class WorkerProcess:
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[], None],
         ready_facts: dict[str, Any],
+        on_grace_over: Callable[[], None] = lambda: None,
     ) -> None:
         """Serves until SIGTERM, SIGINT or `request_stop`; then drains. From `on_drain` on the servicer must refuse new
-        sessions."""
+        sessions; at `on_grace_over` it should tell those that it still has that they are cut off."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
@@ -297,6 +300,8 @@ class WorkerProcess:
             if self._failure is None:
                 on_drain()
                 await self._drain(lease, load)
+                on_grace_over()
+                await self.server.stop(_CUT_OFF_S)  # before the record goes, which says why
         if self._failure is not None:
             raise self._failure
 

@@ -169,6 +169,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                     scheduler.num_running, scheduler.num_waiting + servicer.num_compiling, scheduler.wait_ms
                 ),
                 on_drain=servicer.start_draining,
+                on_grace_over=servicer.end_calls,
                 ready_facts={"metrics_port": metrics_port, **identity(info)},
             )
         finally:

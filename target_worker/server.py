@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from outrider.engine.prefix_cache import check_cache_salt
-from outrider.errors import AnotherLife, InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.errors import AnotherLife, InvalidRequest, NotFound, OutriderError, Overloaded, WorkerLeaves
 from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
 from outrider.hint_wire import HintDecoder
 from outrider.loop_share import LoopShare
@@ -146,6 +146,13 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
     def start_draining(self) -> None:
         self._is_draining = True
 
+    def end_calls(self) -> None:
+        """Ends what has not finished within the grace of a drain, and says why: nothing was lost to it."""
+        for name, caller in self._callers.items():
+            caller.put(
+                SessionAborted(name, WorkerLeaves("this worker was told to end, and its grace is over"))
+            )
+
     def dispatch(self, actions: list[Action]) -> None:
         """Takes the scheduler's actions, on the event loop."""
         for action in actions:
@@ -190,7 +197,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
     ) -> AsyncIterator[target_pb2.GenerateEvent]:
         try:
             if self._is_draining:
-                raise Unavailable("this worker is draining")
+                raise WorkerLeaves("this worker is draining")
             if request.incarnation and request.incarnation != self._info.incarnation:
                 # Its record is older than this process, whose weights may be others.
                 raise AnotherLife("the worker that this request is for has gone; another one answers here")

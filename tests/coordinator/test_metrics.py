@@ -26,7 +26,7 @@ from coordinator.openai_response import ResponseWriter
 from coordinator.settings import METRICS_PORTS, CoordinatorSettings
 from outrider import errors
 from outrider.certificate_authority import CertificateAuthority
-from outrider.errors import AnotherLife, ConfigurationError, OutriderError
+from outrider.errors import AnotherLife, ConfigurationError, OutriderError, WorkerLeaves
 from outrider.free_ports import free_ports
 from outrider.tls import Role
 from tests.coordinator.conftest import ClusterFactory
@@ -64,8 +64,8 @@ def test_failures_of_every_kind_are_counted_from_zero_on() -> None:
         for sample in family.samples
         if sample.name.endswith("_total")
     }
-    # A configuration that is wrong ends the process; of a worker's other life it is the coordinator that is told.
-    never_told_to_clients = (ConfigurationError, AnotherLife)
+    # A configuration that is wrong ends the process; of a worker that has gone, or goes, the coordinator is told.
+    never_told_to_clients = (ConfigurationError, AnotherLife, WorkerLeaves)
     assert counted == {each.grpc_code: 0.0 for each in kinds if not issubclass(each, never_told_to_clients)}
 
 

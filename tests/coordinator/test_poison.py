@@ -20,6 +20,7 @@ from coordinator.poison import (
     Trials,
     probability_of_at_least,
 )
+from outrider.worker_record import WorkerRecord, WorkerState
 from tests.coordinator.fakes import record_of
 
 
@@ -120,7 +121,7 @@ class TestChance:
         for number in range(12):
             ended_at.append(next(losses for losses in range(20) if blamed.at(losses)))
             blamed.lose(f"other {number}", "b", 0.0)
-        assert ended_at[:4] == [3, 5, 6, 6]
+        assert ended_at[:4] == [3, 5, 7, 8]
         assert ended_at == sorted(ended_at)
         assert ended_at[-1] == LOSSES_MAX, "whatever happens"
 
@@ -141,6 +142,26 @@ class TestChance:
         assert blamed.at(3)
         blamed.record.acquit("a")
         assert not blamed.at(3)
+
+    def test_targets_that_go_without_a_word_count_whoever_was_there(self) -> None:
+        def there(*names: str, state: WorkerState = "ready") -> list[WorkerRecord]:
+            return [
+                record_of("target", "h:1", "f", worker_id=name, incarnation="1", model_name="m", state=state)
+                for name in names
+            ]
+
+        blamed = Blamed(4)
+        blamed.record.look(there("t0", "t1", "t2"), 0.0)
+        blamed.record.look(there("t0", "t1", "t2"), 5.0)
+        assert blamed.at(3, 5.0)
+        blamed.record.look(there("t1", "t2"), 10.0)
+        assert not blamed.at(4, 10.0)
+        assert blamed.at(5, 10.0)
+        blamed.record.look(there("t1", "t2", state="draining"), 15.0)
+        blamed.record.look([], 20.0)
+        assert blamed.at(5, 20.0), "two of them left"
+        blamed.record.regain(there("t0")[0])
+        assert blamed.at(3, 20.0)
 
     def test_in_a_large_fleet_three_losses_are_no_chance(self) -> None:
         blamed = Blamed(100)

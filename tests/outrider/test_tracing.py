@@ -233,9 +233,9 @@ async def test_closing_waits_a_moment_for_spans_that_are_about_to_end(
 SAMPLING = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(("role", "error"), [("target", "WorkerLeaves"), ("draft", "CancelledError")])
 async def test_who_is_cut_off_at_the_end_of_a_drain_has_a_span_too(
-    role: str, monkeypatch: pytest.MonkeyPatch
+    role: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, made = importlib.import_module(f"{role}_worker.__main__"), []
 
@@ -278,10 +278,12 @@ async def test_who_is_cut_off_at_the_end_of_a_drain_has_a_span_too(
             made[0].request_stop()
             async with asyncio.timeout(30):
                 await serving
+                if role == "target":
+                    assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION, "nothing was lost to it"
         await told(collector, 1)
     (span,) = collector.spans
     assert (span.service, span.attributes["outrider.session_id"]) == (f"outrider-{role}", "s")
-    assert span.attributes["error.type"] == "CancelledError"
+    assert span.attributes["error.type"] == error
 
 
 async def test_a_collector_that_is_away_keeps_nobody_waiting(caplog: Any) -> None:

@@ -57,7 +57,8 @@ class TargetServicer:
 
     def Generate(self, request, context):
         """Runs one session. Cancelling the call frees it. RESOURCE_EXHAUSTED before any work when full; DEADLINE_EXCEEDED
-        when its time is up, and before any work when it cannot be in time.
+        when its time is up, and before any work when it cannot be in time. FAILED_PRECONDITION from a worker that was told
+        to end, before any work or when its grace is over: the session may go on at another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ _TRANSPORT_WORDS = (
 )  # fmt: skip
 """What gRPC itself says, in lower case, where UNAVAILABLE is not the system's word."""
 _OWN_WORDS = re.compile(
-    r"target worker \S+ (failed|fell silent|does not answer|was restarted)|the sequence stops after"
+    r"target worker \S+ (failed|fell silent|does not answer|gives the request back)|the sequence stops after"
 )
 """How the system tells what a request was lost to, whatever words of gRPC follow."""
 _NO_SUCH_WEIGHTS = "none of the target workers that are there has the weights and numerics that it began with"

@@ -68,6 +68,7 @@ REPEATED_TOKENS: Final = 1024
 """Of a known text that a turn of the event loop makes text again, for all requests together: 3 to 10 ms."""
 _LATE_S: Final = 0.05  # what is left of a deadline that is not worth another try
 _WAIT_S: Final = 0.1  # between two looks for a target
+KNOWN_LOSSES_S: Final = 0.05  # how old may be what is known of other replicas' losses when a target was lost
 _PROBE_S: Final = 0.5  # for a target to show that it is alive, though its connection broke
 
 
@@ -309,6 +310,7 @@ class RequestSession:
         """Raises Poisonous when this run has cost more workers than one may, whatever it generated in between."""
         is_doubtful = isinstance(error, WorkerLost) and not isinstance(error, WorkerSilent)
         await self._regain()
+        await self._environment.losses.refresh(KNOWN_LOSSES_S)
         if self._lose(target, is_gone=isinstance(error, WorkerLost), is_doubtful=is_doubtful):
             raise Poisonous(
                 f"{self._spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
@@ -338,6 +340,7 @@ class RequestSession:
         self._num_tokens_at_loss = self._num_tokens_here
         if is_gone:
             environment.poison.note_loss(target, digest, now_s)
+            environment.losses.tell_soon()
         if not self._is_blamed_for(spec.run.num_losses, has_passed_trial=self._has_passed_trial):
             return False
         spec.run.blame()
@@ -352,8 +355,11 @@ class RequestSession:
         return True
 
     def _is_blamed_for(self, num_losses: int, *, has_passed_trial: bool) -> bool:
-        """Whether the run is to be ended that has cost so many workers."""
+        """Whether the run is to be ended that has cost so many workers, or one, where another replica has just ended
+        one with its prompt."""
         environment, spec = self._environment, self._spec
+        if environment.poison.time_left_s(self._prompt_digest, environment.now_s()) > 0:
+            return True
         return environment.poison.blames(
             self._prompt_digest,
             num_losses,

@@ -16,15 +16,24 @@ import re
 from array import array
 from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from outrider.worker_record import WorkerRecord
 
 _DIGEST_BYTES: Final = 6
 _NONE: Final = "0" * 2 * _DIGEST_BYTES
-WorkerLife = tuple[str, str]
-"""A worker's id and its incarnation."""
 FINGERPRINT: Final = re.compile(rf"([0-9a-f]{{{2 * _DIGEST_BYTES}}})-([0-9a-f]{{{2 * _DIGEST_BYTES}}})")
+
+
+class WorkerLife(NamedTuple):
+    """One run of a worker's process."""
+
+    worker_id: str
+    incarnation: str
+
+    @classmethod
+    def of(cls, worker: WorkerRecord) -> Self:
+        return cls(worker.worker_id, worker.incarnation)
 
 
 def digest_of(*parts: object) -> str:
@@ -119,7 +128,7 @@ class RunIdentity:
     ) -> None:
         """A sequence of the run was at this target worker when that was lost. `is_gone`: it did not say what had
         failed; `is_doubtful`: a connection to it broke, and nobody answered there at once."""
-        life = target.worker_id, target.incarnation
+        life = WorkerLife.of(target)
         self._lost_by.setdefault(sequence, []).append(life)
         if is_gone:
             self._killed.add(life)
@@ -129,7 +138,7 @@ class RunIdentity:
 
     def regain(self, target: WorkerRecord) -> None:
         """One of the doubtful ones is there after all."""
-        life = target.worker_id, target.incarnation
+        life = WorkerLife.of(target)
         del self._doubtful[life]
         self._killed.discard(life)
         for lost in self._lost_by.values():

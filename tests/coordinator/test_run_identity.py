@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,12 @@ import pytest
 
 from coordinator import grpc_api, journal, target_call
 from coordinator.journal import _pack_losses
+from coordinator.loss_exchange import UNTOLD_MAX
 from coordinator.poison import LOSSES_MAX
-from coordinator.request_session import LONG_PROMPT_TOKENS
+from coordinator.request_session import KNOWN_LOSSES_S, LONG_PROMPT_TOKENS
 from coordinator.run_identity import RunIdentity, digest_of, parse_fingerprint
 from outrider.api_keys import ANYBODY
-from outrider.errors import Conflict
+from outrider.errors import Conflict, RegistryUnavailable
 from outrider.worker_record import Snapshot, WorkerRecord
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -521,7 +522,7 @@ class TestPoison:
             assert "does not answer" in answer.text
             environment = cluster.service.environment
             # Three were asked; whether each had heard of it within its time is the machine's affair.
-            assert [loss.had for loss in environment.poison._losses.values()] == [set()] * 3
+            assert [loss.had for loss in environment.poison._losses.values()] == [{}] * 3
             assert environment.poison.convicted(environment.now_s()) == []
             assert not environment.poison._suspects
 
@@ -648,7 +649,7 @@ class TestPoison:
             assert answer.status_code == 200, answer.text
             losses = cluster.service.environment.poison._losses.values()
             assert len(deaths) == 1
-            assert [loss.had for loss in losses] == [set()]
+            assert [loss.had for loss in losses] == [{}]
 
     async def test_whoever_completes_the_same_prompt_clears_it(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
@@ -793,6 +794,61 @@ class TestPoison:
             answer = await one.client.get("/v1/streams/r1", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3, "what lost as many as one may is not gone on with"
+
+    @pytest.mark.parametrize(("has_heard", "num_deaths"), [(True, 3), (False, 5)])
+    async def test_what_a_prompt_costs_it_costs_all_coordinators_together(
+        self, clusters: ClusterFactory, has_heard: bool, num_deaths: int
+    ) -> None:
+        """Its client comes to another coordinator with each try, without an id that the journal would know. At one that
+        has not heard of it yet it costs another worker."""
+        deaths, memory = list[Deadly](), Memory()
+        async with AsyncExitStack() as stack:
+            opened = [
+                await stack.enter_async_context(
+                    clusters.open(
+                        [Deadly(deaths, 1, up_to=99) for _ in range(3)],
+                        registry=memory,  # type: ignore[arg-type]
+                        settings={"quarantine_s": 0.01},
+                    )
+                )
+                for _ in range(3)
+            ]
+            for cluster in opened:
+                environment = cluster.service.environment
+                if not has_heard:
+                    await environment.losses.__aexit__()
+                    await asyncio.sleep(KNOWN_LOSSES_S)  # what it knows is not taken for fresh
+                elif deaths:
+                    while not environment.poison.convicted(environment.now_s()):  # noqa: ASYNC110 - it tells nobody
+                        await asyncio.sleep(0.01)
+                answer = await cluster.complete(max_tokens=90)
+                assert answer.json()["error"]["code"] == "poisonous_request"
+                await environment.losses.refresh(0.0)
+            assert len(deaths) == num_deaths
+
+    async def test_a_registry_that_does_not_answer_keeps_no_replay_waiting(
+        self, clusters: ClusterFactory
+    ) -> None:
+        class Away(Memory):
+            num_asked = 0
+
+            async def exchange_losses(self, once: Sequence[str], anew: Sequence[str]) -> Mapping[str, float]:
+                self.num_asked += 1
+                raise RegistryUnavailable("it is away")
+
+        deaths, memory = list[Deadly](), Away()
+        targets = [Deadly(deaths, 1, up_to=99) for _ in range(4)]
+        async with clusters.open(
+            [*targets],
+            registry=memory,  # type: ignore[arg-type]
+            settings={"quarantine_s": 0.01},
+        ) as cluster:
+            answer = await cluster.complete(max_tokens=90)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
+            assert len(deaths) == 3, "it goes by what it knows"
+            assert memory.num_asked
+            told = cluster.service.environment.losses._untold
+            assert 0 < len(told) <= UNTOLD_MAX
 
     async def test_losses_of_another_run_under_its_id_are_not_its_own(self, clusters: ClusterFactory) -> None:
         async with two_replicas(clusters) as (one, other, memory):

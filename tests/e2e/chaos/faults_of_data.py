@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final, cast
@@ -58,7 +58,8 @@ class _Corrupted(Fault):
 
 
 class JournalCorrupted(_Corrupted):
-    """Fields of the journals of running streams are damaged, then the replica of some of these streams is killed.
+    """Fields of the journals of running streams are damaged, and of what is told of lost targets; then the replica of
+    some of these streams is killed.
 
     Clients come back, and get their own text or an explicit refusal.
     """
@@ -71,9 +72,10 @@ class JournalCorrupted(_Corrupted):
         async with redis.asyncio.Redis.from_url(self.fleet.redis.url, socket_timeout=5.0) as client:
             until_s = time.monotonic() + seconds
             while time.monotonic() < until_s:
-                keys = sorted([key async for key in client.scan_iter("or:journal:*", count=1000)])
-                some = self.rng.sample(keys, min(len(keys), 20))
-                num_damaged += await self.damage(client, some)
+                with suppress(redis.RedisError):  # another fault has it
+                    keys = sorted([key async for key in client.scan_iter("or:journal:*", count=1000)])
+                    some = self.rng.sample(keys, min(len(keys), 20))
+                    num_damaged += await self.damage(client, [*some, b"or:losses"])
                 await asyncio.sleep(EVERY_S)
             self.rng.choice(self.fleet.replicas()).kill()
         self.describe(f"{num_damaged} fields", seconds)
@@ -98,11 +100,12 @@ class WorkerRecordsCorrupted(_Corrupted):
             while time.monotonic() < until_s:
                 name, other = self.rng.choice(names), self.rng.choice(names)
                 key = f"{{or:{self.fleet.workers[name].role}}}:w:{name}".encode()
-                if self.rng.random() < 0.3 and other != name:
-                    address = self.fleet.workers[other].link.address
-                    counts[1] += await self._move(client, key, address)
-                else:
-                    counts[0] += await self.damage(client, [key])
+                with suppress(redis.RedisError):
+                    if self.rng.random() < 0.3 and other != name:
+                        address = self.fleet.workers[other].link.address
+                        counts[1] += await self._move(client, key, address)
+                    else:
+                        counts[0] += await self.damage(client, [key])
                 await asyncio.sleep(EVERY_S)
         self.describe(f"{counts[0]} fields, {counts[1]} addresses, not {spared}", seconds)
 

@@ -13,8 +13,9 @@ its deadline is over. Then the workers that were lost to it are remembered as lo
 begins with their number.
 
 Innocent requests meet dying workers too, and popular prompts more often than others. So whoever completes the same
-prompt meanwhile clears it; a run that goes on answers for its own losses only; and what other runs lost makes a run one
-that is tried alone, at most: no prompt is convicted without a loss of the run that is ended.
+prompt meanwhile clears it, and who goes well beyond the place of a loss excuses it; a run that goes on answers for its
+own losses only; and what other runs lost makes a run one that is tried alone, at most. But for LOSSES_MAX no run is
+ended, and no prompt convicted, without a loss on trial.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ Fact = tuple[str, ...]
 
     ("lost", worker id, incarnation, model)        a target went without a word
     ("had", worker id, incarnation, prompt)        it had a run with this prompt then
+    ("excused", prompt, worker id, incarnation)    but it went well beyond the place of that loss elsewhere
     ("suspect", prompt, worker id, incarnation)    a run with this prompt lost it, and ended before its output did
     ("convicted", prompt)                          a run with this prompt was ended for its losses
     ("cleared", prompt)                            a run with this prompt came to its end: nothing was lost to it
 """
-_ORDER: Final = {"cleared": 0, "lost": 1, "had": 2, "suspect": 2, "convicted": 2}
+_ORDER: Final = {"cleared": 0, "lost": 1, "excused": 2, "had": 3, "suspect": 3, "convicted": 3}
 TOLD_ANEW: Final = frozenset({"suspect", "convicted", "cleared"})
 """Facts of which the latest moment counts, and not the first."""
 
@@ -91,6 +93,7 @@ class _Loss:
     model: str
     lost_s: float
     had: dict[str, float]  # prompts that the worker had, as far as is known, and when that was told
+    excused: set[str]  # prompts that it was not lost to
 
 
 class PoisonRecord:
@@ -127,6 +130,8 @@ class PoisonRecord:
                     life = WorkerLife(worker_id, incarnation)
                     if not (life in self._present and self._is_back(at_s, now_s)):
                         self._note(life, model, at_s)
+                case ("excused", prompt, worker_id, incarnation):
+                    self._excuse(WorkerLife(worker_id, incarnation), prompt)
                 case ("had", worker_id, incarnation, prompt):
                     self._note_had(WorkerLife(worker_id, incarnation), prompt, at_s)
                 case ("suspect", prompt, worker_id, incarnation):
@@ -152,6 +157,13 @@ class PoisonRecord:
         if prompt is not None:
             self._note_had(life, prompt, now_s)
             self._tell(("had", *life, prompt))
+
+    def excuse(self, prompt: str, killed: Set[WorkerLife]) -> None:
+        """A run with this prompt that had lost these workers has gone well beyond where it was lost."""
+        for life in killed:
+            if life in self._losses and prompt not in self._losses[life].excused:
+                self._excuse(life, prompt)
+                self._tell(("excused", prompt, *life))
 
     def regain(self, target: WorkerRecord) -> None:
         """One that was noted as lost is there after all: only the connection to it had broken."""
@@ -244,14 +256,22 @@ class PoisonRecord:
 
     def _note(self, life: WorkerLife, model: str, at_s: float) -> None:
         if life not in self._losses:
-            self._losses[life] = _Loss(model, at_s, {})
+            self._losses[life] = _Loss(model, at_s, {}, set())
             _keep_latest(self._losses, NOTED_MAX)
             self.num_changes += 1
 
     def _note_had(self, life: WorkerLife, prompt: str, at_s: float) -> None:
         loss = self._losses.get(life)
-        if loss is not None and prompt not in loss.had and not self._is_cleared(prompt, at_s):
-            loss.had[prompt] = at_s
+        if loss is None or prompt in loss.had or prompt in loss.excused or self._is_cleared(prompt, at_s):
+            return
+        loss.had[prompt] = at_s
+        self.num_changes += 1
+
+    def _excuse(self, life: WorkerLife, prompt: str) -> None:
+        loss = self._losses.get(life)
+        if loss is not None and prompt not in loss.excused:
+            loss.excused.add(prompt)
+            loss.had.pop(prompt, None)
             self.num_changes += 1
 
     def _suspect(self, prompt: str, killed: Set[WorkerLife], at_s: float) -> None:
@@ -268,6 +288,7 @@ class PoisonRecord:
 
     def _convict(self, prompt: str, at_s: float) -> None:
         if not self._is_cleared(prompt, at_s):
+            self.num_changes += prompt not in self._convicted_s
             self._convicted_s[prompt] = max(at_s, self._convicted_s.pop(prompt, -math.inf))
             _keep_latest(self._convicted_s, CONVICTIONS_MAX)
 

@@ -31,7 +31,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
-from coordinator.poison import NOTED_S, ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
+from coordinator.poison import LOSSES_MAX, NOTED_S, ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -163,7 +163,8 @@ class RequestSession:
         self._trial: WorkerRecord | None = None  # the target that tries it alone
         self._trial_seen: tuple[int, int] | None = None  # losses, and changes of the record, at the last look
         self._is_tried = False  # whether it was to be tried alone then
-        self._has_passed_trial = False  # at the target that it is at, or was at last
+        self._was_tried = False  # alone, by the target that it is at, or was at last
+        self._has_gone_beyond = False  # the place of the loss before, there
         self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -341,7 +342,10 @@ class RequestSession:
         if is_gone:
             environment.poison.note_loss(target, digest, now_s)
             environment.losses.tell_soon()
-        if not self._is_blamed_for(spec.run.num_losses, has_passed_trial=self._has_passed_trial):
+        is_proven = self._was_tried or spec.run.num_losses >= LOSSES_MAX
+        if not is_proven or not self._is_blamed_for(
+            spec.run.num_losses, has_passed_trial=self._has_gone_beyond
+        ):
             return False
         spec.run.blame()
         if is_gone:
@@ -358,9 +362,7 @@ class RequestSession:
         """Whether the run is to be ended that has cost so many workers, or one, where another replica has just ended
         one with its prompt."""
         environment, spec = self._environment, self._spec
-        if environment.poison.time_left_s(self._prompt_digest, environment.now_s()) > 0:
-            return True
-        return environment.poison.blames(
+        return self._is_convicted or environment.poison.blames(
             self._prompt_digest,
             num_losses,
             spec.run.killed,
@@ -371,6 +373,12 @@ class RequestSession:
             model=spec.model,
             since_s=self._first_asked_s - NOTED_S,
         )
+
+    @property
+    def _is_convicted(self) -> bool:
+        """Whether a run with this prompt was ended for its losses of late."""
+        environment = self._environment
+        return environment.poison.time_left_s(self._prompt_digest, environment.now_s()) > 0
 
     @cached_property
     def _prompt_digest(self) -> str:
@@ -501,8 +509,9 @@ class RequestSession:
         ):
             return False
         self._num_tokens_at_begin = len(self._output.token_ids)
-        self._has_passed_trial = False
-        if self._is_on_trial:
+        self._has_gone_beyond = False
+        self._was_tried = self._is_on_trial
+        if self._was_tried:
             trials.begin(target)
             self._trial = target
         return True
@@ -512,7 +521,7 @@ class RequestSession:
         """Whether one more loss may end this run."""
         num_losses = self._spec.run.num_losses
         if num_losses < self._environment.settings.target_attempts_max - 1:
-            return False
+            return num_losses > 0 and self._is_convicted
         seen = num_losses, self._environment.poison.num_changes
         if self._trial_seen != seen:
             self._trial_seen = seen
@@ -659,9 +668,13 @@ class RequestSession:
             self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
-        if self._trial is not None and self._num_tokens_here > self._num_trial_tokens:
-            self._has_passed_trial = True
-            self._end_trial()
+        run = self._spec.run
+        if (self._trial or run.num_losses) and not self._has_gone_beyond:
+            self._has_gone_beyond = self._num_tokens_here > self._num_trial_tokens
+            if self._has_gone_beyond:
+                self._end_trial()
+                environment.poison.excuse(self._prompt_digest, run.killed)
+                environment.losses.tell_soon()
         state = self._controller.state
         actions = self._controller.on_step(
             len(step.token_ids),

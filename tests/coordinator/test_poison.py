@@ -139,6 +139,22 @@ class TestHearsay:
         other.hear(self.told(one, 5.0), 7.0)
         assert other.time_left_s("b", 7.0) == CONVICTED_S, "and this is after"
 
+    def test_a_loss_that_a_run_went_beyond_is_one_of_the_others(self) -> None:
+        one, other = Blamed(4), Blamed(4)
+        one.lose("1", "a", 0.0)
+        facts = self.told(one.record, 0.0)
+        other.record.hear(facts, 0.0)
+        assert other.at(3)
+        one.record.excuse("a", {WorkerLife("t0", "1"), WorkerLife("t0", "2")})
+        other.record.hear(self.told(one.record, 0.0), 0.0)
+        for blamed in (one, other):
+            assert not blamed.at(4)
+            assert blamed.at(5)
+            blamed.record.hear(facts, 0.0)
+            assert not blamed.at(4), "whatever is told of it again"
+        one.record.excuse("a", {WorkerLife("t0", "1")})
+        assert one.record.take_news() == [], "it is told once"
+
     def test_a_target_that_is_registered_for_long_after_its_loss_is_there(self) -> None:
         blamed = Blamed(4)
         there = [record_of("target", "h:1", "f", worker_id="t0", incarnation="1", model_name="m")]

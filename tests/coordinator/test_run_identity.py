@@ -795,12 +795,39 @@ class TestPoison:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3, "what lost as many as one may is not gone on with"
 
-    @pytest.mark.parametrize(("has_heard", "num_deaths"), [(True, 3), (False, 5)])
+    async def test_no_run_is_ended_for_a_loss_that_was_no_trial(self, clusters: ClusterFactory) -> None:
+        """Found: of four runs that were lost with a target none was on trial there, for others had died as well; what
+        was known of these changed meanwhile, and all four were ended."""
+        deaths, trials = list[Deadly](), list[bool]()
+
+        class Forgotten(Deadly):
+            """What was known of others is forgotten just before it dies for the third time."""
+
+            async def Generate(self, request: Any, context: Any) -> Any:
+                trials.append(request.trial_tokens > 0)
+                if len(trials) == 3:
+                    for worker in others:
+                        environment.poison.regain(worker)
+                async for event in super().Generate(request, context):
+                    yield event
+
+        targets = [Forgotten(deaths, 1, up_to=99) for _ in range(4)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
+            environment = cluster.service.environment
+            record = environment.snapshot().targets[0]
+            others = [replace(record, incarnation=f"before {number}") for number in range(2)]
+            for worker in others:
+                environment.poison.note_loss(worker, "another prompt", environment.now_s())
+            answer = await cluster.complete(max_tokens=90)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
+            assert trials == [False, False, False, True]
+
+    @pytest.mark.parametrize(("has_heard", "num_deaths"), [(True, 3), (False, 7)])
     async def test_what_a_prompt_costs_it_costs_all_coordinators_together(
         self, clusters: ClusterFactory, has_heard: bool, num_deaths: int
     ) -> None:
         """Its client comes to another coordinator with each try, without an id that the journal would know. At one that
-        has not heard of it yet it costs another worker."""
+        has not heard of it yet it costs another two workers, the second one on its trial."""
         deaths, memory = list[Deadly](), Memory()
         async with AsyncExitStack() as stack:
             opened = [

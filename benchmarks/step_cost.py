@@ -1,9 +1,9 @@
 """What one step costs by the number of tokens it feeds: `python -m benchmarks.step_cost --help`.
 
 One sequence with 150 tokens behind it, one core, no other process: the economics that speculation lives from. Sizes,
-and three engines (the compiled kernels, the same with oneDNN's products, transformers' own modules), are measured in
-turns, so that a change of the machine's mood meets all of them; medians are printed. `--target DIR` takes any model, a
-draft too.
+and three engines (the compiled kernels, the same with the products of oneDNN or torch, transformers' own modules), are
+measured in turns, so that a change of the machine's mood meets all of them; medians are printed. `--target DIR` takes
+any model, a draft too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
             "eager": load_model(EngineConfig(model_dir, use_kernels=False)),
         }
         with patch("outrider.engine.linear.products", return_value=None):
-            engines["kernels, oneDNN's products"] = load_model(EngineConfig(model_dir))
+            engines["kernels, a library's products"] = load_model(EngineConfig(model_dir))
         step_ms = measure(engines, arguments.rounds)
     ratios = {name: round(own["8"] / own["1"], 2) for name, own in step_ms.items()}
     print(json.dumps({"step_ms_by_num_tokens": step_ms, "eight_over_one": ratios}, indent=1))

@@ -21,7 +21,7 @@ from tests import models
 from tests.engine.quantized_checkpoints import ENCODERS, write_pair
 
 OURS = Arithmetic(
-    "bfloat16", "none", 1, "cpu/avx512-bf16", "compiled-3", {"64x64": "compiled", "8x64": "compiled"}, 1
+    "bfloat16", "none", 1, "cpu/avx512-bf16", "compiled-4", {"64x64": "compiled", "8x64": "compiled"}, 1
 )
 LIBRARY = replace(OURS, linear_forms={"64x64": "packed", "8x64": "plain"})
 PROBE = torch.arange(12.0).view(3, 4)

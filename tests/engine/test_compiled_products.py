@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.engine import memory_plan
 from outrider.engine.compiled_products import PRODUCT_BYTES, PRODUCTS_MAX
+from outrider.engine.kernels import has_onednn_products
 from outrider.engine.linear import LinearForm, is_batch_invariant
 from outrider.engine.memory_plan import ServingShape, plan_memory
 from tests import models
@@ -79,7 +80,7 @@ class _Zeros(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    sys.platform != "linux" or not torch.backends.mkldnn.is_available(), reason="oneDNN and /proc are needed"
+    sys.platform != "linux" or not has_onednn_products(), reason="oneDNN's bfloat16 and /proc are needed"
 )
 def test_what_onednn_compiles_takes_no_more_than_is_counted() -> None:
     words = [sys.executable, "-c", MULTIPLY_IN_MANY_SHAPES]

@@ -61,10 +61,10 @@ class TargetCall:
         """What the target says, the last word included.
 
         Raises Overloaded when the target is full, WorkerUnreached when there is no connection to it or it gives the
-        request back, WorkerUnanswered
-        when the target does not answer for long, WorkerSilent when it has answered and no longer does, WorkerLostAtOnce
-        and WorkerLost when the connection breaks before and after its answer, WorkerFailed when it fails, ends without
-        a last word or makes no sense, DeadlineExceeded, and InvalidRequest when it refuses a value.
+        request back, WorkerUnanswered when the target does not answer for long, WorkerSilent when it has answered and
+        no longer does, WorkerLostAtOnce and WorkerLost when the connection breaks before and after its answer,
+        WorkerFailed when it fails, ends without a last word or makes no sense, DeadlineExceeded, and InvalidRequest
+        when it refuses a value.
         """
         # From the beginning: a target says at once that it has the request, and once a second that it waits its turn.
         watch = SilenceWatch(

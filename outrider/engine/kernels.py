@@ -63,7 +63,7 @@ class Step(ctypes.Structure):
 
 
 class Instructions(enum.IntEnum):
-    """Of a processor, that multiply bfloat16; the numbers are those of `decode.cpp`. The fastest comes first."""
+    """Processor instructions that multiply bfloat16, the fastest first. The numbers are those of `decode.cpp`."""
 
     AVX512_BF16 = 1
     AVX2 = 2
@@ -192,17 +192,17 @@ def kernels(dtype: torch.dtype) -> Kernels | None:
 
 @functools.cache
 def products() -> Products | None:
-    """The products that are used on this processor; None where oneDNN's are, or torch's.
+    """The compiled products that workers use on this processor; None where they use oneDNN's or torch's.
 
-    Measured to be faster than oneDNN's with AVX-512 BF16 (Zen 5; `benchmarks.step_cost`), and than torch's where oneDNN
-    has none of bfloat16 (AVX2). With AMX oneDNN's products of many rows are far faster; there they are all left to
-    it, since the rows of a model must have the same bits in any batch.
+    With AVX-512 BF16 they are faster than oneDNN's, and with AVX2 than torch's, where oneDNN has none of bfloat16
+    (`benchmarks.step_cost`). With AMX oneDNN's products of many rows are far faster; there they are all left to it,
+    since the rows of a model must have the same bits in any batch.
     """
     found = every_product()
     if torch.cpu._is_amx_tile_supported():
         return None
     if Instructions.AVX2 in found and Instructions.AVX512_BF16 not in found and has_onednn_products():
-        return None  # AVX-512 without BF16: not compared
+        return None  # AVX-512 without BF16, or AVX-NE-CONVERT: not compared
     return next(iter(found.values()), None)
 
 
@@ -220,8 +220,7 @@ def every_product() -> Mapping[Instructions, Products]:
 
 def has_onednn_products() -> bool:
     """Whether oneDNN multiplies bfloat16 on this processor."""
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.backends.mkldnn.is_available() and supported
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @functools.cache

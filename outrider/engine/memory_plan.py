@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outrider.engine.compiled_products import PRODUCT_BYTES, PRODUCTS_MAX
-from outrider.engine.kernels import products
+from outrider.engine.kernels import has_onednn_products, products
 from outrider.engine.kv_layout import LayerLayout, UnsupportedModelError, bytes_per_token, layout_of_config
 from outrider.engine.shards import cuts_layers, num_kv_heads_of, plan_name
 from outrider.errors import ConfigurationError
@@ -143,9 +143,10 @@ def _is_copied(shape: ServingShape) -> bool:
 def _products_bytes(shape: ServingShape) -> int:
     """For products that oneDNN compiles, once as many as are kept have been needed (`compiled_products`).
 
-    On a processor whose products are our own (`kernels`) oneDNN has next to none to compile; in float32 too.
+    Where products are our own (`kernels`) or torch's, oneDNN has next to none to compile; in float32 neither.
     """
-    is_compiled = shape.device_type == "cpu" and shape.dtype == torch.bfloat16 and products() is None
+    is_bfloat16 = shape.device_type == "cpu" and shape.dtype == torch.bfloat16
+    is_compiled = is_bfloat16 and products() is None and has_onednn_products()
     return PRODUCTS_MAX * PRODUCT_BYTES if is_compiled else 0
 
 

@@ -679,40 +679,28 @@ class TestPoison:
             await leave(asking, cluster)
             assert not environment.trials._at
 
-    async def test_a_target_that_gives_it_back_was_not_lost_to_it(self, clusters: ClusterFactory) -> None:
+    @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION])
+    async def test_a_connection_that_breaks_is_no_death_nor_is_a_target_that_gives_it_back(
+        self, clusters: ClusterFactory, code: grpc.StatusCode
+    ) -> None:
         """Found: three targets were drained and cut a long text off, the last one when its record had gone already."""
 
-        class Leaving(FakeTarget):
-            """Is told to end after each token."""
+        class Ending(FakeTarget):
+            """Lives, and ends each call after a token."""
 
             async def Generate(self, request: Any, context: Any) -> Any:
                 async for event in super().Generate(request, context):
                     yield event
                     if event.WhichOneof("event") == "step":
-                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its grace is over")
+                        await context.abort(code, "Socket closed")
 
-        targets: list[FakeTarget] = [Leaving([11]), Leaving([11])]
-        async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
-            answer = await cluster.complete(max_tokens=8)
-            assert answer.status_code == 200, answer.text
-            assert not cluster.service.environment.poison
-            assert not any(request.trial_tokens for target in targets for request in target.requests)
-
-    async def test_a_connection_that_breaks_is_no_death(self, clusters: ClusterFactory) -> None:
-        class Torn(FakeTarget):
-            """Its connections break after each token, and it lives."""
-
-            async def Generate(self, request: Any, context: Any) -> Any:
-                async for event in super().Generate(request, context):
-                    yield event
-                    if event.WhichOneof("event") == "step":
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-
-        targets: list[FakeTarget] = [Torn(clusters.script), Torn(clusters.script)]
+        targets: list[FakeTarget] = [Ending(clusters.script), Ending(clusters.script)]
         async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
             answer = await cluster.complete(max_tokens=8)
             assert answer.status_code == 200, answer.text
             assert len(targets[0].requests) + len(targets[1].requests) >= 8
+            assert not cluster.service.environment.poison
+            assert not any(request.trial_tokens for target in targets for request in target.requests)
 
     async def test_sequences_side_by_side_lose_their_worker_once(self, clusters: ClusterFactory) -> None:
         dying, others = FakeTarget([11], dies_at=2), [FakeTarget([11]), FakeTarget([11])]

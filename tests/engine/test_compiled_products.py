@@ -93,6 +93,7 @@ def test_a_plan_counts_what_onednn_compiles_where_it_multiplies(monkeypatch: pyt
     def process_bytes(dtype: torch.dtype = torch.bfloat16, **shape: Any) -> int:
         return plan_memory(models.model_dir("llama"), ServingShape(dtype, **shape)).process
 
+    monkeypatch.setattr(memory_plan, "has_onednn_products", lambda: True)
     monkeypatch.setattr(memory_plan, "products", object)
     with_own_products = process_bytes()
     monkeypatch.setattr(memory_plan, "products", lambda: None)
@@ -101,3 +102,6 @@ def test_a_plan_counts_what_onednn_compiles_where_it_multiplies(monkeypatch: pyt
     on_gpu = process_bytes(device_type="cuda")
     monkeypatch.setattr(memory_plan, "products", object)
     assert on_gpu == process_bytes(device_type="cuda")
+    monkeypatch.setattr(memory_plan, "products", lambda: None)
+    monkeypatch.setattr(memory_plan, "has_onednn_products", lambda: False)
+    assert process_bytes() == with_own_products

@@ -203,10 +203,8 @@ class _Twin:
     case: Case
     right: Right
     door: Door
-    others: Iterator[Door]  # where it comes back, one after the other
-    leaves_after: (
-        int  # tokens; then it comes back with the last event's id, as it does when its door is closed
-    )
+    others: Iterator[Door]  # where it comes back, one after the other, with the last event's id
+    leaves_after: int  # tokens; it leaves as well when its door is closed
     answer: Answer
     event_id: str = ""
     end: str = ""

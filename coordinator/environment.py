@@ -15,6 +15,7 @@ from coordinator.acceptance_watch import AcceptanceWatch
 from coordinator.admission import Admission
 from coordinator.concurrency_limits import ConcurrencyLimits
 from coordinator.fallback import FallbackPolicy
+from coordinator.loss_exchange import LossExchange
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.poison import PoisonRecord, Trials
 from coordinator.priors import PriorTable
@@ -83,6 +84,9 @@ class Environment:
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     limits: RateLimits = field(default_factory=lambda: RateLimits(None, time.monotonic))
     poison: PoisonRecord = field(default_factory=PoisonRecord)
+    losses: LossExchange = field(  # of `poison`, with the other replicas
+        default_factory=lambda: LossExchange(None, PoisonRecord(), time.monotonic)
+    )
     trials: Trials = field(default_factory=Trials)
     concurrency: ConcurrencyLimits = field(default_factory=lambda: ConcurrencyLimits(None, time.monotonic))
     tracing: Tracing = OFF

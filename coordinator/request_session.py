@@ -20,6 +20,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from coordinator.admission import Place, Wish
@@ -30,7 +31,7 @@ from coordinator.fair_queue import URGENT, Siblings, Ticket
 from coordinator.fallback import ALWAYS, FallbackController, FallbackState, Trigger
 from coordinator.generation_request import GenerationSpec
 from coordinator.patience import Patience
-from coordinator.poison import ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
+from coordinator.poison import LOSSES_MAX, NOTED_S, ON_TRIAL, TRIAL_TOKENS, TRIAL_TOKENS_MAX
 from coordinator.priors import StartingMode, key_for
 from coordinator.prompt_scores import PromptScores
 from coordinator.resumption import NOTHING_SEEN, ResumePoint
@@ -67,6 +68,7 @@ REPEATED_TOKENS: Final = 1024
 """Of a known text that a turn of the event loop makes text again, for all requests together: 3 to 10 ms."""
 _LATE_S: Final = 0.05  # what is left of a deadline that is not worth another try
 _WAIT_S: Final = 0.1  # between two looks for a target
+KNOWN_LOSSES_S: Final = 0.05  # how old may be what is known of other replicas' losses when a target was lost
 _PROBE_S: Final = 0.5  # for a target to show that it is alive, though its connection broke
 
 
@@ -159,7 +161,10 @@ class RequestSession:
         self._num_tokens_at_begin = 0  # at the target that it is at
         self._num_tokens_at_loss: int | None = None  # generated at the target that was lost last
         self._trial: WorkerRecord | None = None  # the target that tries it alone
-        self._has_passed_trial = False  # at the target that it is at, or was at last
+        self._trial_seen: tuple[int, int] | None = None  # losses, and changes of the record, at the last look
+        self._is_tried = False  # whether it was to be tried alone then
+        self._was_tried = False  # alone, by the target that it is at, or was at last
+        self._has_gone_beyond = False  # the place of the loss before, there
         self._broke_at: WorkerRecord | None = None  # a target that it may have brought down
         self._tried: set[WorkerKey] = set()
         self._decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
@@ -188,7 +193,7 @@ class RequestSession:
         finally:  # one that was cancelled has learned something too
             if self._broke_at is not None and not self._is_finished:
                 # Whoever leaves, or is late, just then must not hide what the request did.
-                self._lose(self._broke_at, is_gone=True)
+                self._lose(self._broke_at, is_gone=True, is_doubtful=True)
             self._environment.metrics.move_fallback(self._spec.model, self._shown_state, None)
             if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
@@ -243,7 +248,7 @@ class RequestSession:
                     is_loss = await self._is_loss(error, target)
                     self._broke_at = None
                     if is_loss:
-                        self._count_loss(error, target)
+                        await self._count_loss(error, target)
                     environment.metrics.target_replays.inc()
                 if not self._output.token_ids:
                     spec.run.release(self._index)
@@ -302,34 +307,45 @@ class RequestSession:
             for worker in self._environment.snapshot().targets
         )
 
-    def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
+    async def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
         """Raises Poisonous when this run has cost more workers than one may, whatever it generated in between."""
-        if self._lose(target, is_gone=isinstance(error, WorkerLost)):
+        is_doubtful = isinstance(error, WorkerLost) and not isinstance(error, WorkerSilent)
+        await self._regain()
+        await self._environment.losses.refresh(KNOWN_LOSSES_S)
+        if self._lose(target, is_gone=isinstance(error, WorkerLost), is_doubtful=is_doubtful):
             raise Poisonous(
                 f"{self._spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
                 f"with its prompt, the last one with: {error.message}"
             )
 
-    def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
-        """Whether the run is to be ended for it. `is_gone`: the worker did not answer with an error."""
+    async def _regain(self) -> None:
+        """Takes targets for lost no longer that are there: what broke was the connection, to many at once perhaps."""
+        environment, run = self._environment, self._spec.run
+        targets = run.doubtful
+        lives = await asyncio.gather(
+            *(
+                environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
+                for target in targets
+            )
+        )
+        for target, is_there in zip(targets, lives, strict=True):
+            if is_there and target in run.doubtful:  # no other sequence of the run was faster
+                run.regain(target)
+                environment.poison.regain(target)
+
+    def _lose(self, target: WorkerRecord, *, is_gone: bool, is_doubtful: bool) -> bool:
+        """Whether the run is to be ended for it. `is_gone`, `is_doubtful`: as `RunIdentity.lose`."""
         environment, spec = self._environment, self._spec
-        now_s, digest = environment.now_s(), prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
-        spec.run.lose(self._index, target, is_gone=is_gone)
+        now_s, digest = environment.now_s(), self._prompt_digest
+        spec.run.lose(self._index, target, is_gone=is_gone, is_doubtful=is_doubtful)
         self._num_tokens_at_loss = self._num_tokens_here
         if is_gone:
             environment.poison.note_loss(target, digest, now_s)
-        is_blamed = environment.poison.blames(
-            digest,
-            spec.run.num_losses,
-            spec.run.killed,
-            has_passed_trial=self._has_passed_trial,
-            num_losses_max=environment.settings.target_attempts_max,
-            num_sequences=spec.num_candidates,
-            targets=self._target_ids(),
-            model=spec.model,
-            now_s=now_s,
-        )
-        if not is_blamed:
+            environment.losses.tell_soon()
+        is_proven = self._was_tried or spec.run.num_losses >= LOSSES_MAX
+        if not is_proven or not self._is_blamed_for(
+            spec.run.num_losses, has_passed_trial=self._has_gone_beyond
+        ):
             return False
         spec.run.blame()
         if is_gone:
@@ -341,6 +357,32 @@ class RequestSession:
             extra={"request_id": spec.request.request_id, "prompt_digest": digest},
         )
         return True
+
+    def _is_blamed_for(self, num_losses: int, *, has_passed_trial: bool) -> bool:
+        """Whether the run is to be ended that has cost so many workers, or one, where another replica has just ended
+        one with its prompt."""
+        environment, spec = self._environment, self._spec
+        return self._is_convicted or environment.poison.blames(
+            self._prompt_digest,
+            num_losses,
+            spec.run.killed,
+            has_passed_trial=has_passed_trial,
+            num_losses_max=environment.settings.target_attempts_max,
+            num_sequences=spec.num_candidates,
+            targets=self._target_ids(),
+            model=spec.model,
+            since_s=self._first_asked_s - NOTED_S,
+        )
+
+    @property
+    def _is_convicted(self) -> bool:
+        """Whether a run with this prompt was ended for its losses of late."""
+        environment = self._environment
+        return environment.poison.time_left_s(self._prompt_digest, environment.now_s()) > 0
+
+    @cached_property
+    def _prompt_digest(self) -> str:
+        return prompt_digest(self._spec.prompt_token_ids, self._spec.sampling.grammar)
 
     def _target_ids(self) -> Set[str]:
         """Of the model, whatever they can take now."""
@@ -387,6 +429,8 @@ class RequestSession:
         has_begun = bool(self._has_begun or self._output.token_ids)
         if has_begun and not spec.is_background and self._ticket.priority != URGENT:
             self._ticket = Ticket(URGENT, self._ticket.tenant, may_be_shed=False)
+        if self._is_on_trial:
+            await self._regain()  # or perhaps it is not
         place = await self._find_place()
         if place is None:
             return None
@@ -465,8 +509,9 @@ class RequestSession:
         ):
             return False
         self._num_tokens_at_begin = len(self._output.token_ids)
-        self._has_passed_trial = False
-        if self._is_on_trial:
+        self._has_gone_beyond = False
+        self._was_tried = self._is_on_trial
+        if self._was_tried:
             trials.begin(target)
             self._trial = target
         return True
@@ -474,7 +519,14 @@ class RequestSession:
     @property
     def _is_on_trial(self) -> bool:
         """Whether one more loss may end this run."""
-        return self._spec.run.num_losses >= self._environment.settings.target_attempts_max - 1
+        num_losses = self._spec.run.num_losses
+        if num_losses < self._environment.settings.target_attempts_max - 1:
+            return num_losses > 0 and self._is_convicted
+        seen = num_losses, self._environment.poison.num_changes
+        if self._trial_seen != seen:
+            self._trial_seen = seen
+            self._is_tried = self._is_blamed_for(num_losses + 1, has_passed_trial=False)
+        return self._is_tried
 
     @property
     def _num_tokens_here(self) -> int:
@@ -616,9 +668,13 @@ class RequestSession:
             self._watch(attempt.draft, step.num_draft_tokens, step.num_accepted_draft_tokens)
         room = self._spec.max_tokens - len(self._output.token_ids)
         visible = self._show(step.token_ids[:room], step.origins[:room], step.logprobs[:room])
-        if self._trial is not None and self._num_tokens_here > self._num_trial_tokens:
-            self._has_passed_trial = True
-            self._end_trial()
+        run = self._spec.run
+        if (self._trial or run.num_losses) and not self._has_gone_beyond:
+            self._has_gone_beyond = self._num_tokens_here > self._num_trial_tokens
+            if self._has_gone_beyond:
+                self._end_trial()
+                environment.poison.excuse(self._prompt_digest, run.killed)
+                environment.losses.tell_soon()
         state = self._controller.state
         actions = self._controller.on_step(
             len(step.token_ids),

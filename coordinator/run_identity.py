@@ -14,18 +14,26 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from outrider.worker_record import WorkerRecord
 
 _DIGEST_BYTES: Final = 6
 _NONE: Final = "0" * 2 * _DIGEST_BYTES
-WorkerLife = tuple[str, str]
-"""A worker's id and its incarnation."""
 FINGERPRINT: Final = re.compile(rf"([0-9a-f]{{{2 * _DIGEST_BYTES}}})-([0-9a-f]{{{2 * _DIGEST_BYTES}}})")
+
+
+class WorkerLife(NamedTuple):
+    """One run of a worker's process."""
+
+    worker_id: str
+    incarnation: str
+
+    @classmethod
+    def of(cls, worker: WorkerRecord) -> Self:
+        return cls(worker.worker_id, worker.incarnation)
 
 
 def digest_of(*parts: object) -> str:
@@ -63,12 +71,17 @@ class RunIdentity:
         self._weights_digest = weights_digest
         self._bound_by: set[int] = set()  # sequences that are placed, or have tokens
         self._num_losses_before = 0
-        self._lost: set[WorkerLife] = set()  # they had a sequence of this run
-        self._num_losses_of: Counter[int] = Counter()  # by sequence
+        self._lost_by: dict[
+            int, list[WorkerLife]
+        ] = {}  # workers that had a sequence of this run, by sequence
         self._killed: set[WorkerLife] = set()
+        self._doubtful: dict[
+            WorkerLife, WorkerRecord
+        ] = {}  # of those lost: only their connection broke, perhaps
         self.is_blamed = False  # it is ended for its losses
         self.on_loss: Callable[[], None] = lambda: None
-        """Called after each loss and with the blame: who keeps them has to know before the request has an end."""
+        """Called with each change of the losses and with the blame: who keeps them has to know before the request has
+        an end."""
 
     def again(self) -> Self:
         """The identity of another run of the same request, on the same weights."""
@@ -92,7 +105,8 @@ class RunIdentity:
     def num_losses(self) -> int:
         """Target workers lost while they had a sequence of this run. One that was lost to several of its sequences at
         once counts once; one that was lost to the same sequence again counts again."""
-        return self._num_losses_before + max(len(self._lost), *self._num_losses_of.values(), 0)
+        lost = self._lost_by.values()
+        return self._num_losses_before + max(len(set().union(*lost)), *map(len, lost), 0)
 
     @property
     def killed(self) -> Set[WorkerLife]:
@@ -104,14 +118,31 @@ class RunIdentity:
         largest number counts."""
         self._num_losses_before = max(self._num_losses_before, num_losses)
 
-    def lose(self, sequence: int, target: WorkerRecord, *, is_gone: bool = True) -> None:
+    @property
+    def doubtful(self) -> Sequence[WorkerRecord]:
+        """Of the workers that were lost, those that may be there after all."""
+        return list(self._doubtful.values())
+
+    def lose(
+        self, sequence: int, target: WorkerRecord, *, is_gone: bool = True, is_doubtful: bool = False
+    ) -> None:
         """A sequence of the run was at this target worker when that was lost. `is_gone`: it did not say what had
-        failed."""
-        life = target.worker_id, target.incarnation
-        self._lost.add(life)
-        self._num_losses_of[sequence] += 1
+        failed; `is_doubtful`: a connection to it broke, and nobody answered there at once."""
+        life = WorkerLife.of(target)
+        self._lost_by.setdefault(sequence, []).append(life)
         if is_gone:
             self._killed.add(life)
+        if is_doubtful:
+            self._doubtful[life] = target
+        self.on_loss()
+
+    def regain(self, target: WorkerRecord) -> None:
+        """One of the doubtful ones is there after all."""
+        life = WorkerLife.of(target)
+        del self._doubtful[life]
+        self._killed.discard(life)
+        for lost in self._lost_by.values():
+            lost[:] = [each for each in lost if each != life]
         self.on_loss()
 
     def blame(self) -> None:

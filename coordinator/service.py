@@ -38,7 +38,8 @@ from coordinator.generation_request import (
     identified,
 )
 from coordinator.journal import FLUSH_S, Journal, JournaledStream, JournalEntry
-from coordinator.poison import CONVICTED_S, LOSSES_MAX
+from coordinator.loss_exchange import LossExchange
+from coordinator.poison import CONVICTED_S, LOSSES_MAX, PoisonRecord
 from coordinator.preparation import RequestPreparation
 from coordinator.prior_store import PriorStore
 from coordinator.rate_limits import RateLimits
@@ -75,6 +76,8 @@ _log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S: Final = 0.1
 _WRITE_S: Final = 0.1  # for what the journal writes to arrive
 _HOUSEKEEPING_S: Final = 5.0
+KNOWN_LOSSES_S: Final = 0.1
+"""How old may be what is known of other replicas' losses when a request begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,10 @@ class GenerationService:
         reservations = Reservations(
             outside.registry or self._quick_registry if snapshot is None else None, outside.now_s
         )
+        poison = PoisonRecord()
         self.environment = Environment(
+            poison=poison,
+            losses=LossExchange(outside.registry or self._quick_registry, poison, outside.now_s),
             settings=settings,
             tokenizer=tokenizer,
             router=router,
@@ -201,6 +207,7 @@ class GenerationService:
             )
             self._canary_keeper = await self._stack.enter_async_context(keeper)
         if registry is not None:
+            await self._stack.enter_async_context(self.environment.losses)
             self._journal = await self._stack.enter_async_context(
                 Journal(registry, now_s=self.environment.now_s, new_id=self.environment.new_id)
             )
@@ -311,7 +318,7 @@ class GenerationService:
         With an `entry` its stream can be resumed elsewhere; with a `resumption` it is one that was.
         """
         environment = self.environment
-        _check_harmless(environment, spec)
+        await _check_harmless(environment, spec)
         has_finished = False
         held = await self._enter(spec, has_begun=resumption is not None and any(resumption.token_ids))
         stream = None
@@ -501,6 +508,8 @@ class GenerationService:
                 metrics.know(model.model)
             self.environment.watch.keep(snapshot.drafts)
             metrics.show_draft_alarms(self.environment.watch.alarms)
+            self.environment.poison.look(snapshot.targets, self.environment.now_s())
+            self.environment.losses.tell_soon()
             metrics.show_poison(self.environment.poison.convicted(self.environment.now_s()))
             metrics.registry_degraded.set(snapshot.degraded)
             metrics.api_keys_degraded.set(self._keys is not None and self._keys.is_degraded)
@@ -580,7 +589,7 @@ def _other_run(spec: GenerationSpec, recollection: Recollection) -> Conflict:
     )
 
 
-def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
+async def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
     """Raises Poisonous for what has just cost more workers than one request may. A run whose prompt has cost some
     begins with their number."""
     if spec.run.num_losses >= LOSSES_MAX:
@@ -588,6 +597,7 @@ def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
             f"{spec.run.num_losses} target workers were lost while they had this request", CONVICTED_S
         )
     if environment.poison:
+        await environment.losses.refresh(KNOWN_LOSSES_S)
         digest, now_s = _prompt_digest(spec), environment.now_s()
         left_s = environment.poison.time_left_s(digest, now_s)
         if left_s > 0:
@@ -600,7 +610,8 @@ def _check_harmless(environment: Environment, spec: GenerationSpec) -> None:
 
 
 def _acquit(environment: Environment, spec: GenerationSpec) -> None:
-    if environment.poison and environment.poison.acquit(_prompt_digest(spec)):
+    if environment.poison and environment.poison.acquit(_prompt_digest(spec), environment.now_s()):
+        environment.losses.tell_soon()
         environment.metrics.show_poison(environment.poison.convicted(environment.now_s()))
 
 
@@ -608,6 +619,7 @@ def _suspect(environment: Environment, spec: GenerationSpec) -> None:
     """A run has ended before its output did, in whatever way."""
     if spec.run.num_losses:
         environment.poison.suspect(_prompt_digest(spec), spec.run.killed, environment.now_s())
+        environment.losses.tell_soon()
 
 
 def _prompt_digest(spec: GenerationSpec) -> str:

@@ -6,6 +6,7 @@
     {or:POOL}:joined   the moment, in µs, at which a run of a worker last joined the pool; no two runs have the same
     {or:POOL}:r:INC    sorted set of one run of a worker: reservations by the moment they end
     or:journal:ID      hash: a stream that another coordinator can go on with (`coordinator.journal`)
+    or:losses          hash: which target workers were lost to which prompts (`coordinator.poison`), when it was told
     {or:canary}:...    a share of traffic that is decoded otherwise (`outrider.canary.store`)
     POOL is target or draft; every moment is Redis' own clock's, in ms; the hash tag keeps a pool on one cluster slot
 
@@ -42,6 +43,10 @@ HEARTBEAT_S: Final = LEASE_S / 3
 RESERVATION_S: Final = 15.0
 """How long a reservation lasts unless it is renewed."""
 RENEW_S: Final = RESERVATION_S / 3
+LOSSES_S: Final = 3600.0
+"""Facts about lost workers are kept as long."""
+LOSSES_MAX: Final = 2048
+"""So many facts about lost workers are kept that are told once, in about 200 KiB, and as many that are told anew."""
 _CALL_TIMEOUT_S: Final = 1.0
 START_TIMEOUT_S: Final = 5.0
 """The timeout while a process starts: it has nothing to go by yet, so a slow answer is worth waiting for."""
@@ -155,6 +160,26 @@ return 1
 """
 
 
+# KEYS: losses. ARGV: life of a fact in ms, the most facts, how many of those that follow keep the moment at which they
+# were told first, facts. Returns now, and fact, moment, ...
+_EXCHANGE_LOSSES: Final = f"""{_NOW}
+local said = redis.call('HGETALL', KEYS[1])
+for i = 1, #said, 2 do
+  local at = tonumber(said[i + 1])
+  if not at or math.abs(now - at) > tonumber(ARGV[1]) then redis.call('HDEL', KEYS[1], said[i]) end
+end
+local moment = string.format('%.0f', now)
+for i = 4, #ARGV do
+  local is_once = i < 4 + ARGV[3]
+  local has_room = redis.call('HLEN', KEYS[1]) < ARGV[2] * (is_once and 1 or 2)
+  local is_known = redis.call('HEXISTS', KEYS[1], ARGV[i]) == 1
+  if is_known and not is_once or not is_known and has_room then redis.call('HSET', KEYS[1], ARGV[i], moment) end
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return {{moment, redis.call('HGETALL', KEYS[1])}}
+"""
+
+
 class JournalWriter(NamedTuple):
     """Who writes to a stream's journal: a replica, which numbers the streams that it begins.
 
@@ -213,6 +238,7 @@ class RegistryCalls(Protocol):
     async def release(self, pool: Pool, incarnation: str, token: str) -> None: ...
     async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite: ...
     async def read_journal(self, request_id: str) -> Mapping[str, str]: ...
+    async def exchange_losses(self, once: Sequence[str], anew: Sequence[str]) -> Mapping[str, float]: ...
 
 
 class Registry:
@@ -240,6 +266,7 @@ class Registry:
         self._reserve = self.register_script(_RESERVE)
         self._renew = self.register_script(_RENEW)
         self._write_journal = self.register_script(_WRITE_JOURNAL)
+        self._exchange_losses = self.register_script(_EXCHANGE_LOSSES)
 
     async def ping(self) -> None:
         """Returns when Redis answers. Raises RegistryUnavailable, naming the address without its password."""
@@ -349,6 +376,17 @@ class Registry:
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         """All of it; empty when there is none."""
         return cast("dict[str, str]", await self.ask(self._client.hgetall(f"or:journal:{request_id}")))
+
+    async def exchange_losses(self, once: Sequence[str], anew: Sequence[str]) -> Mapping[str, float]:
+        """Tells facts about lost workers, in whatever words, and returns all that were told in the last LOSSES_S, by
+        whomever: how many seconds ago. Facts told `once` keep the first moment, `anew` the latest."""
+        arguments: list[str | int] = [int(LOSSES_S * 1000), LOSSES_MAX, len(once), *once, *anew]
+        answer = await self.ask(self._exchange_losses(keys=["or:losses"], args=arguments))
+        clock_ms, told = cast("tuple[str, list[str]]", answer)
+        return {
+            fact: max(int(clock_ms) - int(moment), 0) / 1e3
+            for fact, moment in zip(told[::2], told[1::2], strict=True)
+        }
 
     def register_script(self, source: str) -> AsyncScript:
         """A Lua script on this connection; `ask` for what calling it returns."""

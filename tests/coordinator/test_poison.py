@@ -9,18 +9,25 @@ import pytest
 
 from coordinator.poison import (
     AGAIN_AFTER_S,
+    BACK_S,
     CONVICTED_S,
     CONVICTIONS_MAX,
     LIVES_MAX,
     LOSSES_MAX,
+    NEWS_MAX,
     NOTED_MAX,
     NOTED_S,
     SUSPECTS_MAX,
+    Fact,
     PoisonRecord,
     Trials,
     probability_of_at_least,
 )
+from coordinator.run_identity import WorkerLife
+from outrider.worker_record import WorkerRecord, WorkerState
 from tests.coordinator.fakes import record_of
+
+NOW = 2.0
 
 
 class TestRecord:
@@ -36,8 +43,8 @@ class TestRecord:
     def test_whoever_completes_it_clears_it(self) -> None:
         record = PoisonRecord()
         record.convict("a", 0.0)
-        assert record.acquit("a")
-        assert not record.acquit("a")
+        assert record.acquit("a", NOW)
+        assert not record.acquit("a", NOW)
         assert record.time_left_s("a", 1.0) == 0
 
     def test_the_latest_ones_are_remembered(self) -> None:
@@ -53,32 +60,129 @@ class TestRecord:
     def test_workers_that_runs_lost_before_they_ended_add_up(self) -> None:
         """Each counts once, however many runs it had."""
         record = PoisonRecord()
-        record.suspect("a", {("t1", "1")}, 0.0)
-        record.suspect("a", {("t1", "1")}, 1.0)
+        record.suspect("a", {WorkerLife("t1", "1")}, 0.0)
+        record.suspect("a", {WorkerLife("t1", "1")}, 1.0)
         assert record.num_killed("a", 2.0) == 1
-        record.suspect("a", {("t1", "2"), ("t2", "1")}, 2.0)
+        record.suspect("a", {WorkerLife("t1", "2"), WorkerLife("t2", "1")}, 2.0)
         assert record.num_killed("a", 3.0) == 3
         assert record.num_killed("b", 3.0) == 0
         assert record.time_left_s("a", 3.0) == 0, "nobody is refused by that"
         assert record.convicted(3.0) == []
-        assert record.acquit("a")
+        assert record.acquit("a", 3.0)
         assert record.num_killed("a", 3.0) == 0
 
     def test_they_are_forgotten_after_a_while_and_beyond_a_number_of_prompts(self) -> None:
         record = PoisonRecord()
-        record.suspect("a", {("t1", "1")}, 0.0)
+        record.suspect("a", {WorkerLife("t1", "1")}, 0.0)
         assert record.num_killed("a", CONVICTED_S) == 0
-        record.suspect("a", {("t2", "1")}, CONVICTED_S)
+        record.suspect("a", {WorkerLife("t2", "1")}, CONVICTED_S)
         assert record.num_killed("a", CONVICTED_S) == 1
         record.suspect("a", set(), CONVICTED_S + 1.0)
         assert record.num_killed("a", 2 * CONVICTED_S) == 1, "it was sent again"
         assert record.convicted(2 * CONVICTED_S + 1.0) == []
         assert not record
         for number in range(SUSPECTS_MAX + 1):
-            record.suspect(str(number), {(f"t{number}-{life}", "1") for life in range(LIVES_MAX + 1)}, 0.0)
+            record.suspect(
+                str(number), {WorkerLife(f"t{number}-{life}", "1") for life in range(LIVES_MAX + 1)}, 0.0
+            )
         assert len(record) == SUSPECTS_MAX
         assert record.num_killed("0", 0.0) == 0
         assert record.num_killed("1", 0.0) == LIVES_MAX
+
+
+class TestHearsay:
+    """What one replica tells is known to another one."""
+
+    def told(self, record: PoisonRecord, at_s: float) -> dict[Fact, float]:
+        return dict.fromkeys(record.take_news(), at_s)
+
+    def test_losses_suspicions_and_convictions_are_known_everywhere(self) -> None:
+        one, other = Blamed(4), Blamed(4)
+        one.lose("1", "b", 0.0)
+        one.record.suspect("c", {WorkerLife("t1", "1")}, 0.0)
+        one.record.convict("d", 0.0)
+        facts = self.told(one.record, 0.0)
+        other.record.hear(facts, 1.0)
+        assert not other.at(4, 1.0), "a worker was lost to another prompt"
+        assert other.at(5, 1.0)
+        assert other.record.num_killed("c", 1.0) == 1
+        assert other.record.time_left_s("d", 1.0) == CONVICTED_S - 1.0
+        assert other.record.take_news() == [], "it is told once"
+        changes = other.record.num_changes
+        other.record.hear(facts, 2.0)
+        assert other.record.num_changes == changes
+
+    def test_what_was_lost_to_a_prompt_elsewhere_is_no_chance(self) -> None:
+        """Found: each replica took for chance what a prompt had cost at the others, and let it cost more."""
+        one, other = Blamed(4), Blamed(4)
+        for life in "12":
+            one.lose(life, "a", 0.0)
+            other.lose(life, "b", 0.0)
+        assert not other.at(3)
+        other.record.hear(self.told(one.record, 0.0), 1.0)
+        assert other.at(3)
+
+    def test_whoever_completes_a_prompt_clears_it_everywhere_of_what_was_before(self) -> None:
+        one, other = PoisonRecord(), PoisonRecord()
+        for record in (one, other):
+            record.suspect("a", {WorkerLife("t1", "1")}, 0.0)
+            record.convict("b", 0.0)
+        earlier = self.told(other, 0.0)
+        for prompt in "ab":
+            assert one.acquit(prompt, 5.0)
+        other.hear(earlier | self.told(one, 5.0), 5.0)
+        assert other.num_killed("a", 6.0) == 0
+        assert other.time_left_s("b", 6.0) == 0
+        other.hear(earlier, 6.0)
+        assert other.num_killed("a", 6.0) == 0, "that was before"
+        other.convict("b", 7.0)
+        other.hear(self.told(one, 5.0), 7.0)
+        assert other.time_left_s("b", 7.0) == CONVICTED_S, "and this is after"
+
+    def test_a_loss_that_a_run_went_beyond_is_one_of_the_others(self) -> None:
+        one, other = Blamed(4), Blamed(4)
+        one.lose("1", "a", 0.0)
+        facts = self.told(one.record, 0.0)
+        other.record.hear(facts, 0.0)
+        assert other.at(3)
+        one.record.excuse("a", {WorkerLife("t0", "1"), WorkerLife("t0", "2")})
+        other.record.hear(self.told(one.record, 0.0), 0.0)
+        for blamed in (one, other):
+            assert not blamed.at(4)
+            assert blamed.at(5)
+            blamed.record.hear(facts, 0.0)
+            assert not blamed.at(4), "whatever is told of it again"
+        one.record.excuse("a", {WorkerLife("t0", "1")})
+        assert one.record.take_news() == [], "it is told once"
+
+    def test_a_target_that_is_registered_for_long_after_its_loss_is_there(self) -> None:
+        blamed = Blamed(4)
+        there = [record_of("target", "h:1", "f", worker_id="t0", incarnation="1", model_name="m")]
+        blamed.record.look(there, 0.0)
+        blamed.lose("1", "b", 0.0)
+        facts = self.told(blamed.record, 0.0)
+        blamed.record.look(there, BACK_S)
+        assert not blamed.at(3)
+        blamed.record.look(there, BACK_S + 1.0)
+        assert blamed.at(3)
+        blamed.record.hear(facts, BACK_S + 2.0)
+        assert blamed.at(3), "as others still say"
+
+    @pytest.mark.parametrize(
+        "fact", [(), ("",), ("lost",), ("lost", "a", "b"), ("had", "a", "b", "c"), ("cleared", "a", "b"), ("x", "y")]
+    )  # fmt: skip
+    def test_what_makes_no_sense_says_nothing(self, fact: Fact) -> None:
+        record = PoisonRecord()
+        record.hear({fact: 0.0}, 0.0)
+        assert not record
+
+    def test_no_more_is_kept_to_be_told_than_a_bound(self) -> None:
+        record = PoisonRecord()
+        for number in range(NEWS_MAX + 3):
+            record.convict(str(number), 0.0)
+        news = record.take_news()
+        assert (len(news), news[0]) == (NEWS_MAX, ("convicted", "3"))
+        assert record.take_news() == []
 
 
 class Blamed:
@@ -103,7 +207,7 @@ class Blamed:
             num_sequences=self.num_sequences,
             targets=self.targets,
             model="m",
-            now_s=now_s,
+            since_s=now_s - NOTED_S,
         )
 
 
@@ -120,7 +224,7 @@ class TestChance:
         for number in range(12):
             ended_at.append(next(losses for losses in range(20) if blamed.at(losses)))
             blamed.lose(f"other {number}", "b", 0.0)
-        assert ended_at[:4] == [3, 5, 6, 6]
+        assert ended_at[:4] == [3, 5, 7, 8]
         assert ended_at == sorted(ended_at)
         assert ended_at[-1] == LOSSES_MAX, "whatever happens"
 
@@ -139,8 +243,28 @@ class TestChance:
         blamed = Blamed(4)
         blamed.lose("1", "a", 0.0)
         assert blamed.at(3)
-        blamed.record.acquit("a")
+        blamed.record.acquit("a", NOW)
         assert not blamed.at(3)
+
+    def test_targets_that_go_without_a_word_count_whoever_was_there(self) -> None:
+        def there(*names: str, state: WorkerState = "ready") -> list[WorkerRecord]:
+            return [
+                record_of("target", "h:1", "f", worker_id=name, incarnation="1", model_name="m", state=state)
+                for name in names
+            ]
+
+        blamed = Blamed(4)
+        blamed.record.look(there("t0", "t1", "t2"), 0.0)
+        blamed.record.look(there("t0", "t1", "t2"), 5.0)
+        assert blamed.at(3, 5.0)
+        blamed.record.look(there("t1", "t2"), 10.0)
+        assert not blamed.at(4, 10.0)
+        assert blamed.at(5, 10.0)
+        blamed.record.look(there("t1", "t2", state="draining"), 15.0)
+        blamed.record.look([], 20.0)
+        assert blamed.at(5, 20.0), "two of them left"
+        blamed.record.regain(there("t0")[0])
+        assert blamed.at(3, 20.0)
 
     def test_in_a_large_fleet_three_losses_are_no_chance(self) -> None:
         blamed = Blamed(100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from outrider.worker_record import Snapshot
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget
-from tests.simulation.registry import write_journal
+from tests.simulation.registry import exchange_losses, write_journal
 
 Event = tuple[str, str]  # id, data
 
@@ -31,12 +31,16 @@ class Memory:
 
     def __init__(self) -> None:
         self.stored: dict[str, dict[str, str]] = {}
+        self.losses: dict[str, float] = {}
 
     async def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
         return write_journal(self.stored, request_id, update, time.monotonic())
 
     async def read_journal(self, request_id: str) -> Mapping[str, str]:
         return self.stored.get(request_id, {})
+
+    async def exchange_losses(self, once: Sequence[str], anew: Sequence[str]) -> Mapping[str, float]:
+        return exchange_losses(self.losses, once, anew, time.monotonic())
 
 
 def events_of(text: str) -> list[Event]:

@@ -49,6 +49,7 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
     record = record_of(pool, "127.0.0.1:1", "fingerprint")
     try:
         await coordinator.write_journal("r", UPDATE)
+        assert (await coordinator.exchange_losses(["a"], [])).keys() == {"a"}
         assert await worker.write(record, await worker.join(pool))
         assert [each.worker_id for each in (await coordinator.read(pool)).workers] == [record.worker_id]
         for refused in (
@@ -56,6 +57,7 @@ async def test_a_worker_keeps_its_lease_and_sees_nothing_else(folder: Path, pool
             worker.join(other),
             worker.read_journal("r"),
             worker.write_journal("r", UPDATE),
+            worker.exchange_losses([], []),
         ):
             with pytest.raises(RegistryUnavailable, match="no permissions"):
                 await refused

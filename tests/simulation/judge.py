@@ -91,6 +91,7 @@ class Judge:
         self._poisons = {each.prompt: each for each in self._scenario.requests if each.poisons_after}
         self._num_faults = 0
         self._num_kills: Counter[tuple[Coordinator, int]] = Counter()  # that it knows of, by request
+        self._num_kills_in_all = 0
         self._num_given: dict[str, int] = {}  # tokens that each session came with
         # Calls of sessions that may be the end of their targets, and who made them.
         self._poisonous: dict[str, tuple[Coordinator, Call]] = {}
@@ -269,6 +270,7 @@ class Judge:
         self._disturb(target.name[:2], _RESTART_S)
         if target.is_draining:
             return  # it was leaving anyway: nobody can tell
+        self._num_kills_in_all += 1
         self._world.tell(f"request {request.number} is the end of {target.name}")
         known = self._poisonous.get(session_id)
         if known is not None:
@@ -286,9 +288,8 @@ class Judge:
         # One that was stopped, or could not be reached, may hear of the next try before the end of the last one.
         until_s = self._disturbed_until_s.get(coordinator.name, 0.0) - _DISTURBED_S
         num_tries = self.clients[request.number].num_tries if until_s > coordinator.started_s else 1
-        num_others = (
-            self._num_faults + sum(self._num_kills.values()) - num_kills
-        )  # that may have been lost, at most
+        # That may have been lost, at most. What a request was the end of after its client left is nobody's.
+        num_others = self._num_faults + self._num_kills_in_all - num_kills
         num_max = min(_LOST_WORKERS_MAX + LOSSES_PER_OTHER * num_others, LOSSES_MAX)
         if num_kills > num_max * num_tries:
             self.wrong(f"request {request.number} has brought down {num_kills} targets of {coordinator.name}")

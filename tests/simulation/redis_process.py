@@ -10,7 +10,7 @@ from outrider.registry import JournalUpdate, JournalWrite, JournalWriter, PoolVi
 from outrider.worker_record import Pool, WorkerRecord
 from tests.simulation.network import Network, Process
 from tests.simulation.process import Host
-from tests.simulation.registry import PoolModel, write_journal, writer_of
+from tests.simulation.registry import PoolModel, exchange_losses, write_journal, writer_of
 
 REDIS: Final = "redis"
 _REGISTRY_TIMEOUT_S: Final = 2.0
@@ -32,6 +32,7 @@ class Redis(Process):
         self._on_wrong, self._on_journal = on_wrong, on_journal
         self.pools: dict[Pool, PoolModel] = {"target": PoolModel(), "draft": PoolModel()}
         self.journal: dict[str, tuple[dict[str, str], float]] = {}  # fields, when they are gone
+        self.losses: dict[str, float] = {}  # facts, when they were told
         # Of each stream's journal: writers that others followed.
         self._replaced: dict[str, set[JournalWriter]] = {}
         self._waiting: list[tuple[Pool, str, float, Callable[[Any], None]]] = []
@@ -40,6 +41,7 @@ class Redis(Process):
         """FLUSHALL."""
         self.pools = {"target": PoolModel(), "draft": PoolModel()}
         self.journal.clear()
+        self.losses.clear()
 
     def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
         """As the script does."""
@@ -149,6 +151,12 @@ class RegistryClient:
             reply(redis.read_journal(request_id))
 
         return cast("dict[str, str]", await self._question(read, _REGISTRY_TIMEOUT_S))
+
+    async def exchange_losses(self, once: Sequence[str], anew: Sequence[str]) -> Mapping[str, float]:
+        def exchange(redis: Redis, reply: Callable[[Any], None]) -> None:
+            reply(exchange_losses(redis.losses, once, anew, redis.now_s()))
+
+        return cast("dict[str, float]", await self._question(exchange, _REGISTRY_TIMEOUT_S))
 
     async def _ask(self, pool: Pool, work: Callable[[PoolModel, float], Any]) -> Any:
         return await self._question(lambda redis, reply: redis.ask(pool, work, reply), _REGISTRY_TIMEOUT_S)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.registry import LEASE_S, RESERVATION_S, JournalUpdate, JournalWrite, JournalWriter, PoolView
+from outrider.registry import (
+    LEASE_S,
+    LOSSES_MAX,
+    LOSSES_S,
+    RESERVATION_S,
+    JournalUpdate,
+    JournalWrite,
+    JournalWriter,
+    PoolView,
+)
 from outrider.worker_record import WorkerRecord
 
 
@@ -34,6 +43,19 @@ def write_journal(
         return JournalWrite.SUPERSEDED
     stored[request_id] |= update.fields
     return JournalWrite.WRITTEN
+
+
+def exchange_losses(
+    stored: dict[str, float], once: Sequence[str], anew: Sequence[str], now_s: float
+) -> dict[str, float]:
+    """As `Registry.exchange_losses`; `stored` has the moment of each fact."""
+    for fact in [fact for fact, at_s in stored.items() if abs(now_s - at_s) > LOSSES_S]:
+        del stored[fact]
+    for facts, num_max in ((once, LOSSES_MAX), (anew, 2 * LOSSES_MAX)):
+        for fact in facts:
+            if (facts is anew) if fact in stored else len(stored) < num_max:
+                stored[fact] = now_s
+    return {fact: max(now_s - at_s, 0.0) for fact, at_s in stored.items()}
 
 
 def writer_of(stored: Mapping[str, str] | None) -> JournalWriter | None:

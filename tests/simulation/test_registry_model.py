@@ -11,9 +11,17 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.registry import LEASE_S, RESERVATION_S, JournalUpdate, JournalWriter, Registry
+from outrider.registry import (
+    LEASE_S,
+    LOSSES_MAX,
+    LOSSES_S,
+    RESERVATION_S,
+    JournalUpdate,
+    JournalWriter,
+    Registry,
+)
 from outrider.worker_record import WorkerRecord
-from tests.simulation.registry import PoolModel, write_journal
+from tests.simulation.registry import PoolModel, exchange_losses, write_journal
 
 RECORD = WorkerRecord("t0", "target", "h:1", "a", 1, "demo", "0" * 16, 8, 8, 2, "float32", 1)
 INCARNATIONS = ("a", "b", "c")
@@ -158,3 +166,47 @@ def test_the_model_keeps_a_journal_as_redis_does(redis_url: str, steps: list[Jou
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         client.flushall()
         asyncio.run(compare())
+
+
+facts = st.lists(st.sampled_from([f'["lost", "t{number}"]' for number in range(5)]), max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(facts, facts), max_size=8))
+def test_facts_about_losses_are_those_of_the_script(
+    redis_url: str, steps: list[tuple[list[str], list[str]]]
+) -> None:
+    async def compare() -> None:
+        registry, stored = Registry(redis_url), dict[str, float]()
+        for number, (once, anew) in enumerate(steps):
+            there = await registry.exchange_losses(once, anew)
+            expected = exchange_losses(stored, once, anew, float(number))
+            assert there.keys() == expected.keys()
+            assert all(0 <= age_s < 30 for age_s in there.values())
+        await registry.close()
+
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        client.flushall()
+        asyncio.run(compare())
+
+
+async def test_facts_keep_the_first_or_the_latest_moment_and_are_forgotten(redis_url: str) -> None:
+    registry = Registry(redis_url)
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        client.flushall()
+        await registry.exchange_losses(["first"], ["anew"])
+        before = int(client.hget("or:losses", "first")) - 60_000
+        client.hset("or:losses", mapping={"first": before, "anew": before, "damaged": "x", "old": 1})
+        there = await registry.exchange_losses(["first"], ["anew"])
+        assert there.keys() == {"first", "anew"}
+        assert there["first"] >= 60 > there["anew"]
+        assert 0 < client.pttl("or:losses") <= LOSSES_S * 1000
+        await registry.exchange_losses([str(number) for number in range(LOSSES_MAX)], ["latest"])
+        assert len(there := await registry.exchange_losses(["one more"], [])) == LOSSES_MAX + 1
+        assert "latest" in there
+        assert "one more" not in there
+        await registry.exchange_losses([], [str(-number) for number in range(1, LOSSES_MAX)])
+        there = await registry.exchange_losses([], ["latest", "one more"])
+        assert len(there) == 2 * LOSSES_MAX
+        assert "one more" not in there
+    await registry.close()

@@ -58,7 +58,8 @@ class _Corrupted(Fault):
 
 
 class JournalCorrupted(_Corrupted):
-    """Fields of the journals of running streams are damaged, then the replica of some of these streams is killed.
+    """Fields of the journals of running streams are damaged, and of what is told of lost targets; then the replica of
+    some of these streams is killed.
 
     Clients come back, and get their own text or an explicit refusal.
     """
@@ -74,7 +75,7 @@ class JournalCorrupted(_Corrupted):
                 with suppress(redis.RedisError):  # another fault has it
                     keys = sorted([key async for key in client.scan_iter("or:journal:*", count=1000)])
                     some = self.rng.sample(keys, min(len(keys), 20))
-                    num_damaged += await self.damage(client, some)
+                    num_damaged += await self.damage(client, [*some, b"or:losses"])
                 await asyncio.sleep(EVERY_S)
             self.rng.choice(self.fleet.replicas()).kill()
         self.describe(f"{num_damaged} fields", seconds)

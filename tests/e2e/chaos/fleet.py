@@ -71,7 +71,7 @@ class FleetOptions:
     kv_cache_gib: float = 0.005  # of each target: 1,310 tokens in bfloat16, of which one text may need 1,024
     target_silence_max_s: float = 4.0
     client_stall_max_s: float = 5.0
-    queue_wait_max_s: float = 100.0  # on a slow machine a slot may take a minute without any fault
+    queue_wait_max_s: float = 160.0  # on a slow machine a slot may take two minutes while faults add requests
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
     num_ranks: int = 1  # processes of each target worker

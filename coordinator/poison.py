@@ -49,7 +49,8 @@ NOTED_S: Final = 300.0
 """Workers lost as long before a run came, or since, tell it that the fleet loses some: longer than most runs take, so
 that there is something to compare with at their third loss."""
 BACK_S: Final = 15.0
-"""A target that is registered for so long after its loss is there: leases run out sooner."""
+"""A target that is registered as ready for so long after its loss was not lost: leases run out sooner, and models that
+stand still are noticed."""
 NEWS_MAX: Final = 512
 """Facts that wait to be told, the latest ones."""
 NOTED_S_MAX: Final = 3600.0
@@ -128,7 +129,7 @@ class PoisonRecord:
                     self._clear(prompt, at_s)
                 case ("lost", worker_id, incarnation, model):
                     life = WorkerLife(worker_id, incarnation)
-                    if not (life in self._present and self._is_back(at_s, now_s)):
+                    if not self._is_back(life, at_s, now_s):
                         self._note(life, model, at_s)
                 case ("excused", prompt, worker_id, incarnation):
                     self._excuse(WorkerLife(worker_id, incarnation), prompt)
@@ -179,7 +180,7 @@ class PoisonRecord:
                 self.note_loss(target, None, now_s)
         self._present = present
         for life, target in present.items():
-            if life in self._losses and self._is_back(self._losses[life].lost_s, now_s):
+            if life in self._losses and self._is_back(life, self._losses[life].lost_s, now_s):
                 self.regain(target)
 
     def blames(
@@ -191,7 +192,7 @@ class PoisonRecord:
         has_passed_trial: bool,
         num_losses_max: int,
         num_sequences: int,
-        targets: Set[str],
+        targets: Mapping[str, bool],
         model: str,
         since_s: float,
     ) -> bool:
@@ -204,7 +205,8 @@ class PoisonRecord:
         one. A run that had passed its trial at the last one is always tested: what happened before did not happen
         again, and others came to that target meanwhile. At LOSSES_MAX any is ended.
 
-        `killed`: those that it lost here and that did not say what had failed. `targets`: ids of those there are.
+        `killed`: those that it lost here and that did not say what had failed. `targets`: by the ids of those
+        there are, whether the run can go there: elsewhere it could not have been.
         """
         if num_losses >= LOSSES_MAX:
             return True
@@ -218,8 +220,11 @@ class PoisonRecord:
         )
         if not has_passed_trial and num_losses >= num_losses_max + LOSSES_PER_OTHER * num_elsewhere:
             return True
-        num_targets = len(targets | {worker_id for worker_id, _ in recent}) or 1
-        share = min(num_sequences / num_targets, 1.0)
+        num_targets = len(
+            {worker_id for worker_id, takes in targets.items() if takes}
+            | {worker_id for worker_id, _ in recent if worker_id not in targets}
+        )
+        share = min(num_sequences / max(num_targets, 1), 1.0)
         chance = probability_of_at_least(num_losses, num_losses + num_elsewhere, share)
         return chance < CHANCE_MAX
 
@@ -307,8 +312,9 @@ class PoisonRecord:
             del self._convicted_s[prompt]
         self.num_changes += 1
 
-    def _is_back(self, lost_s: float, now_s: float) -> bool:
-        return now_s - lost_s > BACK_S
+    def _is_back(self, life: WorkerLife, lost_s: float, now_s: float) -> bool:
+        there = self._present.get(life)
+        return there is not None and there.state == "ready" and now_s - lost_s > BACK_S
 
     def _is_cleared(self, prompt: str, at_s: float) -> bool:
         return at_s <= self._cleared_s.get(prompt, -math.inf)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,7 +193,7 @@ class RequestSession:
         finally:  # one that was cancelled has learned something too
             if self._broke_at is not None and not self._is_finished:
                 # Whoever leaves, or is late, just then must not hide what the request did.
-                self._lose(self._broke_at, is_gone=True, is_doubtful=True)
+                self._lose(self._broke_at, is_gone=True)
             self._environment.metrics.move_fallback(self._spec.model, self._shown_state, None)
             if self._uses_priors:
                 evidence, now_s = self._controller.evidence, self._environment.now_s()
@@ -309,35 +309,35 @@ class RequestSession:
 
     async def _count_loss(self, error: OutriderError, target: WorkerRecord) -> None:
         """Raises Poisonous when this run has cost more workers than one may, whatever it generated in between."""
-        is_doubtful = isinstance(error, WorkerLost) and not isinstance(error, WorkerSilent)
         await self._regain()
         await self._environment.losses.refresh(KNOWN_LOSSES_S)
-        if self._lose(target, is_gone=isinstance(error, WorkerLost), is_doubtful=is_doubtful):
+        if self._lose(target, is_gone=isinstance(error, WorkerLost)):
             raise Poisonous(
                 f"{self._spec.run.num_losses} target workers were lost while they had this request, or an earlier one "
                 f"with its prompt, the last one with: {error.message}"
             )
 
     async def _regain(self) -> None:
-        """Takes targets for lost no longer that are there: what broke was the connection, to many at once perhaps."""
+        """Takes targets for lost no longer that serve again: connections to them had broken, or they had been paused,
+        many at once perhaps."""
         environment, run = self._environment, self._spec.run
         targets = run.doubtful
-        lives = await asyncio.gather(
+        serve = await asyncio.gather(
             *(
-                environment.channels.has_incarnation(target.address, target.incarnation, _PROBE_S)
+                environment.channels.is_serving(target.address, target.incarnation, _PROBE_S)
                 for target in targets
             )
         )
-        for target, is_there in zip(targets, lives, strict=True):
+        for target, is_there in zip(targets, serve, strict=True):
             if is_there and target in run.doubtful:  # no other sequence of the run was faster
                 run.regain(target)
                 environment.poison.regain(target)
 
-    def _lose(self, target: WorkerRecord, *, is_gone: bool, is_doubtful: bool) -> bool:
-        """Whether the run is to be ended for it. `is_gone`, `is_doubtful`: as `RunIdentity.lose`."""
+    def _lose(self, target: WorkerRecord, *, is_gone: bool) -> bool:
+        """Whether the run is to be ended for it. `is_gone`: as `RunIdentity.lose`."""
         environment, spec = self._environment, self._spec
         now_s, digest = environment.now_s(), self._prompt_digest
-        spec.run.lose(self._index, target, is_gone=is_gone, is_doubtful=is_doubtful)
+        spec.run.lose(self._index, target, is_gone=is_gone)
         self._num_tokens_at_loss = self._num_tokens_here
         if is_gone:
             environment.poison.note_loss(target, digest, now_s)
@@ -369,7 +369,7 @@ class RequestSession:
             has_passed_trial=has_passed_trial,
             num_losses_max=environment.settings.target_attempts_max,
             num_sequences=spec.num_candidates,
-            targets=self._target_ids(),
+            targets=self._targets(),
             model=spec.model,
             since_s=self._first_asked_s - NOTED_S,
         )
@@ -384,10 +384,14 @@ class RequestSession:
     def _prompt_digest(self) -> str:
         return prompt_digest(self._spec.prompt_token_ids, self._spec.sampling.grammar)
 
-    def _target_ids(self) -> Set[str]:
-        """Of the model, whatever they can take now."""
-        targets = self._environment.snapshot().targets
-        return {target.worker_id for target in targets if target.model_name == self._spec.model}
+    def _targets(self) -> Mapping[str, bool]:
+        """Those of the model by their ids, whatever room they have, and whether they have the run's weights."""
+        targets, run = self._environment.snapshot().targets, self._spec.run
+        return {
+            target.worker_id: run.accepts(target)
+            for target in targets
+            if target.model_name == self._spec.model
+        }
 
     def _no_way_on(self, refusal: OutriderError | None) -> OutriderError:
         """Why a sequence is given up that no target takes."""

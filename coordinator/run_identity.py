@@ -77,7 +77,7 @@ class RunIdentity:
         self._killed: set[WorkerLife] = set()
         self._doubtful: dict[
             WorkerLife, WorkerRecord
-        ] = {}  # of those lost: only their connection broke, perhaps
+        ] = {}  # of those killed: may have been cut off or paused
         self.is_blamed = False  # it is ended for its losses
         self.on_loss: Callable[[], None] = lambda: None
         """Called with each change of the losses and with the blame: who keeps them has to know before the request has
@@ -123,16 +123,13 @@ class RunIdentity:
         """Of the workers that were lost, those that may be there after all."""
         return list(self._doubtful.values())
 
-    def lose(
-        self, sequence: int, target: WorkerRecord, *, is_gone: bool = True, is_doubtful: bool = False
-    ) -> None:
-        """A sequence of the run was at this target worker when that was lost. `is_gone`: it did not say what had
-        failed; `is_doubtful`: a connection to it broke, and nobody answered there at once."""
+    def lose(self, sequence: int, target: WorkerRecord, *, is_gone: bool = True) -> None:
+        """A sequence of the run was at this target worker when that was lost. `is_gone`: it went away or fell silent,
+        and did not say what had failed."""
         life = WorkerLife.of(target)
         self._lost_by.setdefault(sequence, []).append(life)
         if is_gone:
             self._killed.add(life)
-        if is_doubtful:
             self._doubtful[life] = target
         self.on_loss()
 

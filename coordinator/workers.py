@@ -35,6 +35,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),
 )
 
+_STALLED_MAX_S: Final = 1.0  # without a sign of life from its model, which gives one between two steps
 _NEVER_SENT: Final = "failed to connect to all addresses", "errors resolving "
 
 GenerateCall = grpc.aio.UnaryStreamCall[target_pb2.GenerateRequest, target_pb2.GenerateEvent]
@@ -105,13 +106,26 @@ class WorkerChannels:
 
     async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool | None:
         """Whether the same life of a target worker still answers there; None: nobody has within the time."""
+        try:
+            info = await self._info(address, timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else False
+        return info.incarnation == incarnation
+
+    async def is_serving(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        """Whether the same life of a target worker answers there in time, and its model does not stand still."""
+        try:
+            info = await self._info(address, timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return serves(info, incarnation)
+
+    async def _info(self, address: str, timeout_s: float) -> common_pb2.WorkerInfo:
         with self._line(address, Role.TARGET).busy() as channel:
             stub = target_pb2_grpc.TargetStub(channel)
-            try:
-                info = await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else False
-        return info.incarnation == incarnation
+            return cast(
+                common_pb2.WorkerInfo, await stub.GetInfo(common_pb2.GetInfoRequest(), timeout=timeout_s)
+            )
 
     def attach(
         self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
@@ -160,6 +174,11 @@ class WorkerChannels:
                 self._dialer.open(address, role, _CHANNEL_OPTIONS, name)
             )
         return line
+
+
+def serves(info: common_pb2.WorkerInfo, incarnation: str) -> bool:
+    """Whether that worker life said so, of itself, and that its model is not standing still."""
+    return info.incarnation == incarnation and info.stalled_ms < _STALLED_MAX_S * 1e3
 
 
 def remaining_s(deadline_s: float, now_s: float) -> float:

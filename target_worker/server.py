@@ -190,7 +190,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
     # outrider.v1.Target
 
     async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Context) -> common_pb2.WorkerInfo:
-        return self._info
+        info = common_pb2.WorkerInfo()
+        info.CopyFrom(self._info)
+        info.stalled_ms = round(self._stalled_s() * 1e3)
+        return info
 
     async def Generate(
         self, request: target_pb2.GenerateRequest, context: Context

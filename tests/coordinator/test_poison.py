@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -168,6 +169,13 @@ class TestHearsay:
         blamed.record.hear(facts, BACK_S + 2.0)
         assert blamed.at(3), "as others still say"
 
+    def test_unless_its_model_stands_still(self) -> None:
+        blamed = Blamed(4)
+        there = record_of("target", "h:1", "f", worker_id="t0", incarnation="1", model_name="m")
+        blamed.lose("1", "b", 0.0)
+        blamed.record.look([replace(there, state="stalled")], BACK_S + 1.0)
+        assert not blamed.at(3)
+
     @pytest.mark.parametrize(
         "fact", [(), ("",), ("lost",), ("lost", "a", "b"), ("had", "a", "b", "c"), ("cleared", "a", "b"), ("x", "y")]
     )  # fmt: skip
@@ -191,6 +199,7 @@ class Blamed:
     def __init__(self, num_targets: int, num_sequences: int = 1) -> None:
         self.record = PoisonRecord()
         self.targets = {f"t{number}" for number in range(num_targets)}
+        self.others = set[str]()  # with other weights
         self.num_sequences = num_sequences
 
     def lose(self, life: str, prompt: str, now_s: float, model: str = "m", worker_id: str = "t0") -> None:
@@ -205,7 +214,7 @@ class Blamed:
             has_passed_trial=has_passed_trial,
             num_losses_max=3,
             num_sequences=self.num_sequences,
-            targets=self.targets,
+            targets=dict.fromkeys(self.targets, True) | dict.fromkeys(self.others, False),
             model="m",
             since_s=now_s - NOTED_S,
         )
@@ -227,6 +236,13 @@ class TestChance:
         assert ended_at[:4] == [3, 5, 7, 8]
         assert ended_at == sorted(ended_at)
         assert ended_at[-1] == LOSSES_MAX, "whatever happens"
+
+    def test_it_could_have_been_at_targets_of_its_weights_alone(self) -> None:
+        blamed = Blamed(4)
+        blamed.lose("1", "b", 0.0)
+        assert blamed.at(7, has_passed_trial=True)
+        blamed.targets, blamed.others = {"t0", "t1"}, {"t2", "t3"}
+        assert not blamed.at(7, has_passed_trial=True)
 
     @pytest.mark.parametrize(
         ("num_targets", "num_losses"), [(1, LOSSES_MAX), (2, LOSSES_MAX), (4, 5), (11, 3)]

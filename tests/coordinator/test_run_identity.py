@@ -733,17 +733,44 @@ class TestPoison:
         targets: list[FakeTarget] = [Torn(clusters.script), Torn(clusters.script)]
         asked = Counter[str]()
 
-        async def has_incarnation(address: str, *_: object) -> bool:
+        async def answers(address: str, *_: object) -> bool:
             asked[address] += 1
             return comes_back and asked[address] > 1
 
         async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
             environment = cluster.service.environment
-            monkeypatch.setattr(environment.channels, "has_incarnation", has_incarnation)
+            monkeypatch.setattr(environment.channels, "has_incarnation", answers)
+            monkeypatch.setattr(environment.channels, "is_serving", answers)
             answer = await cluster.complete(max_tokens=8)
             assert answer.status_code == (200 if comes_back else 503), answer.text
             was_tried = any(request.trial_tokens for target in targets for request in target.requests)
             assert was_tried is not comes_back
+
+    @pytest.mark.parametrize("stalled_ms", [0, 60_000])
+    async def test_nor_is_one_that_was_paused_and_serves_again(
+        self, clusters: ClusterFactory, stalled_ms: int
+    ) -> None:
+        """Found: on a machine with too much to do targets were silent for seconds, and runs were ended for that."""
+
+        class Pausing(FakeTarget):
+            """Says nothing after each token; where its model stands still it says so."""
+
+            async def Generate(self, request: Any, context: Any) -> Any:
+                async for event in super().Generate(request, context):
+                    yield event
+                    if event.WhichOneof("event") == "step":
+                        await asyncio.sleep(60)
+
+            async def GetInfo(self, request: Any, context: Any) -> common_pb2.WorkerInfo:
+                info = await super().GetInfo(request, context)
+                info.stalled_ms = stalled_ms
+                return info
+
+        targets: list[FakeTarget] = [Pausing(clusters.script), Pausing(clusters.script)]
+        settings = {"quarantine_s": 0.01, "target_silence_max_s": 0.3}
+        async with clusters.open(targets, settings=settings) as cluster:
+            answer = await cluster.complete(max_tokens=6)
+            assert answer.status_code == (503 if stalled_ms else 200), answer.text
 
     async def test_sequences_side_by_side_lose_their_worker_once(self, clusters: ClusterFactory) -> None:
         dying, others = FakeTarget([11], dies_at=2), [FakeTarget([11]), FakeTarget([11])]

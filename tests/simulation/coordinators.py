@@ -24,7 +24,7 @@ from coordinator.poison import ON_TRIAL
 from coordinator.routing import WorkerKey, key_of
 from coordinator.service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers import WorkerChannels
+from coordinator.workers import WorkerChannels, serves
 from outrider.api_keys import Caller
 from outrider.errors import OutriderError
 from outrider.tokenizer import Tokenizer
@@ -94,12 +94,21 @@ class _Channels:
         )
 
     async def has_incarnation(self, address: str, incarnation: str, timeout_s: float) -> bool | None:
-        call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
         try:
-            info = await self._network.unary(*call, timeout_s)
+            info = await self._info(address, timeout_s)
         except grpc.aio.AioRpcError as error:
             return None if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else False
         return bool(info.incarnation == incarnation)
+
+    async def is_serving(self, address: str, incarnation: str, timeout_s: float) -> bool:
+        try:
+            return serves(await self._info(address, timeout_s), incarnation)
+        except grpc.aio.AioRpcError:
+            return False
+
+    async def _info(self, address: str, timeout_s: float) -> common_pb2.WorkerInfo:
+        call = (self._process, address, "Target/GetInfo", common_pb2.GetInfoRequest(), common_pb2.WorkerInfo)
+        return cast(common_pb2.WorkerInfo, await self._network.unary(*call, timeout_s))
 
     async def forget_all_but(self, addresses: object, now_s: float, after_s: float) -> None: ...
 

@@ -102,7 +102,7 @@ def wait_for_the_client(self: PaceWatch) -> None: ...
 
 
 def forget_what_was_lost(
-    self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool, is_doubtful: bool
+    self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool = True
 ) -> None: ...
 
 

@@ -69,7 +69,7 @@ class FleetOptions:
     num_clients: int = 26
     num_slots: int = 6  # of each target: together fewer than clients, and more than its KV cache holds
     kv_cache_gib: float = 0.005  # of each target: 1,310 tokens in bfloat16, of which one text may need 1,024
-    target_silence_max_s: float = 4.0
+    target_silence_max_s: float = 8.0
     client_stall_max_s: float = 5.0
     queue_wait_max_s: float = 160.0  # on a slow machine a slot may take two minutes while faults add requests
     drain_grace_s: float = 3.0

@@ -221,7 +221,7 @@ class OneIdTwice(Fault):
 
     async def run(self, worker: Worker | None) -> None:
         counts: Counter[str] = Counter()
-        for _ in range(self.rng.randint(2, 4)):
+        for _ in range(self.rng.randint(1, 2)):
             twins = self._draw()
             request_id = f"twin-{uuid.UUID(int=self.rng.getrandbits(128)).hex}"
             await asyncio.gather(*(self._ask(twin, request_id) for twin in twins))

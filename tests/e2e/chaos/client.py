@@ -23,8 +23,8 @@ from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.verdict import Answer, Choice, Incident
 
 PATIENCE_S = 300.0
-"""For the next token, or the end. Who waits for longer counts as hung: longer than one may wait for a slot, and what was
-lost with the journal may take to be generated again, of which nothing is shown."""
+"""For the next token, or the end. Who waits for longer counts as hung. It covers the longest wait for a slot, and the
+time it takes to generate again, without showing it, what was lost with the journal."""
 ANSWER_S_MAX = 900.0
 """For the whole answer, likewise. A long one takes minutes on a busy machine."""
 RECONNECT_S = 0.3

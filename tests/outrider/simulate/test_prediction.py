@@ -166,9 +166,8 @@ def differences(found: Mapping[Load, Rates], expected: Mapping[Load, Rates]) -> 
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("system")
 async def test_the_grown_demo_pair_serves_as_predicted(tmp_path: Path) -> None:
     """Costs, agreement and load of one test run.

@@ -20,6 +20,7 @@ import httpx
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.certificates import TENANTS
+from tests.e2e.chaos.ledger import POISONOUS
 from tests.e2e.chaos.verdict import Answer, Choice, Incident
 
 PATIENCE_S = 300.0
@@ -32,8 +33,9 @@ RETRY_AFTER_S_MAX = 2.0
 _REFUSALS = frozenset(
     {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED}
 )
-_PASSING = frozenset({"overloaded", "unavailable", "slow_reader"})
+_PASSING = frozenset({"overloaded", "unavailable", "slow_reader", "poisonous_request"})
 """Codes of errors that another attempt may not meet."""
+POISONOUS_AGAIN_S = 10.0
 _NOBODY_THERE = frozenset(
     {httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT}
 )
@@ -150,10 +152,13 @@ class Client:
                     call.answer.error = _in_words(error)
                     return
                 call.answer.incidents.append(Incident(time.monotonic(), is_refusal, _in_words(error)))
-                if _NO_SUCH_WEIGHTS in _in_words(error):
-                    call.answer.begin_anew()  # those that could go on with it may never come back
+                words = _in_words(error)
+                if _NO_SUCH_WEIGHTS in words or POISONOUS in words:
+                    call.answer.begin_anew()  # those that could go on with it may never come back, or nobody may
                 after_s = error.retry_after_s if isinstance(error, _Refused) else RECONNECT_S
-                await asyncio.sleep(min(after_s, RETRY_AFTER_S_MAX))
+                await asyncio.sleep(
+                    POISONOUS_AGAIN_S if POISONOUS in words else min(after_s, RETRY_AFTER_S_MAX)
+                )
 
     async def _ask_http(self, call: _Call) -> None:
         answer = call.answer

@@ -161,7 +161,8 @@ class AuthorityChanges(_CertificateFault):
         """Until everybody goes by the files as they are now."""
         self.fleet.certificates.refresh_contexts()
         await self.fleet.redis.show_certificate()
-        await asyncio.to_thread(self.fleet.balancer.reload)
+        async with self.fleet.balancer_lock:
+            await asyncio.to_thread(self.fleet.balancer.reload)
         await asyncio.sleep(SEEN_S)
 
 

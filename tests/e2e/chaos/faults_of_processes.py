@@ -198,11 +198,12 @@ class BalancerKilled(Fault):
         seconds = self.rng.choice((0.0, 2.0))
         self.describe("", seconds)
         balancer = self.fleet.balancer
-        assert balancer.process is not None
-        os.killpg(balancer.process.pid, signal.SIGKILL)  # the master and its worker at once
-        await asyncio.to_thread(balancer.process.wait)
-        await asyncio.sleep(seconds)
-        await asyncio.to_thread(balancer.start)
+        async with self.fleet.balancer_lock:
+            assert balancer.process is not None
+            os.killpg(balancer.process.pid, signal.SIGKILL)  # the master and its worker at once
+            await asyncio.to_thread(balancer.process.wait)
+            await asyncio.sleep(seconds)
+            await asyncio.to_thread(balancer.start)
 
 
 class AllTargetsLost(Fault):

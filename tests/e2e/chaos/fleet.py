@@ -127,6 +127,7 @@ class Fleet:
         self.keys = make_keys(self._keys_file)
         self.redis = RedisBehindTls(self.scratch, self.certificates)
         self.balancer: SecuredHAProxy
+        self.balancer_lock = asyncio.Lock()  # of whoever starts it again, or has it read new files
         self.client: Client
         self.backends: list[Backend] = []
         self._operator: httpx.AsyncClient  # with a key, for public ports

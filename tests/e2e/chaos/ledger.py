@@ -8,11 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.poison import LOSSES_MAX
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict
 from tests.e2e.tables import add_up, markdown_table
 
 QUIET = "(no fault)"
+POISONOUS = "target workers were lost"
+"""In what a request is told that is ended for its losses, and whoever comes with its prompt in the next two minutes."""
+OF_ANOTHER = "to a request with this prompt"
+"""In what the latter are told."""
+LOSSES_TO_BLAME = 3
 LATE_S = 10.0
 """After a fault is over, what it has cost may still come to light: a connection that nobody used meanwhile."""
 
@@ -106,7 +112,7 @@ class Ledger:
                 if not answer.has_left and answer.error is None:
                     row.gaps_s.append(longest_gap_s(answer, injection.began_s, injection.recovered_s))
         for incident in answer.incidents:
-            self._take_incident(name, incident)
+            self._take_incident(name, incident, answer.asked_s)
         if verdict.kind is not Kind.RIGHT:
             met = [injection for injection in self._recent if injection.overlaps(answer)]
             # With several at once the one that began last is the likeliest.
@@ -119,9 +125,16 @@ class Ledger:
             self.failures.append(f"{name}: {verdict.kind.value}: {verdict.detail}; during {during}")
         self._recent = [each for each in self._recent if each.recovered_s + LATE_S >= oldest_open_s]
 
-    def _take_incident(self, name: str, incident: Incident) -> None:
+    def _take_incident(self, name: str, incident: Incident, asked_s: float) -> None:
         causes = [each for each in self._recent if each.explains(incident)]
-        if not causes and incident.is_refusal:
+        if POISONOUS in incident.words:
+            # An innocent one may be taken for the end of targets only where it has met as many that ended.
+            met = [each for each in self._recent if each.takes_room and each.hits(asked_s, incident.at_s)]
+            num_lost = sum(LOSSES_MAX if each.costs is Costs.CAPACITY else 1 for each in met)
+            # What another request with this prompt was ended for is judged where that is.
+            is_explained = num_lost >= LOSSES_TO_BLAME or OF_ANOTHER in incident.words
+            causes = (met or self._recent[-1:]) if is_explained else []
+        elif not causes and incident.is_refusal:
             # One at a time leaves room enough. Where there are two, two of three or four targets may be away, or both
             # replicas of a coordinator.
             takers = [each for each in self._recent if each.takes_room and each.lasted(incident.at_s)]

@@ -61,6 +61,7 @@ class Parts:
         self.workers = {TARGET: None}
         self.public_authority = self.certificates.authority
         self.balancer = SimpleNamespace(reload=lambda: None)
+        self.balancer_lock = asyncio.Lock()
 
 
 @asynccontextmanager

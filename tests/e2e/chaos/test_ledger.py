@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.chaos.costs import Costs
-from tests.e2e.chaos.ledger import LATE_S, QUIET, Injection, Ledger, in_words, longest_gap_s, percentile
+from tests.e2e.chaos.ledger import (
+    LATE_S,
+    OF_ANOTHER,
+    POISONOUS,
+    QUIET,
+    Injection,
+    Ledger,
+    in_words,
+    longest_gap_s,
+    percentile,
+)
 from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict
 
 RIGHT = Verdict(Kind.RIGHT)
@@ -146,3 +156,21 @@ def test_a_request_belongs_to_the_last_fault_that_it_hit() -> None:
     assert ledger.name_of_fault(9.0, 11.5) == "second"
     assert ledger.name_of_fault(12.5, 14.0) == "second"
     assert ledger.name_of_fault(14.0, 15.0) == QUIET
+
+
+@pytest.mark.parametrize(("num_faults", "is_failure"), [(2, True), (3, False)])
+def test_a_request_may_be_taken_for_the_end_of_targets_where_it_met_as_many_that_ended(
+    num_faults: int, is_failure: bool
+) -> None:
+    ledger = Ledger()
+    for number in range(num_faults):
+        ledger.begin(Injection(number, "target SIGKILL", 10.0, takes_room=True))
+    incident = Incident(12.0, True, f"503 poisonous_request: 3 {POISONOUS} while they had this request")
+    ended, refused = answer(11.0, 14.0), answer(11.0, 14.0)
+    ended.incidents.append(incident)
+    ledger.add("x", ended, RIGHT, 0.0)
+    assert bool(ledger.failures) == is_failure
+    told = Incident(13.0, True, f"503 poisonous_request: {POISONOUS} one after the other {OF_ANOTHER} (ab)")
+    refused.incidents.append(told)
+    ledger.add("y", refused, RIGHT, 0.0)
+    assert len(ledger.failures) == int(is_failure), "that is judged where the other one ended"

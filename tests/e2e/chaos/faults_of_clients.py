@@ -35,9 +35,7 @@ REST_S: Final = 60.0
 HEARD_S: Final = 1.0  # while a process that ends is still there
 HEARD_S_MAX: Final = 30.0  # until its end is known to whoever started it
 MAX_LOST: Final = 3  # workers, to one request; where other targets were lost a while ago, LOSSES_MAX
-UNSEEN_MAX: Final = (
-    2  # more where a death takes a coordinator's replica, or its word of it, along with other faults
-)
+OTHERS_MAX: Final = 2  # targets that die of other faults meanwhile, which cannot be told apart
 STEP_TOKENS_MAX: Final = 9
 ATTEMPTS_MAX: Final = 160  # of half a second, while a coordinator is started again
 TWIN_TOKENS_MAX: Final = 150  # more take minutes in a fleet that is full, and show nothing else
@@ -155,7 +153,7 @@ class _Poison(Fault):
         self.describe(f"{len(deaths)} targets lost, {num_tokens} tokens")
         if refusal is None or refusal.code != "poisonous_request":
             self.fleet.surprises.append(f"{self.name}: its client was not told: {refusal}; lost {deaths}")
-        num_max = LOSSES_MAX + UNSEEN_MAX if self._are_others_lost(since_s) else MAX_LOST
+        num_max = LOSSES_MAX + OTHERS_MAX if self._are_others_lost(since_s) else MAX_LOST
         if not 1 <= len(deaths) <= num_max:
             self.fleet.surprises.append(f"{self.name}: {len(deaths)} workers were lost to it: {deaths}")
 

@@ -22,7 +22,13 @@ from tests.coordinator.tiny_model import write_model_dir
 from tests.e2e.chaos import faults_of_clients
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.faults_of_clients import ClientsDoNotRead, ClientsReadSlowly, OneIdTwice, PoisonLater
+from tests.e2e.chaos.faults_of_clients import (
+    OTHERS_MAX,
+    ClientsDoNotRead,
+    ClientsReadSlowly,
+    OneIdTwice,
+    PoisonLater,
+)
 from tests.e2e.chaos.ledger import Injection
 from tests.e2e.chaos.own_requests import Door
 from tests.e2e.chaos.slow_clients import UnreadHttp
@@ -210,7 +216,7 @@ async def test_who_is_told_that_a_request_is_poison_after_three_workers_is_conte
 
 
 async def test_it_may_cost_more_where_other_targets_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_deaths, is_permitted in ((LOSSES_MAX, True), (LOSSES_MAX + 1, False)):
+    for num_deaths, is_permitted in ((LOSSES_MAX + OTHERS_MAX, True), (LOSSES_MAX + OTHERS_MAX + 1, False)):
         told = [(error(503, "poisonous_request"), num_deaths)]
         found = await findings(monkeypatch, told, "target-0")
         assert (not found) == is_permitted

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.rollout.__main__ import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def test_everything_is_replaced_under_load_and_nothing_fails(

@@ -64,6 +64,7 @@ MAX_FRAME_MESSAGES = 16384
 MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
 WAITING_STALL_MAX_S = 5.0
+STALLED_S_MAX = 3600.0  # that is told; the field holds a bounded number
 WAITING_EVERY_S = 1.0  # how often a caller who waits hears that somebody is there
 NEWCOMER_S = 1.0  # how long a draft worker's stream shares its part of the loop with all that are as young
 MAX_PENDING_COMMITS = 4096  # per draft worker's stream; one that does not read them is cut off
@@ -192,7 +193,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer, hints_pb2_grpc.HintsService
     async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Context) -> common_pb2.WorkerInfo:
         info = common_pb2.WorkerInfo()
         info.CopyFrom(self._info)
-        info.stalled_ms = round(self._stalled_s() * 1e3)
+        info.stalled_ms = round(min(self._stalled_s(), STALLED_S_MAX) * 1e3)
         return info
 
     async def Generate(

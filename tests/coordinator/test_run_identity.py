@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -359,14 +359,26 @@ class Deadly(FakeTarget):
             self.deaths.append(self)
 
 
-class Torn(FakeTarget):
-    """Its connections break after each token, and it lives."""
+@dataclass
+class Interrupted(FakeTarget):
+    """Lives, and ends each call after a token; without a code it falls silent then."""
+
+    code: grpc.StatusCode | None = grpc.StatusCode.UNAVAILABLE
+    stalled_ms: int = 0  # that it tells of its model
 
     async def Generate(self, request: Any, context: Any) -> Any:
         async for event in super().Generate(request, context):
             yield event
-            if event.WhichOneof("event") == "step":
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            if event.WhichOneof("event") != "step":
+                continue
+            if self.code is not None:
+                await context.abort(self.code, "Socket closed")
+            await asyncio.sleep(60)
+
+    async def GetInfo(self, request: Any, context: Any) -> common_pb2.WorkerInfo:
+        info = await super().GetInfo(request, context)
+        info.stalled_ms = self.stalled_ms
+        return info
 
 
 async def until_held(targets: Sequence[Deadly]) -> None:
@@ -706,18 +718,8 @@ class TestPoison:
         self, clusters: ClusterFactory, code: grpc.StatusCode
     ) -> None:
         """Found: three targets were drained and cut a long text off, the last one when its record had gone already."""
-
-        class Ending(FakeTarget):
-            """Lives, and ends each call after a token."""
-
-            async def Generate(self, request: Any, context: Any) -> Any:
-                async for event in super().Generate(request, context):
-                    yield event
-                    if event.WhichOneof("event") == "step":
-                        await context.abort(code, "Socket closed")
-
-        targets: list[FakeTarget] = [Ending(clusters.script), Ending(clusters.script)]
-        async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
+        targets = [Interrupted(clusters.script, code=code) for _ in range(2)]
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
             answer = await cluster.complete(max_tokens=8)
             assert answer.status_code == 200, answer.text
             assert len(targets[0].requests) + len(targets[1].requests) >= 8
@@ -730,14 +732,14 @@ class TestPoison:
     ) -> None:
         """Found: where connections to all targets broke several times, runs were tried and ended that nothing had died
         of."""
-        targets: list[FakeTarget] = [Torn(clusters.script), Torn(clusters.script)]
+        targets = [Interrupted(clusters.script) for _ in range(2)]
         asked = Counter[str]()
 
         async def answers(address: str, *_: object) -> bool:
             asked[address] += 1
             return comes_back and asked[address] > 1
 
-        async with clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster:
+        async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
             environment = cluster.service.environment
             monkeypatch.setattr(environment.channels, "has_incarnation", answers)
             monkeypatch.setattr(environment.channels, "is_serving", answers)
@@ -751,24 +753,9 @@ class TestPoison:
         self, clusters: ClusterFactory, stalled_ms: int
     ) -> None:
         """Found: on a machine with too much to do targets were silent for seconds, and runs were ended for that."""
-
-        class Pausing(FakeTarget):
-            """Says nothing after each token; where its model stands still it says so."""
-
-            async def Generate(self, request: Any, context: Any) -> Any:
-                async for event in super().Generate(request, context):
-                    yield event
-                    if event.WhichOneof("event") == "step":
-                        await asyncio.sleep(60)
-
-            async def GetInfo(self, request: Any, context: Any) -> common_pb2.WorkerInfo:
-                info = await super().GetInfo(request, context)
-                info.stalled_ms = stalled_ms
-                return info
-
-        targets: list[FakeTarget] = [Pausing(clusters.script), Pausing(clusters.script)]
+        targets = [Interrupted(clusters.script, code=None, stalled_ms=stalled_ms) for _ in range(2)]
         settings = {"quarantine_s": 0.01, "target_silence_max_s": 0.3}
-        async with clusters.open(targets, settings=settings) as cluster:
+        async with clusters.open([*targets], settings=settings) as cluster:
             answer = await cluster.complete(max_tokens=6)
             assert answer.status_code == (503 if stalled_ms else 200), answer.text
 

@@ -259,3 +259,14 @@ async def test_a_caller_hears_that_its_grammar_is_being_compiled_and_why_that_fa
         assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "longer than 5 s" in (refusal.details() or "")
         assert servicer.num_compiling == 0
+
+
+@pytest.mark.parametrize(("stalled_s", "stalled_ms"), [(0.0, 0), (2.5, 2500), (float("inf"), 3_600_000)])
+async def test_a_target_tells_for_how_long_its_model_has_stood_still(
+    monkeypatch: pytest.MonkeyPatch, stalled_s: float, stalled_ms: int
+) -> None:
+    thread = Slow()
+    thread.stalled_for_s = stalled_s
+    async with served(monkeypatch, incarnation="1", thread=thread) as (_, stub):
+        info = await stub.GetInfo(common_pb2.GetInfoRequest())
+        assert (info.incarnation, info.vocab_size, info.stalled_ms) == ("1", 100, stalled_ms)

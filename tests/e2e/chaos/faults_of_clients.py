@@ -23,6 +23,7 @@ from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault
 from tests.e2e.chaos.fleet import Worker
+from tests.e2e.chaos.ledger import MAX_LOST
 from tests.e2e.chaos.own_requests import Door, Refusal, doors, events
 from tests.e2e.chaos.slow_clients import Ending, Unread, UnreadGrpc, UnreadHttp
 from tests.e2e.chaos.verdict import Answer, Right
@@ -34,7 +35,6 @@ BEGIN_S: Final = 120.0  # beyond the time that anybody waits for a slot
 REST_S: Final = 60.0
 HEARD_S: Final = 1.0  # while a process that ends is still there
 HEARD_S_MAX: Final = 30.0  # until its end is known to whoever started it
-MAX_LOST: Final = 3  # workers, to one request; where other targets were lost a while ago, LOSSES_MAX
 OTHERS_MAX: Final = 2  # targets that die of other faults meanwhile, which cannot be told apart
 STEP_TOKENS_MAX: Final = 9
 ATTEMPTS_MAX: Final = 160  # of half a second, while a coordinator is started again

@@ -18,7 +18,8 @@ POISONOUS = "target workers were lost"
 """In what a request is told that is ended for its losses, and whoever comes with its prompt in the next two minutes."""
 OF_ANOTHER = "to a request with this prompt"
 """In what the latter are told."""
-LOSSES_TO_BLAME = 3
+MAX_LOST = 3
+"""Targets that may be lost to one request where no others are: the default of `target_attempts_max`."""
 LATE_S = 10.0
 """After a fault is over, what it has cost may still come to light: a connection that nobody used meanwhile."""
 
@@ -132,7 +133,7 @@ class Ledger:
             met = [each for each in self._recent if each.takes_room and each.hits(asked_s, incident.at_s)]
             num_lost = sum(LOSSES_MAX if each.costs is Costs.CAPACITY else 1 for each in met)
             # What another request with this prompt was ended for is judged where that is.
-            is_explained = num_lost >= LOSSES_TO_BLAME or OF_ANOTHER in incident.words
+            is_explained = num_lost >= MAX_LOST or OF_ANOTHER in incident.words
             causes = (met or self._recent[-1:]) if is_explained else []
         elif not causes and incident.is_refusal:
             # One at a time leaves room enough. Where there are two, two of three or four targets may be away, or both

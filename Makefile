@@ -1,39 +1,41 @@
-# Everything happens inside this folder; the first use makes .venv, later uses find it ready.
-#   make demo            start the whole system, show it, measure it     (make demo ARGS=--json for machines)
-#   make test            ruff, mypy and every test but the long and the thorough ones (CI: make test SKIP=)
+# Everything is installed into .venv in this folder, at the first use.
+#   make demo            start the whole system and measure it   (make demo ARGS=--json prints JSON)
+#   make test            lint, types, a quick selection of the tests and one whole system
+#   make test-all        all tests but long ones; what CI runs
 #   make rollout         replace everything in an installation under load   (make rollout ARGS=--help)
 #   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
 #   make fuzz            send a running system 10,000 bad inputs, judge every answer  (make fuzz ARGS=--help)
+#   make test-clients    run other people's clients against a live server  (make test-clients ARGS="openai_node --write")
+#   make docs            serve the documentation on this machine     (make docs ARGS="-a 127.0.0.1:8100")
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long rollout chaos fuzz bench lint stubs lock sbom audit install clean distclean
+.PHONY: help demo docs test test-all test-long test-clients rollout chaos fuzz bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
 LOCK_ARGS ?=
 AUDIT_ARGS ?=
 PYTEST_ARGS ?=
-SKIP ?= and not thorough
 BENCH ?= speedup
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.outrider-installed
 
-# Python 3.11 and 3.12 come first: only for these there is a wheel with a Redis server inside.
+# Python 3.11 and 3.12 come first: only these have a wheel that contains a Redis server.
 PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	"$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& { echo "$$candidate"; exit; }; done; \
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo python3)
 
-# Torch from the default index brings gigabytes of CUDA libraries on Linux. Without a GPU the CPU build is enough:
-# taken from the configured index where that is what it offers, from TORCH_CPU_INDEX otherwise.
+# On Linux torch from the default index includes gigabytes of CUDA libraries. Without a GPU the CPU build is enough. It
+# comes from the configured index if that offers it, else from TORCH_CPU_INDEX.
 TORCH ?= torch==2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 HAS_GPU ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install -qq --progress-bar off
 
-# No process of ours reaches for a model hub, and none asks questions.
+# No process contacts a model hub or prompts for input.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_USAGE_STATS_ENABLED := 0
@@ -44,7 +46,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard outrider/engine/*.cpp outrider/engine/*.h)
+$(STAMP): pyproject.toml $(wildcard outrider/engine/compiled/*.cpp outrider/engine/compiled/*.h)
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Outrider needs Python 3.11 or newer and found none. Install one, or: make PYTHON=/path/to/python3"; \
 		exit 1; fi
@@ -56,14 +58,14 @@ $(STAMP): pyproject.toml $(wildcard outrider/engine/*.cpp outrider/engine/*.h)
 	elif [ "$(or $(HAS_GPU),0)" = 0 ] && [ -n "$(TORCH_CPU_INDEX)" ] && $(PIP) install --dry-run --no-deps --quiet --report - "$(TORCH)" 2>/dev/null \
 		| grep -Ec '^ *"(nvidia|cuda)-[a-z]' >/dev/null; then index=(--index-url "$(TORCH_CPU_INDEX)"); fi; \
 	$(PIP_INSTALL) "$${index[@]}" "$(TORCH)" || { \
-		echo "No $(TORCH) to be had. Without a GPU the CPU build is looked for at TORCH_CPU_INDEX=$(TORCH_CPU_INDEX):"; \
-		echo "name another index, or take whatever the default index has with: make TORCH_CPU_INDEX="; exit 1; }
+		echo "$(TORCH) is not available. Without a GPU the CPU build is looked for at TORCH_CPU_INDEX=$(TORCH_CPU_INDEX):"; \
+		echo "name another index, or use the default index with: make TORCH_CPU_INDEX="; exit 1; }
 	@echo "[3/3] Outrider and its dependencies"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python -m outrider demo $(ARGS)
+	@$(BIN)/python -m command_line demo $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -71,11 +73,18 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not long and not slow $(SKIP)" -n auto --maxprocesses 8 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "slow and not long $(SKIP)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --circle first -m "not long" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+
+test-all: test
+	$(BIN)/python -m pytest --circle second -m "not long and not slow" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --circle second -m "slow and not long" $(PYTEST_ARGS)
+	$(BIN)/python -m tests.clients --short --may-be-offline
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)
+
+test-clients: $(STAMP)
+	@$(BIN)/python -m tests.clients $(ARGS)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)
@@ -87,7 +96,10 @@ rollout: $(STAMP)
 	@$(BIN)/python -m tests.e2e.rollout $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+	$(BIN)/python -m benchmarks $(BENCH) $(ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs serve $(ARGS)
 
 stubs: $(STAMP)
 	$(BIN)/python -m protos.generate

@@ -1,13 +1,30 @@
-"""What one coordinator is told at start. Read from the command line in `__main__` only; sent to every
-replica."""
+"""Settings of a coordinator: those of every replica, and those of the process that starts them. Read in `__main__` or
+from Serve's own configuration (`hosting.app.application`), and sent to every replica."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
 
-from outrider.logs import LogFormat
-from outrider.tenants import check_tenant_weight
+from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
+from outrider.observability.logs import LogFormat
+from outrider.observability.vllm_names import MetricsNames
+from outrider.registry.redis_connection import RedisSettings
+from outrider.security.tenants import check_tenant_weight, parse_tenant_weight
+from outrider.settings import (
+    CAPACITY,
+    MODEL,
+    NETWORK,
+    REQUIRED,
+    SECURITY,
+    SPECULATION,
+    check,
+    same_as,
+    setting,
+)
 
 REFUSALS_AT_ONCE: Final = 128
 """Requests beyond those served that a replica takes in to refuse them."""
@@ -17,65 +34,212 @@ CLIENT_STALL_MAX_S: Final = 30.0
 """How long output may wait for its reader, where nothing else is said."""
 
 
+class Proxy(StrEnum):
+    """The proxy in front of the replicas."""
+
+    HAPROXY = "haproxy"
+    PYTHON = "python"
+
+
+_SECONDS: Final[Mapping[str, Any]] = {"group": CAPACITY, "unit": "seconds", "above": 0}
+
+
+def _absolute(path: str) -> str:
+    """A link stays one: a secret of Kubernetes is a link to a folder that the next version replaces."""
+    return str(Path(path).absolute())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSettings:
-    """Checks itself on construction; raises ValueError that names the field."""
+    """Settings of every replica. Raises ValueError that names the field or its flag."""
 
-    tokenizer_dir: str  # model folder whose tokenizer the targets share
-    redis_url: str
-    served_model_names: tuple[str, ...] = ()  # only targets of these names; empty: whatever is registered
-    chat_template: str | None = None  # Jinja text that replaces the model's own
-    seed_requests: bool = False  # sampled requests without a seed get one: coupled decoding for all
-    uses_priors: bool = True  # requests start as their like fared best; False: all by speculating
-    requests_max: int = 512  # sequences at once in one replica, those that wait included
-    queue_wait_max_s: float = 30.0  # of a request that has no token yet, for a place at a target
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # shares of tokens and slots; 1 for those not named
-    deadline_default_s: float = 600.0  # for requests that carry none
-    deadline_max_s: float = 3600.0
-    # Between two events of a session, then the worker is lost. One that makes a session wait says so every second.
-    target_silence_max_s: float = 20.0  # above a worker's own bound for a step
-    draft_silence_max_s: float = 5.0  # a draft worker reports about once a second
-    target_attempts_max: int = (
-        3  # targets tried for one request before its first token, and lost to it at all
+    tokenizer_dir: str = setting(
+        REQUIRED, "model folder whose tokenizer the targets share",
+        MODEL, "folder", flag="--tokenizer", parse=lambda path: str(Path(path).resolve()),
+    )  # fmt: skip
+    redis_url: str = same_as(RedisSettings, "redis_url", "")
+    served_model_names: tuple[str, ...] = setting(
+        (), "serve only targets of this name; may be repeated",
+        MODEL, "name", flag="--served-model-name", shows="all",
+    )  # fmt: skip
+    chat_template: str | None = setting(
+        None, "Jinja file instead of the model's own template; in a configuration file, the text of the template",
+        MODEL, "file", parse=lambda path: Path(path).read_text(encoding="utf-8"),
+    )  # fmt: skip
+    tool_call_parser: ToolCallParserName | None = setting(
+        None, "format in which the model writes tool calls", MODEL, shows="recognized by the chat template, else hermes"
     )
-    target_wait_max_s: float = 60.0  # how long a text that has begun looks for a target to go on at
-    client_stall_max_s: float = CLIENT_STALL_MAX_S  # how long output may wait for its reader
-    draft_attempts_max: int = 3  # draft workers tried for one attachment
-    quarantine_s: float = 3.0  # how long a worker that failed to answer is passed over
-    tls_dir: str | None = None  # certificates to call workers with; None: in the clear
-    require_worker_ids: bool = False  # a worker whose certificate names no id is not used
-    otlp_endpoint: str | None = None  # where traces go; None: nowhere
-    log_format: LogFormat = LogFormat.TEXT
-    log_path: str | None = None  # of replicas' logs; None: their standard error, which Ray keeps in files
-    logs_requests: bool = False  # a line for each
-    api_keys_file: str | None = None  # None: whoever reaches it may ask
-    # Each replica's own `/metrics`, on the first free one of METRICS_PORTS ports from here on. None: there is none.
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    is_metrics_insecure: bool = (
-        False  # the operator knows that the network itself keeps strangers from that port
+    reasoning_parser: ReasoningParserName | None = setting(
+        None, "format in which the model writes its reasoning; none leaves it in the content",
+        MODEL, shows="recognized by the chat template, else none",
+    )  # fmt: skip
+    cors_origins: tuple[str, ...] = setting(
+        (), "let web pages of this origin, such as https://chat.example.com, or * of any, call the HTTP API; may be "
+        "repeated",
+        MODEL, "origin", flag="--cors-origin", shows="none",
+    )  # fmt: skip
+    seed_requests: bool = setting(
+        False, "give sampled requests without a seed a random one, reported in metrics.seed, so that any of them "
+        "can be repeated and all decoding is coupled",
+        MODEL,
+    )  # fmt: skip
+    uses_priors: bool = setting(
+        True, "start every request with speculation, however it went for similar ones",
+        SPECULATION, flag="--no-priors", is_inverse=True, is_advanced=True,
+    )  # fmt: skip
+    requests_max: int = setting(
+        512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n",
+        CAPACITY, "requests", flag="--max-requests", at_least=1,
+    )  # fmt: skip
+    queue_wait_max_s: float = setting(
+        30.0, "longest wait for a slot at a target worker; a request that would wait longer is refused at once, "
+        "with status 429 and Retry-After",
+        **_SECONDS, flag="--max-queue-wait",
+    )  # fmt: skip
+    tenant_weights: tuple[tuple[str, float], ...] = setting(
+        (), "weight of a tenant (`user` over HTTP, `tenant` over gRPC) for tokens and slots while requests wait; "
+        "tenants that are not named have 1; may be repeated",
+        CAPACITY, "name=weight", flag="--tenant-weight", parse=parse_tenant_weight,
+    )  # fmt: skip
+    deadline_default_s: float = setting(
+        600.0, "deadline of requests that carry none", **_SECONDS, flag="--request-timeout"
     )
+    deadline_max_s: float = setting(
+        3600.0, "longest deadline that a request may carry", CAPACITY, "seconds", flag=None, above=0
+    )
+    target_silence_max_s: float = setting(
+        20.0, "how long a target worker may send nothing for a sequence, in addition to its own bound for a step; "
+        "then it counts as lost, and the sequence continues at another",
+        **_SECONDS, flag="--target-silence-max",
+    )  # fmt: skip
+    draft_silence_max_s: float = setting(
+        5.0, "longest silence of a draft worker, which reports about every second; then it counts as lost",
+        **_SECONDS, flag=None,
+    )  # fmt: skip
+    target_attempts_max: int = setting(
+        3, "targets tried for one request before its first token, and targets that it may lose",
+        CAPACITY, "targets", flag=None, at_least=1,
+    )  # fmt: skip
+    target_wait_max_s: float = setting(
+        60.0, "how long a sequence that has begun looks for another target", **_SECONDS, flag=None
+    )
+    client_stall_max_s: float = setting(
+        CLIENT_STALL_MAX_S, "longest that output waits for a client that does not read it; then the request ends, "
+        "and can be resumed, and a connection that takes nothing is closed",
+        **_SECONDS, flag="--client-stall-max",
+    )  # fmt: skip
+    response_life_s: float = setting(
+        3600.0, "how long Redis keeps a response of the Responses API, with its conversation, for requests that refer "
+        "to it; 0 keeps none",
+        CAPACITY, "seconds", flag="--response-life", at_least=0,
+    )  # fmt: skip
+    batch_files: str | None = setting(
+        None, "folder that all coordinators share, or s3://BUCKET/PREFIX, for the files of batches: turns on "
+        "/v1/files and /v1/batches",
+        CAPACITY, "folder|URL", shows="no batches", parse=lambda place: place if "://" in place else _absolute(place),
+    )  # fmt: skip
+    batch_bytes_max: int = setting(
+        4 << 30, "most bytes of a tenant's files together, those of its batches' output included",
+        CAPACITY, "bytes", at_least=1,
+    )  # fmt: skip
+    draft_attempts_max: int = setting(
+        3, "draft workers tried for one attachment", CAPACITY, "draft workers", flag=None, at_least=1
+    )
+    quarantine_s: float = setting(3.0, "how long a worker that failed to answer is not used", **_SECONDS, flag=None)
+    tls_dir: str | None = setting(
+        None, "with tls.crt, tls.key and ca.crt: mutual TLS with the workers, and TLS on the public ports (HAProxy "
+        "only); the files may be replaced at any time",
+        SECURITY, "folder", variable="OUTRIDER_TLS_DIR", parse=_absolute,
+    )  # fmt: skip
+    require_worker_ids: bool = setting(
+        False, "with --tls-dir: use no worker whose certificate does not name its id (`outrider certificates "
+        "--worker`); otherwise a worker whose certificate names no id may announce any id",
+        SECURITY, variable="OUTRIDER_REQUIRE_WORKER_IDS",
+    )  # fmt: skip
+    otlp_endpoint: str | None = setting(
+        None, "OpenTelemetry collector to send traces to, such as http://127.0.0.1:4317; OpenTelemetry's variables "
+        "for sampling and headers apply",
+        SECURITY, "URL", shows="no traces",
+    )  # fmt: skip
+    log_format: LogFormat = setting(LogFormat.TEXT, "format of replicas' log lines, on standard error", SECURITY)
+    log_path: str | None = setting(
+        None, "file of replicas' logs",
+        SECURITY, "file", flag=None, shows="their standard error, which Ray keeps in files",
+    )  # fmt: skip
+    logs_requests: bool = setting(
+        False, "log a line for each request: tenant, times, token counts; never the prompt or the output",
+        SECURITY, flag="--log-requests",
+    )  # fmt: skip
+    api_keys_file: str | None = setting(
+        None, "requests need a key from this file (`outrider keys`), which may change at any time",
+        SECURITY, "file", flag="--api-keys", variable="OUTRIDER_API_KEYS",
+        shows="everybody who reaches it can send requests", parse=_absolute,
+    )  # fmt: skip
+    metrics_port: int | None = setting(
+        None, "each replica serves its own /metrics here, or on the next free port; with --tls-dir scrapers need a "
+        "certificate; --api-keys requires --tls-dir for it",
+        NETWORK, "port", at_least=1, at_most=65536 - METRICS_PORTS, shows="none",
+    )  # fmt: skip
+    metrics_names: MetricsNames = setting(
+        MetricsNames.BOTH, "names of the metrics that vLLM has, too: outrider_..., vllm:... or both; others have only "
+        "ours",
+        NETWORK,
+    )  # fmt: skip
+    metrics_host: str = setting(
+        "127.0.0.1", "address of metrics_port; as a flag, --host", NETWORK, "address", flag=None
+    )
+    is_metrics_insecure: bool = setting(
+        False, "permit metrics_port without certificates, because the network itself protects it; as a flag, "
+        "--insecure",
+        SECURITY, flag=None, variable="OUTRIDER_METRICS_INSECURE",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in (
-            "requests_max", "queue_wait_max_s", "deadline_default_s", "deadline_max_s", "target_silence_max_s",
-            "draft_silence_max_s", "target_attempts_max", "target_wait_max_s", "client_stall_max_s",
-            "draft_attempts_max", "quarantine_s",
-        ):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        check(self)
+        check_combination(self.tool_call_parser, self.reasoning_parser)
         if self.require_worker_ids and self.tls_dir is None:
             raise ValueError("require_worker_ids needs tls_dir: certificates name the ids")
-        if self.metrics_port is not None:
-            if not 0 < self.metrics_port <= 65536 - METRICS_PORTS:
-                raise ValueError(
-                    f"metrics_port must lie between 1 and {65536 - METRICS_PORTS}, got {self.metrics_port}"
-                )
-            if self.api_keys_file is not None and self.tls_dir is None and not self.is_metrics_insecure:
-                raise ValueError(
-                    "metrics_port beside api_keys_file needs tls_dir: that port knows its callers by their "
-                    "certificates, and would answer everybody without; name tls_dir, leave metrics_port out, or say "
-                    "that it may be so (is_metrics_insecure, OUTRIDER_METRICS_INSECURE=1, --insecure)"
-                )
+        may_have_port = self.tls_dir is not None or self.is_metrics_insecure
+        if self.metrics_port is not None and self.api_keys_file is not None and not may_have_port:
+            raise ValueError(
+                "metrics_port beside api_keys_file needs tls_dir: that port identifies its callers by "
+                "certificates, and without them it answers everybody; set tls_dir, omit metrics_port, or permit "
+                "it (is_metrics_insecure, OUTRIDER_METRICS_INSECURE=1, --insecure)"
+            )
         for tenant, weight in self.tenant_weights:
             check_tenant_weight(tenant, weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Settings of the process that starts the replicas of a machine. Raises ValueError that names the flag."""
+
+    host: str = setting(
+        "127.0.0.1", "address of the HTTP and gRPC listeners; other ports are on the loopback, except Ray's, which "
+        "require its token",
+        NETWORK, "address",
+    )  # fmt: skip
+    port: int = setting(8000, "HTTP port (the OpenAI API)", NETWORK, "port")
+    grpc_port: int = setting(9000, "gRPC port (outrider.v1.Generation)", NETWORK, "port")
+    proxy: Proxy | None = setting(
+        None, "proxy that accepts requests; python is that of Ray Serve, which runs everywhere and needs several "
+        "times more time per streamed chunk",
+        NETWORK, shows="haproxy where it runs",
+    )  # fmt: skip
+    num_replicas: int = setting(1, "coordinator replicas", CAPACITY, "replicas", at_least=1)
+    redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
+    ray_temp_dir: Path | None = setting(
+        None, "folder of Ray's files; its path must be short", NETWORK, "folder", shows="a new folder in /tmp"
+    )
+    needs_client_certificates: bool = setting(
+        False, "with --tls-dir: clients, too, need a certificate that ca.crt signed",
+        SECURITY, flag="--require-client-certificates",
+    )  # fmt: skip
+    is_insecure: bool = setting(
+        False, "serve on another --host than this machine's own without --api-keys",
+        SECURITY, flag="--insecure", variable="OUTRIDER_INSECURE",
+    )  # fmt: skip
+    tls_dir: Path | None = None  # as replicas have it
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -1,1 +1,1 @@
-"""The small trained model pair, how it was made, measured, and grown."""
+"""The small trained model pair, with the programs that trained, measured and grew it."""

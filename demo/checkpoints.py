@@ -1,4 +1,4 @@
-"""Shapes of the two models, and how a model folder is replaced while others read it."""
+"""Shapes of the two models, and replacement of a model folder that others read."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _config(*, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> 
 
 
 def target_config() -> LlamaConfig:
-    """14.2 M parameters."""
+    """Configuration of the target: 14.2 M parameters."""
     return _config(width=384, layers=8, heads=6, kv_heads=2, mlp=1024)
 
 
 def draft_config() -> LlamaConfig:
-    """3.5 M parameters; a forward costs host time per layer, so it is wide and shallow."""
+    """Configuration of the draft: 3.5 M parameters. A forward costs host time per layer, so it is wide and shallow."""
     return _config(width=320, layers=2, heads=5, kv_heads=1, mlp=896)
 
 

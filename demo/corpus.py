@@ -1,7 +1,7 @@
 """The corpus: Python sources of the running interpreter's standard library, split by file name.
 
-A file is held out when a hash of its relative name says so. The rule needs no list, so it holds for every
-interpreter version; `held_out.txt` writes down what it selected for the one the shipped pair was trained on.
+A hash of its relative name determines whether a file is held out. The rule needs no list, so it works with every
+interpreter version; `held_out.txt` lists the files it selected for the version that the shipped pair was trained on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Tests repeat themselves, character maps and keyword tables are data, generated build settings name the
+# Tests repeat themselves, character maps and keyword tables are data, generated build settings contain the
 # builder's folders, and the rest is not part of what people import.
 SKIPPED_FOLDERS = frozenset({
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test",
@@ -38,7 +38,7 @@ def library_root() -> Path:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this relative name is kept away from training (about HELD_OUT_PERCENT of files)."""
+    """Whether the file of this relative name is excluded from training (about HELD_OUT_PERCENT of files)."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
@@ -54,16 +54,14 @@ def source_names(root: Path | None = None) -> list[str]:
     root = root or library_root()
     names: list[str] = []
     for folder, folders, files in os.walk(root):
-        # Installed packages may be a hundred times the library, so they are not even listed.
+        # Installed packages may be a hundred times larger than the library, so they are not even listed.
         folders[:] = [name for name in folders if not is_skipped(name)]
-        names += [
-            (Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")
-        ]
+        names += [(Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")]
     return sorted(name for name in names if not is_skipped(name))
 
 
 def _read(names: Iterable[str], root: Path | None) -> list[SourceFile]:
-    """The named files; those that are empty or not UTF-8 are left out."""
+    """Reads the named files; empty ones and those that are not UTF-8 are left out."""
     files: list[SourceFile] = []
     for name in names:
         try:
@@ -88,10 +86,10 @@ def held_out_files(root: Path | None = None) -> list[SourceFile]:
 def held_out_prompts(
     count: int, *, seed: int = 0, chars_min: int = 100, chars_max: int = 700, root: Path | None = None
 ) -> list[str]:
-    """Prompts cut from held-out files: they start at a line and end before white space.
+    """Prompts cut from held-out files: they start at the beginning of a line and end before white space.
 
-    A character is about 0.27 tokens, so the default lengths are 27 to 190 tokens. The same arguments give the
-    same prompts on the same interpreter version.
+    A character is about 0.27 tokens, so the default lengths are 27 to 190 tokens. The same arguments give the same
+    prompts on the same interpreter version.
     """
     files = [file for file in held_out_files(root) if len(file.text) > 2 * chars_max]
     if not files:

@@ -1,4 +1,4 @@
-"""Distillation: teach the draft to say what the target says, on the target's own text."""
+"""Distillation: trains the draft to predict the target's tokens, on the target's own output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from demo.pretrain import Recipe, Stage
 from demo.teacher import Lessons, load_lessons
 
-# Rows hold about half prompt, which is corpus text; at this weight it is about a quarter of the loss.
+# About 50 % of a row is prompt, which is corpus text; at this weight it makes up about 25 % of the loss.
 PROMPT_WEIGHT = 0.5
 
 
@@ -25,9 +25,9 @@ def alignment_loss(
 ) -> torch.Tensor:
     """Weighted mean over positions of a mix of two losses, in nats.
 
-    One is the KL divergence from the target's distribution, all tokens that were not kept counted as one;
-    it is what acceptance under sampling follows. The other is the cross-entropy of the target's first
-    choice, which is what greedy acceptance follows.
+    One is the KL divergence from the target's distribution, with all tokens that were not kept counted as one;
+    acceptance under sampling depends on it. The other is the cross-entropy of the target's first choice; greedy
+    acceptance depends on it.
 
     logits: float [positions, vocab], the draft's
     kept_ids, kept_logprobs: [positions, kept], the target's best tokens, best first
@@ -83,7 +83,7 @@ class Library:
         self._loaded: dict[Path, Lessons] = {}
 
     def all(self) -> list[Lessons]:
-        """Every finished file there is by now."""
+        """Every finished file so far."""
         for path in sorted(self.folder.glob("*.pt")):
             if path not in self._loaded:
                 self._loaded[path] = load_lessons(path)

@@ -1,12 +1,12 @@
-"""How often the target agrees with the draft: acceptance rate and mean acceptance length.
+"""Measures the agreement of draft and target: acceptance rate and mean acceptance length.
 
     python -m demo.evaluate [--target DIR] [--draft DIR ...] [--json]
 
-The target continues held-out prompts greedily. Then each text is walked as speculative decoding would: at a
-committed prefix the draft says up to five tokens, those that equal the text are accepted, one more token
-comes from the target. A hint is looked at only when all hints before it in its block were right, and then
-the draft has read exactly the target's text. So one forward pass of the draft over the text gives every
-hint that can be accepted, and walking is counting.
+The target continues held-out prompts greedily. Then each sequence is walked as in speculative decoding: after a
+committed prefix the draft predicts up to five tokens, those that equal the sequence are accepted, and one more token
+comes from the target. A hint is verified only if all hints before it in its block were accepted, so the draft has
+then read exactly the target's tokens. One forward pass of the draft over the sequence therefore gives every hint that
+can be accepted, and walking is counting.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Walk:
 
 
 def walk(is_match: Sequence[bool], num_tokens: int, num_hints: int) -> Walk:
-    """Walk one text of which `is_match[i]` says whether the draft, having read it up to i, says token i.
+    """Walks one sequence; `is_match[i]` tells whether the draft, having read it up to i, predicts token i.
 
-    Steps begin while fewer than `num_tokens` tokens are committed. The text must be `num_hints` longer than
-    that, so that the last block is as long as any other.
+    Steps begin while fewer than `num_tokens` tokens are committed. The sequence must be `num_hints` longer than that,
+    so that the last block is as long as any other.
     """
     if len(is_match) < num_tokens + num_hints:
         raise ValueError(f"{len(is_match)} tokens cannot be walked for {num_tokens} in blocks of {num_hints}")
@@ -90,7 +90,7 @@ class Texts:
 def greedy_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], answer_len: int
 ) -> Texts:
-    """Continue every prompt by exactly `answer_len` tokens, past an end of text if there is one."""
+    """Continues every prompt by exactly `answer_len` tokens, past an end token if there is one."""
     rows = [tokenizer(prompt).input_ids for prompt in prompts]
     prompt_len = max(len(row) for row in rows)
     token_ids = torch.tensor([[0] * (prompt_len - len(row)) + row for row in rows], device=model.device)
@@ -117,7 +117,8 @@ def greedy_texts(
 
 @torch.inference_mode()
 def matches(draft: PreTrainedModel, texts: Texts) -> torch.Tensor:
-    """Where the draft, having read the text so far, says the next token of it: bool [prompts, answer_len]."""
+    """Positions where the draft, having read the sequence so far, predicts its next token: bool [prompts,
+    answer_len]."""
     positions = (texts.attention_mask.cumsum(-1) - 1).clamp_min(0)
     said: list[torch.Tensor] = []
     for ids, mask, where in zip(
@@ -130,7 +131,7 @@ def matches(draft: PreTrainedModel, texts: Texts) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Report:
-    """What one pair scored on one set of prompts."""
+    """Scores of one pair on one set of prompts."""
 
     target: str
     draft: str
@@ -143,7 +144,7 @@ class Report:
 
 
 def measure(draft: PreTrainedModel, texts: Texts, *, num_tokens: int, num_hints: int) -> tuple[Walk, float]:
-    """The walk over all texts, and the share of tokens that the draft would have said."""
+    """Walks all sequences; also returns the share of tokens that the draft predicts."""
     matched = matches(draft, texts)
     total = sum((walk(row, num_tokens, num_hints) for row in matched.tolist()), Walk())
     return total, matched.float().mean().item()
@@ -180,9 +181,7 @@ def evaluate_pair(target_dir: Path, draft_dirs: list[Path], options: argparse.Na
 
 def main() -> None:
     """Print one report per draft."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--draft", type=Path, nargs="+", default=[DEMO / "draft"])
     parser.add_argument("--prompts", type=int, default=100)

@@ -1,20 +1,19 @@
-"""Grow a small Llama checkpoint into a large one of the same function.
+"""Grows a small Llama checkpoint into a large one with the same outputs.
 
     python -m demo.grow --model demo/target --out DIR
 
-The large model costs what a real model of its size costs and says what the small one says, so a benchmark
-sees realistic step times, acceptance and text without a download.
+The large model costs as much as a real model of its size and generates the same tokens as the small one, so a
+benchmark has realistic step times, acceptance and output without a download.
 
-The hidden state is padded with zeros and stays zero there: the embedding has zero columns, `o_proj` and
-`down_proj` have zero rows. Whatever multiplies those zeros is random, and so is everything inside an added
-head, neuron or layer up to its output projection, which is zero. RMSNorm takes the mean over more numbers,
-so its weight shrinks by sqrt(old / new) and its epsilon by old / new.
+The hidden state is padded with zeros and stays zero there: the embedding has zero columns, `o_proj` and `down_proj`
+have zero rows. Weights that multiply those zeros are random, and so are those inside an added head, neuron or layer
+up to its output projection, which is zero. RMSNorm takes the mean over more numbers, so its weight shrinks by
+sqrt(old / new) and its epsilon by old / new.
 
-That factor decides the default width. Rounded to bfloat16, a weight times sqrt(384 / 1024) changes the
-function; times sqrt(384 / 1536) = 1/2 it is exact, in the file and in every bfloat16 product after it. So the
-default is 1536 wide with fewer layers. Where a chosen width gives no power of two the norm weights
-are stored in float32: a model loaded in float32 is then still exact, one loaded in bfloat16 rounds them.
-README.md has the measurement.
+That factor determines the default width. Rounded to bfloat16, a weight times sqrt(384 / 1024) changes the function;
+times sqrt(384 / 1536) = 1/2 it is exact, in the file and in every bfloat16 product after it. So the default is 1536
+wide with fewer layers. Where a chosen width gives no power of two the norm weights are stored in float32: a model
+loaded in float32 is then still exact, one loaded in bfloat16 rounds them. README.md has the measurement.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 RECORD_NAME = "grown.json"
 WEIGHTS_NAME = "model.safetensors"
-# Raise it when the layout of the output changes, so that older outputs are made anew.
+# Raise it when the layout of the output changes, so that older outputs are rebuilt.
 FORMAT = 1
 RANDOM_STD = 0.02
 
@@ -57,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Plan:
-    """From which shape to which, and with which generator."""
+    """Old and new shape, with a random generator."""
 
     old: Shape
     new: Shape
@@ -69,14 +68,14 @@ class _Plan:
         return torch.randn(*size, generator=self.generator) * RANDOM_STD
 
     def norm_scale(self) -> float:
-        """What RMSNorm weights are multiplied with."""
+        """Factor for RMSNorm weights."""
         return math.sqrt(self.old.hidden_size / self.new.hidden_size)
 
     def head_rows(self) -> torch.Tensor:
-        """Where the rows of the old query heads go: int64 [old heads * head_dim].
+        """Target rows of the old query heads: int64 [old heads * head_dim].
 
-        Query head h reads KV head h // (heads / kv_heads). Old KV heads keep their numbers, so the old heads
-        of KV head j become the first ones of its new, possibly larger group.
+        Query head h reads KV head h // (heads / kv_heads). Old KV heads keep their numbers, so the old heads of KV
+        head j become the first ones of its new, possibly larger group.
         """
         old_group = self.old.num_heads // self.old.num_kv_heads
         new_group = self.new.num_heads // self.new.num_kv_heads
@@ -135,7 +134,7 @@ def _grow_norm(weight: torch.Tensor, plan: _Plan) -> torch.Tensor:
 
 
 def _old_layer(weights: dict[str, torch.Tensor], index: int, plan: _Plan) -> dict[str, torch.Tensor]:
-    """The weights of one old layer, or of an added one: empty matrices, to which everything is added."""
+    """The weights of one old layer; of an added layer, empty matrices."""
     prefix = f"model.layers.{index}."
     if index < plan.old.num_layers:
         return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -205,12 +204,10 @@ def _stored(name: str, weight: torch.Tensor, plan: _Plan, dtype: torch.dtype) ->
 
 
 def _record(model_dir: Path, new: Shape, dtype: torch.dtype, seed: int) -> dict[str, Any]:
-    """What an output was made from; an equal record means an equal output."""
+    """Inputs of an output; an equal record means an equal output."""
     digest = hashlib.sha256()
-    # The configuration and the tokenizer files are copied, so a change of theirs counts too.
-    for path in sorted(
-        path for path in model_dir.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")
-    ):
+    # The configuration and the tokenizer files are copied, so changes to them count too.
+    for path in sorted(path for path in model_dir.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")):
         digest.update(path.name.encode() + path.read_bytes())
     return {"format": FORMAT, "source": digest.hexdigest(), "dtype": str(dtype), "seed": seed} | asdict(new)
 
@@ -286,11 +283,9 @@ def grow(
 
 
 def main() -> None:
-    """Grow one model and say how large it became."""
+    """Grows one model and prints its new size."""
     default = Shape()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "target")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hidden-size", type=int, default=default.hidden_size)
@@ -299,9 +294,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=default.num_kv_heads)
     parser.add_argument("--intermediate-size", type=int, default=default.intermediate_size)
     options = parser.parse_args()
-    shape = Shape(
-        options.hidden_size, options.layers, options.heads, options.kv_heads, options.intermediate_size
-    )
+    shape = Shape(options.hidden_size, options.layers, options.heads, options.kv_heads, options.intermediate_size)
     try:
         grow(options.model, options.out, shape)
     except GrowthError as error:

@@ -52,12 +52,11 @@ def learning_rate(peak: float, step: int, warmup_steps: int, progress: float) ->
 class MasterAdamW:
     """AdamW whose state and weights are float32 while the model's are not."""
 
-    def __init__(self, model: torch.nn.Module, *, weight_decay: float, clip_norm: float = 1.0) -> None:
+    def __init__(self, model: torch.nn.Module, *, weight_decay: float) -> None:
         self.params = list(model.parameters())
         self.masters = [param.detach().float().clone() for param in self.params]
         matrices = [master for master in self.masters if master.dim() > 1]
         vectors = [master for master in self.masters if master.dim() <= 1]
-        self.clip_norm = clip_norm
         self.adamw = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=0.0,
@@ -72,7 +71,7 @@ class MasterAdamW:
             assert param.grad is not None
             master.grad = param.grad.float()
             param.grad = None
-        torch.nn.utils.clip_grad_norm_(self.masters, self.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()

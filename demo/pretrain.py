@@ -17,11 +17,12 @@ from demo.optimizer import Budget, MasterAdamW, learning_rate
 
 CHECKPOINT_EVERY_S = 60.0
 PROGRESS_EVERY_STEPS = 20
+HELD_OUT_WINDOWS, HELD_OUT_LEN = 128, 256
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one training stage does; a batch always holds `batch_tokens` tokens, in rows of either length."""
+    """Settings of one training stage. A batch always has `batch_tokens` tokens, in rows of either length."""
 
     name: str
     num_steps: int
@@ -51,13 +52,11 @@ def next_token_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor
 
 
 @torch.inference_mode()
-def held_out_loss(
-    model: LlamaForCausalLM, tokens: torch.Tensor, *, num_windows: int = 128, length: int = 256
-) -> float:
+def held_out_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
     """Mean cross-entropy in nats over evenly spread windows of the held-out token stream."""
     device = next(model.parameters()).device
-    starts = torch.linspace(0, len(tokens) - length - 2, num_windows).long()
-    rows = tokens[starts[:, None] + torch.arange(length + 1)].to(device)
+    starts = torch.linspace(0, len(tokens) - HELD_OUT_LEN - 2, HELD_OUT_WINDOWS).long()
+    rows = tokens[starts[:, None] + torch.arange(HELD_OUT_LEN + 1)].to(device)
     losses = [next_token_loss(model, part).item() for part in rows.split(16)]
     return sum(losses) / len(losses)
 
@@ -131,9 +130,7 @@ class Stage:
         self.model.eval()
 
 
-def pretrain(
-    model: LlamaForCausalLM, tokens: torch.Tensor, recipe: Recipe, checkpoint: Path
-) -> LlamaForCausalLM:
+def pretrain(model: LlamaForCausalLM, tokens: torch.Tensor, recipe: Recipe, checkpoint: Path) -> LlamaForCausalLM:
     """Train the model on the token stream, or take it from a finished checkpoint."""
     device = next(model.parameters()).device
     stage = Stage(model, recipe, checkpoint)

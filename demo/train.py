@@ -2,10 +2,10 @@
 
     python -m demo.train --work DIR
 
-Every stage leaves its result in the work folder and continues from there when run again. Nothing is
-downloaded. Where cores are shared, small models train best in processes of one thread, so the target can write
-its lessons in a second process (`--lessons-only --threads 1`) while the first one distils those there are
-(`--lesson-minutes 0 --threads 1`). See README.md for what the shipped pair took.
+Every stage leaves its result in the work folder and continues from there when run again. Nothing is downloaded. Where
+cores are shared, small models train best in processes of one thread, so the target can generate its lessons in a
+second process (`--lessons-only --threads 1`) while the first one distils those there are (`--lesson-minutes 0
+--threads 1`). README.md lists the settings of the shipped pair.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DISTILL_RECIPE = Recipe(
 )
 LESSON_BATCHES_PER_ROUND = 80
 LESSON_ROWS = 128
-# Most of the loss asks for the target's first choice, which is what greedy acceptance counts.
+# Most of the loss is for the target's first choice, which greedy acceptance depends on.
 ARGMAX_SHARE = 0.6
 
 
@@ -77,10 +77,8 @@ def draft_stage(
     return model
 
 
-def write_round(
-    options: argparse.Namespace, target: LlamaForCausalLM, tokens: torch.Tensor, number: int
-) -> None:
-    """Let the target write the lessons of this round, and those that earlier rounds had no time for."""
+def write_round(options: argparse.Namespace, target: LlamaForCausalLM, tokens: torch.Tensor, number: int) -> None:
+    """Lets the target generate the lessons of this round, and those that earlier rounds had no time for."""
     generate_lessons(
         target,
         tokens,
@@ -93,22 +91,16 @@ def write_round(
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "outrider-demo")
-    parser.add_argument(
-        "--out", type=Path, default=DEMO, help="where the folders target and draft are written"
-    )
+    parser.add_argument("--out", type=Path, default=DEMO, help="where the folders target and draft are written")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of lessons and distillation")
     parser.add_argument("--target-minutes", type=float, default=25.0)
     parser.add_argument("--draft-minutes", type=float, default=2.5)
     parser.add_argument("--lesson-minutes", type=float, default=7.0, help="per round")
-    parser.add_argument(
-        "--lessons-only", action="store_true", help="only write lessons, while another process distils"
-    )
+    parser.add_argument("--lessons-only", action="store_true", help="only write lessons, while another process distils")
     parser.add_argument("--distill-minutes", type=float, default=8.0, help="per round")
     return parser
 

@@ -15,8 +15,8 @@ PAD_TOKEN = "<|pad|>"
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 0, 1, 2
 MAX_LEN = 1024
 
-# The models know Python source and nothing else, so a conversation is shown to them as source: what the
-# system says is the module's docstring, what the user says is a comment, what the assistant says is code.
+# The models know only Python source, so a conversation is shown to them as source: the system's message is
+# the module's docstring, the user's is a comment, the assistant's is code.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}

@@ -1,5 +1,6 @@
-"""The draft worker: rides ahead of target workers and streams hints to them.
+"""The draft worker: drafts tokens ahead of the target workers and streams them as hints.
 
-Read `session` first (one hint tree and its cursor, pure), then `scheduler` (whose nodes to expand next, pure),
-`runner` (one step on the model), `links` (streams to target workers) and `server` (gRPC).
+Reading order: `session` (one hint tree and its cursor, pure), `scheduler` (chooses the nodes to expand next, pure),
+`step_items` (what a step feeds of them), `runner` (one step on the model), `links` (streams to target workers),
+`server` (gRPC).
 """

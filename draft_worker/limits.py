@@ -1,10 +1,14 @@
-"""What bounds a draft worker (I7), and what it does unless told otherwise. Pure, and loads without torch."""
+"""Settings of a draft worker: bounds (I7) and vocabulary. Pure, and loads without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
-from outrider.errors import ConfigurationError
+from outrider.engine.options import EngineOptions
+from outrider.settings import MODEL, SPECULATION, check, same_as, setting
 
 MAX_TREE_NODES = 256  # KV entries that the engine provides for a tree, and half of what one message may hold
 NUM_ALTERNATIVES = 4
@@ -12,41 +16,61 @@ NUM_ALTERNATIVES = 4
 MAX_ALTERNATIVES = 32
 
 
+_SHARE: Final[Mapping[str, Any]] = {"group": SPECULATION, "at_least": 0, "at_most": 1, "is_advanced": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Settings of the token ids in which a draft worker names its hints."""
+
+    target_tokenizer: Path | None = setting(
+        None, "the target's model folder, or one with its tokenizer.json: hints use its token ids",
+        MODEL, "folder", shows="the draft has the same",
+    )  # fmt: skip
+    allow_heterogeneous_vocab: bool = setting(
+        False, "draft with a model that tokenizes differently from the target: only tokens that both have are "
+        "proposed, so fewer hints are accepted; the output stays exact",
+        MODEL,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """Bounds of one draft worker (I7)."""
+    """Bounds of one draft worker (I7). Raises ConfigurationError, naming the flag."""
 
-    max_num_seqs: int = 32
+    max_num_seqs: int = same_as(EngineOptions, "max_num_seqs")
     max_num_batched_tokens: int = 512  # fed in one step, prefill included
     max_model_len: int = 1024  # tokens; a longer session gets no more hints
-    max_nodes: int = 240  # live nodes of one tree
-    max_lookahead: int = 20  # depth below the cursor
-    max_alternatives: int = NUM_ALTERNATIVES  # of a node; 0: its primary child only
-    max_nodes_per_step: int = 8  # of all sessions; more rows a step slow the primary paths down
-    max_chain_nodes: int = 3  # fed one below the other by one step, before hints are sent
+    max_nodes: int = setting(
+        240, "live nodes of one hint tree", SPECULATION, "nodes", at_least=1, at_most=MAX_TREE_NODES
+    )
+    max_lookahead: int = setting(
+        20, "how far a hint tree reaches ahead of the committed tokens", SPECULATION, "tokens", at_least=1
+    )
+    max_alternatives: int = setting(
+        NUM_ALTERNATIVES, "other likely tokens that a node keeps in addition to the draft's own; 0: none",
+        SPECULATION, "tokens", at_least=0, at_most=MAX_ALTERNATIVES,
+    )  # fmt: skip
+    max_nodes_per_step: int = setting(
+        8, "nodes of all trees together that are fed in one forward pass; more rows slow the primary paths down",
+        SPECULATION, "nodes", at_least=1, is_advanced=True,
+    )  # fmt: skip
+    max_chain_nodes: int = setting(
+        3, "nodes of one path fed in a row before hints are sent and commits are received; 0: hints are sent one "
+        "by one",
+        SPECULATION, "nodes", at_least=0, at_most=MAX_TREE_NODES, is_advanced=True,
+    )  # fmt: skip
     # Nodes that are less likely to be reached are not grown. Unlikely ones raise the prediction hit rate a little, but
     # the messages they make and the memory they read slow the target's steps down.
-    min_reach: float = 0.03
-    min_sampled_reach: float = 0.15  # in rejection mode, where each node costs a distribution on the wire
+    min_reach: float = setting(0.03, "least probability of reaching a node for it to be fed", **_SHARE)
+    min_sampled_reach: float = setting(
+        0.15,
+        "under rejection sampling, where each node needs a distribution on the wire: least probability of "
+        "reaching a hint for its successor to be drafted and sent; lower is faster if bandwidth is plentiful",
+        **_SHARE,
+    )
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
-    enable_prefix_caching: bool = True  # texts that begin alike share KV blocks
+    enable_prefix_caching: bool = same_as(EngineOptions, "enable_prefix_caching")
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError, naming the flag."""
-        if self.max_num_seqs < 1 or self.max_lookahead < 1:
-            raise ConfigurationError("--max-num-seqs and --max-lookahead must be at least 1")
-        if not 1 <= self.max_nodes <= MAX_TREE_NODES:
-            raise ConfigurationError(f"--max-nodes is {self.max_nodes}; permitted: 1 to {MAX_TREE_NODES}")
-        if not 0 <= self.max_alternatives <= MAX_ALTERNATIVES:
-            raise ConfigurationError(
-                f"--max-alternatives is {self.max_alternatives}; permitted: 0 to {MAX_ALTERNATIVES}"
-            )
-        if self.max_nodes_per_step < 1:
-            raise ConfigurationError("--max-nodes-per-step must be at least 1")
-        if not 0 <= self.max_chain_nodes <= MAX_TREE_NODES:
-            raise ConfigurationError(
-                f"--max-chain-nodes is {self.max_chain_nodes}; permitted: 0 to {MAX_TREE_NODES}"
-            )
-        for flag, reach in (("min-reach", self.min_reach), ("min-sampled-reach", self.min_sampled_reach)):
-            if not 0.0 <= reach <= 1.0:
-                raise ConfigurationError(f"--{flag} is {reach:g}; permitted: 0 to 1")
+        check(self)

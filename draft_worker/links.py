@@ -1,9 +1,9 @@
-"""Streams from this draft worker to target workers: one `Hints.Exchange` per target, for all sessions.
+"""Hint streams from this draft worker to target workers: one `Hints.Exchange` per target, for all sessions.
 
-A link is opened when the first session names its target and closed when the last one has left. When it breaks it is
-opened again with growing pauses, and the scheduler is told, so that it says everything anew (`LinkOpened`). Hints leave
-at once where the target's next step could verify them; others gather for a moment, since what a message costs the
-target hardly depends on what is in it. Everything here runs on the event loop.
+A link opens with the first session for its target and closes after the last one has left. A broken link reopens with
+growing pauses, and `LinkOpened` tells the scheduler to resend its state. Hints that the target's next step could verify
+leave at once. Others gather for a moment, because a message costs the target about the same whatever its size.
+Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import grpc
 import grpc.aio
 
 from draft_worker.distances import Distance, Distances
-from draft_worker.messages import Action, CommitHeard, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
-from outrider.background import end_tasks
+from draft_worker.messages import Action, CommitReceived, Event, LinkOpened, SendHints, Subscribe, Unsubscribe
+from outrider.concurrency.background import end_tasks
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.hint_wire import HintEncoder
-from outrider.tls import PLAINTEXT, Dialer, Role
-from outrider.worker_process import CHANNEL_OPTIONS
+from outrider.hints.hint_wire import HintEncoder
+from outrider.security.tls import PLAINTEXT, Dialer, Role
+from outrider.worker.rpc import CHANNEL_OPTIONS
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-MAX_PENDING_NODES = 8192  # per link; what is beyond it is dropped and said anew later
+MAX_PENDING_NODES = 8192  # per link; nodes beyond it are dropped and resent later
 GATHERING_SHARE = 0.25  # of the time between two commits
 MAX_INTERVAL_S = 0.1  # between commits; longer ones are pauses
-PING_S = 2.0  # as often as the registry is told
-MAX_FRAME_COMMITS = 4096  # as many as a target keeps for a draft worker that is slow to take them
-NUM_CHANNELS = 16383  # as many as two bytes tell apart; far more than sessions on one stream
+PING_S = 2.0  # as often as the registry is updated
+MAX_FRAME_COMMITS = 4096  # the most that a target queues for a slow draft worker
+NUM_CHANNELS = 16383  # two bytes of varint; far more than sessions on one stream
 
 
 Dial = Callable[[str], AbstractAsyncContextManager[Any]]
-"""Opens `Hints.Exchange` at an address; what it yields is the call, as grpc.aio has it."""
+"""Opens `Hints.Exchange` at an address and yields the grpc.aio call."""
 
 
 class TargetDialer:
-    """The real one: a channel for every stream, with the certificates of the moment."""
+    """Opens a channel for every stream, with the current certificates."""
 
     def __init__(self, dialer: Dialer = PLAINTEXT) -> None:
         self._dialer = dialer
@@ -55,38 +55,36 @@ class TargetDialer:
 
 
 class _Pace:
-    """How often a target speaks, which is after each of its steps."""
+    """Mean time between two commit messages of a target; it sends one after each step."""
 
     def __init__(self) -> None:
         self._interval_s = 0.0
-        self._heard_at: float | None = None
+        self._last_at: float | None = None
 
     def hear(self, now: float) -> None:
-        if self._heard_at is not None:
-            self._interval_s += 0.1 * (min(now - self._heard_at, MAX_INTERVAL_S) - self._interval_s)
-        self._heard_at = now
+        if self._last_at is not None:
+            self._interval_s += 0.1 * (min(now - self._last_at, MAX_INTERVAL_S) - self._interval_s)
+        self._last_at = now
 
     @property
-    def patience_s(self) -> float:
-        """How long hints that are not urgent wait for company, seconds."""
+    def gathering_s(self) -> float:
+        """How long hints that are not urgent wait for others, seconds."""
         return GATHERING_SHARE * self._interval_s
 
 
 class TargetLink:
-    """The stream to one target worker, kept open."""
+    """The stream to one target worker, reopened when it breaks."""
 
-    def __init__(
-        self, address: str, on_event: Callable[[Event], None], dial: Dial, distance: Distance
-    ) -> None:
+    def __init__(self, address: str, on_event: Callable[[Event], None], dial: Dial, distance: Distance) -> None:
         self.address = address
         self._dial = dial
         self._distance = distance
         self._is_ping_due = False
-        self.hint_tokens: dict[str, str] = {}  # of the sessions here, by their ids
+        self.hint_tokens: dict[str, str] = {}  # session id -> token that its hints must carry
         self._on_event = on_event
-        self._channels: dict[str, int] = {}  # session id -> its number on this stream
-        self._session_ids: dict[int, str] = {}  # and the other way round
-        self._encoders: dict[int, HintEncoder] = {}  # by channel
+        self._channels: dict[str, int] = {}  # session id -> channel on this stream
+        self._session_ids: dict[int, str] = {}  # channel -> session id
+        self._encoders: dict[int, HintEncoder] = {}  # channel -> encoder
         self._last_channel = 0
         self._hints: list[tuple[int, SendHints]] = []
         self._forget_pending()
@@ -94,11 +92,11 @@ class TargetLink:
         self._num_failures = 0
         self._wake = asyncio.Event()
         self._pace = _Pace()
-        self._timer: asyncio.TimerHandle | None = None  # that wakes the writer for what is not urgent
+        self._timer: asyncio.TimerHandle | None = None  # wakes the writer for hints that are not urgent
         self._task = asyncio.create_task(self._keep_open(), name=f"hints to {address}")
 
     def put(self, action: Subscribe | Unsubscribe | SendHints) -> None:
-        """Adds to the frame that leaves next; frames grow while the stream is busy, and while nothing is urgent."""
+        """Adds an action to the next frame. Frames grow while the stream is busy and while nothing is urgent."""
         match action:
             case Subscribe():
                 self._open_channel(action.session_id)
@@ -115,10 +113,11 @@ class TargetLink:
         if not isinstance(action, SendHints) or action.is_urgent:
             self._wake.set()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._pace.patience_s, self._wake.set)
+            self._timer = asyncio.get_running_loop().call_later(self._pace.gathering_s, self._wake.set)
 
     def _open_channel(self, session_id: str) -> None:
-        """Takes numbers in turn, so that one comes back long after hints under its old meaning have gone."""
+        """Assigns the next free channel number. Numbers cycle, so that one is reused long after its old hints have
+        gone."""
         if session_id in self._channels or len(self._channels) >= NUM_CHANNELS:
             return
         while True:
@@ -129,13 +128,15 @@ class TargetLink:
         self._session_ids[self._last_channel] = session_id
 
     def _is_subscribed(self, session_id: str) -> bool:
-        """On the stream that there is, or with the frame that leaves next: hints on a channel that a target has not
-        heard of are nonsense to it."""
+        """Whether the target knows the session's channel, or learns it with the next frame. A target refuses hints on
+        an unknown channel."""
         return session_id in self._subscribe or self._channels.get(session_id) in self._encoders
 
     def close_channel(self, session_id: str) -> None:
+        """Ends a session's channel and drops its hints that were not sent."""
         closed = self._channels.pop(session_id, 0)
         self._session_ids.pop(closed, None)
+        self._encoders.pop(closed, None)
         self._subscribe.pop(session_id, None)
         self._hints[:] = [(channel, hints) for channel, hints in self._hints if channel != closed]
         self._num_pending_nodes = sum(len(hints.hints) for _, hints in self._hints)
@@ -152,27 +153,27 @@ class TargetLink:
                 reason = "closed by the target"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
-            except OutriderError as error:  # nonsense, or our own model thread is too far behind to be told
+            except OutriderError as error:  # an invalid message, or our own model thread is too far behind
                 reason = error.message
             pause_s = RETRY_S[min(self._num_failures, len(RETRY_S) - 1)]
             self._num_failures += 1
-            logger.info("hint stream to %s broke (%s); trying again in %.2f s", self.address, reason, pause_s)
+            logger.info("hint stream to %s broke (%s); retrying in %.2f s", self.address, reason, pause_s)
             await asyncio.sleep(pause_s)
 
     async def _ride(self, call: Any) -> None:
-        """One stream, from its opening to its end."""
-        self._take_frame()  # what an earlier stream did not take is said anew
+        """Serves one stream from its opening to its end."""
+        self._take_frame()  # what an earlier stream did not send is built anew
         self._encoders.clear()
         self._on_event(LinkOpened(self.address))
-        # Not a request iterator: grpc leaves one waiting when its call breaks, and it would take the next frame.
+        # Not a request iterator: when its call breaks, grpc leaves one waiting, and it would take the next frame.
         writer = asyncio.create_task(self._write(call))
         pinger = asyncio.create_task(self._keep_pinging())
         try:
             async for frame in call:
-                if frame is None:  # as gRPC has it
-                    raise InvalidRequest("commits", "what the target said is no message")
+                if frame is None:  # grpc yields None for a message it cannot parse
+                    raise InvalidRequest("commits", "the target sent an invalid message")
                 if len(frame.commits) > MAX_FRAME_COMMITS:
-                    raise InvalidRequest("commits", f"the target said {len(frame.commits)} commits at once")
+                    raise InvalidRequest("commits", f"the target sent {len(frame.commits)} commits at once")
                 self._num_failures = 0
                 now = asyncio.get_running_loop().time()
                 if frame.pong:
@@ -181,7 +182,7 @@ class TargetLink:
                     self._pace.hear(now)
                 for commit in frame.commits:
                     session_id = self._session_ids.get(commit.channel)
-                    if session_id is not None:  # else it has left meanwhile
+                    if session_id is not None:  # otherwise it has left meanwhile
                         self._on_event(_commit_event(session_id, commit))
         finally:
             call.cancel()
@@ -190,7 +191,7 @@ class TargetLink:
             await asyncio.wait([writer, pinger])
 
     async def _keep_pinging(self) -> None:
-        self._is_ping_due = True  # with the first frame
+        self._is_ping_due = True  # sent with the first frame
         while True:
             await asyncio.sleep(PING_S)
             self._is_ping_due = True
@@ -200,7 +201,7 @@ class TargetLink:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._has_dropped:  # children of what was dropped would be stale for ever
+            if self._has_dropped:  # children of dropped nodes would be stale for ever
                 self._on_event(LinkOpened(self.address))
                 self._has_dropped = False
             await call.write(self._take_frame())
@@ -213,7 +214,7 @@ class TargetLink:
             frame.ping = self._distance.ping(asyncio.get_running_loop().time())
         for action in self._subscribe.values():
             channel = self._channels[action.session_id]
-            self._encoders[channel] = HintEncoder()  # as the target's side of the channel starts anew
+            self._encoders[channel] = HintEncoder()  # the target's decoder of the channel starts anew, too
             frame.subscribe.add(
                 session_id=action.session_id,
                 attachment=action.attachment,
@@ -243,7 +244,7 @@ class TargetLinks:
     """All links of one draft worker, opened and closed as sessions come and go."""
 
     def __init__(self, on_event: Callable[[Event], None], dial: Dial | None = None) -> None:
-        """`dial` None: in the clear."""
+        """`dial` None means plaintext connections."""
         self._on_event = on_event
         self._dial = dial or TargetDialer()
         self.distances = Distances()
@@ -251,12 +252,13 @@ class TargetLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def join(self, address: str, session_id: str, hint_token: str = "") -> None:
-        """Opens the link, if need be; to be followed by `leave`."""
+        """Opens the link if necessary and registers the session. Must be followed by `leave`."""
         if address not in self._links:
             self._links[address] = TargetLink(address, self._on_event, self._dial, self.distances.to(address))
         self._links[address].hint_tokens[session_id] = hint_token
 
     def leave(self, address: str, session_id: str) -> None:
+        """Ends a session's use of the link to its target; a link without sessions is closed later."""
         link = self._links.get(address)
         if link is None:
             return
@@ -274,6 +276,7 @@ class TargetLinks:
             await link.close()
 
     def put(self, action: Action) -> None:
+        """Sends a subscription or hints to the target that the action names."""
         if isinstance(action, Subscribe | Unsubscribe | SendHints):
             link = self._links.get(action.target_address)
             if link is not None:
@@ -288,11 +291,11 @@ class TargetLinks:
 
 
 IDLE_S = 10.0
-"""A link outlives its last session by this long, since the next one often comes soon."""
+"""How long a link outlives its last session, since the next one often comes soon."""
 
 
-def _commit_event(session_id: str, commit: hints_pb2.SessionCommit) -> CommitHeard:
-    return CommitHeard(
+def _commit_event(session_id: str, commit: hints_pb2.SessionCommit) -> CommitReceived:
+    return CommitReceived(
         session_id,
         commit.from_len,
         list(commit.token_ids),

@@ -1,4 +1,4 @@
-"""What the draft scheduler is told (events) and what it wants done (actions). Pure data."""
+"""Events that the draft scheduler takes, and actions and steps that it returns. Pure data."""
 
 from __future__ import annotations
 
@@ -8,69 +8,74 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from outrider.confidence import Calibration
-from outrider.engine.kv_cache import KVSequence
-from outrider.engine.text_before import TextBefore
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.sampling.logit_context import LogitContext
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
-from outrider.hint_tree import DraftDistribution, Hint
+from outrider.hints.confidence import Calibration
+from outrider.hints.hint_tree import DraftDistribution, Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-
-# Events.
 
 
 @dataclass(frozen=True, slots=True)
 class AttachSession:
+    """A coordinator asks for hints for a session at a target. `token_ids` are its committed tokens."""
+
     session_id: str
     attachment: int
     target_address: str
     token_ids: list[int]
     sampling: SamplingParams
-    seed: int  # the client's in coupled mode, the draft worker's own otherwise
+    seed: int  # the client's in coupled mode, otherwise the draft worker's own
     num_prompt_tokens: int = 0  # of token_ids; 0: all
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
-    grammar: GrammarState | None = None  # at its beginning; the session's own from here on
-    cache_salt: str = ""  # of the sessions that it shares KV blocks with
-    owner: str = ""  # on whose behalf its grammar is compiled
+    grammar: GrammarState | None = None  # in its initial state; the session owns it from here on
+    cache_salt: str = ""  # of the sessions it shares KV blocks with
+    owner: str = ""  # the tenant that its grammar is compiled for
 
 
 @dataclass(frozen=True, slots=True)
 class DetachSession:
+    """A coordinator wants no more hints for a session."""
+
     session_id: str
     attachment: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOpened:
-    """A stream to this target was opened, or opened again: everything it should know must be said anew."""
+    """A stream to this target was opened or reopened: subscriptions and hints must be sent anew."""
 
     target_address: str
 
 
 @dataclass(frozen=True, slots=True)
-class CommitHeard:
+class CommitReceived:
+    """A target's message: the committed tokens from position `from_len` on."""
+
     session_id: str
     from_len: int
     token_ids: list[int]
-    is_listening: bool
+    accepts_hints: bool
     is_finished: bool
-    num_tried: int = 0  # hints that were verified for these tokens
-    num_held: int = 0  # of these, the leading ones that held
+    num_verified: int = 0  # hints that were verified for these tokens
+    num_matched: int = 0  # the leading ones of them that were accepted
 
 
-Event = AttachSession | DetachSession | LinkOpened | CommitHeard
-
-
-# Actions.
+Event = AttachSession | DetachSession | LinkOpened | CommitReceived
 
 
 @dataclass(frozen=True, slots=True)
 class AttachmentAccepted:
+    """The session has a slot."""
+
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttachmentRefused:
+    """The session has no slot, or cannot be drafted for."""
+
     session_id: str
     attachment: int
     error: OutriderError
@@ -78,13 +83,15 @@ class AttachmentRefused:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentEnded:
-    """The target said that the session has ended."""
+    """The target has reported the end of the session."""
 
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
+    """Asks a target for the session's commits from position `known_len` on."""
+
     target_address: str
     session_id: str
     attachment: int
@@ -93,12 +100,16 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
+    """Tells a target that the session's commits are no longer wanted."""
+
     target_address: str
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SendHints:
+    """Sends a target nodes of the session's hint tree, whose root follows `base_len` committed tokens."""
+
     target_address: str
     session_id: str
     attachment: int
@@ -110,12 +121,9 @@ class SendHints:
 Action = AttachmentAccepted | AttachmentRefused | AttachmentEnded | Subscribe | Unsubscribe | SendHints
 
 
-# One step.
-
-
 @dataclass(frozen=True, slots=True)
 class KVMove:
-    """KV entries that survived a move of the cursor, to be brought together before the next forward pass."""
+    """KV entries that survived a move of the cursor, to be made contiguous before the next forward pass."""
 
     source_slots: npt.NDArray[np.int64]
     destination_slots: npt.NDArray[np.int64]
@@ -123,23 +131,23 @@ class KVMove:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Nodes that a step may feed on top of what it was given, one pass after the other: each is the primary child of
-    the one before, the first that of the item's first node."""
+    """Nodes that a step may feed beyond its item, one forward pass each. The first is the primary child of the item's
+    first node, each further one the primary child of the one before."""
 
     max_nodes: int
-    reach: float  # of the item's first node: how likely it is to be reached
-    min_reach: float  # of the nodes to be fed
-    stop_token_ids: frozenset[int]  # nodes that are not to be fed
+    reach: float  # of the item's first node: probability that the committed tokens reach it
+    min_reach: float  # lower bound for a node to be fed
+    stop_token_ids: frozenset[int]  # tokens that are not fed
     tree_start: int  # as in engine.attention.QueryBlock
-    path: Sequence[int]  # KV entries that the item's first node sees there
+    path: Sequence[int]  # KV entries that the item's first node attends to
 
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
     """One session's part in a step.
 
-    `node_ids` are expanded: one row of logits each. Prefill has one (the cursor) or, for a chunk that is not the
-    last, none; it feeds committed tokens and leaves the tree fields unset.
+    `node_ids` are expanded: one row of logits each. Prefill has one (the cursor), or none for a chunk that is not the
+    last; it feeds committed tokens and leaves the tree fields unset.
     """
 
     session_id: str
@@ -149,17 +157,19 @@ class StepItem:
     sampling: SamplingParams
     speculation: SpeculationSettings
     seed: int
-    text: TextBefore  # per node: what stands before its children
-    first_draw: int  # the number of the first draw that this step may make, one per node
-    acceptance_rate: float  # of this session's primary children, as far as experience goes
-    calibration: Calibration | None  # of the draft model's own confidence; None under rejection sampling
+    context: LogitContext  # per node: the tokens before its children
+    first_draw: int  # number of the first random draw of this step; there is one per node
+    acceptance_rate: float  # measured rate of this session's primary children
+    calibration: Calibration | None  # of the draft model's confidence; None under rejection sampling
     tree_start: int = 0
-    paths: Sequence[Sequence[int]] | None = None  # KV entries that each node sees, as in QueryBlock
+    paths: Sequence[Sequence[int]] | None = None  # KV entries that each node attends to, as in QueryBlock
     chain: Chain | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """One forward pass: KV entries to move before it, and the sessions' nodes to expand."""
+
     moves: list[KVMove]
     items: list[StepItem]
 
@@ -169,8 +179,8 @@ class Expansion:
     """The children of one node: the primary child first, then alternatives, likeliest first."""
 
     token_ids: list[int]
-    chances: list[float]  # that the target says this token here, as far as the draft can tell; 0 to 1
-    # Of the primary child: in rejection mode what it was drawn from, in the others how sure the draft model is of it
-    # (`outrider.confidence`).
+    chances: list[float]  # estimated probability that the target generates this token here; 0 to 1
+    # Of the primary child: the distribution it was drawn from in rejection mode, otherwise the draft model's
+    # confidence in it (`outrider.hints.confidence`).
     distribution: DraftDistribution | None = None
     confidence: int = 0

@@ -11,11 +11,10 @@ import torch
 from draft_worker.limits import NUM_ALTERNATIVES
 from draft_worker.messages import Action, Chain, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
-from outrider.confidence import confidence_level
-from outrider.engine.idle_check import IdleCheck
-from outrider.engine.logit_processing import NEVER, is_idle, process
+from outrider.engine.kv.idle_check import IdleCheck
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.sampling import (
+from outrider.engine.sampling.logit_processing import NEVER, is_idle, process
+from outrider.engine.sampling.sampling import (
     coupled_scores,
     draft_distributions,
     most_likely,
@@ -23,18 +22,19 @@ from outrider.engine.sampling import (
     sample_draft,
 )
 from outrider.grammar import GrammarViolation
-from outrider.hint_tree import DraftDistribution
+from outrider.hints.confidence import confidence_level
+from outrider.hints.hint_tree import DraftDistribution
+from outrider.observability.telemetry import DraftMetrics
 from outrider.sampling_params import DecodingMode
-from outrider.telemetry import DraftMetrics
 
 NUM_CHILDREN = 1 + NUM_ALTERNATIVES
-"""Most children of a node: the primary one and alternatives."""
+"""Most children of a node: the primary one and its alternatives."""
 NUM_DRAFT_PROBS = 6
-"""Entries of a hint's distribution in rejection mode, where the request does not say."""
+"""Entries of a hint's distribution in rejection mode, unless the request sets it."""
 DRAFT_PROBS_BITS = 8
-"""Their precision, likewise."""
+"""Bits per weight of a hint's distribution in rejection mode, unless the request sets it."""
 UNDERSTATED = 2.0
-"""How much likelier an alternative is than the draft model says, given that its first token is wrong: about so with the
+"""How much likelier an alternative is than the draft model says, given that its first token is wrong. Measured on the
 demo pair, whose second token is then mostly the right one."""
 NOTHING = Expansion([], [])
 
@@ -46,13 +46,15 @@ def run_step(
     num_children: int = NUM_CHILDREN,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> list[list[Expansion]]:
-    """One forward pass, and one for each further node of the longest chain; per item, the expansion of each of its
-    nodes, and of the chain's, into `num_children` at most. Chains end when `is_interrupted`."""
+    """Runs one forward pass for the step, and one for each further node of the longest chain.
+
+    Returns per item the expansion of each of its nodes, then of its chain's, with at most `num_children` each. Chains
+    end when `is_interrupted`.
+    """
     for move in step.moves:
         engine.move_entries(move.source_slots, move.destination_slots)
     chunks = [
-        SequenceChunk(item.kv, item.token_ids, len(item.node_ids), item.tree_start, item.paths)
-        for item in step.items
+        SequenceChunk(item.kv, item.token_ids, len(item.node_ids), item.tree_start, item.paths) for item in step.items
     ]
     expansions = _expand_items(step.items, engine.forward(chunks), num_children)
     growing = [
@@ -70,12 +72,12 @@ def run_step(
 
 
 class _Growth:
-    """A chain while it is fed. Its expansions come after the item's own."""
+    """A chain while it is being fed. Its expansions follow the item's own."""
 
     def __init__(self, item: StepItem, chain: Chain, expansions: list[Expansion]) -> None:
         self._item, self._chain, self._expansions = item, chain, expansions
         self._path = list(chain.path)
-        self._said = list(item.text.continuations[0])
+        self._continuation = list(item.context.continuations[0])
         self._num_fed = 0
         self._reach = chain.reach
         self._go_below(expansions[0])
@@ -95,33 +97,31 @@ class _Growth:
         )
 
     def add(self, expansion: Expansion) -> None:
-        """Of the node that was fed last."""
+        """Takes the expansion of the node that was fed last."""
         self._expansions.append(expansion)
         self._go_below(expansion)
 
     def next_item(self) -> StepItem:
-        """That feeds it."""
+        """Returns an item that feeds the last node's primary child."""
         kv, token_id = self._item.kv, self._child
         assert token_id is not None
         kv.extend(1)
         self._num_fed += 1
         self._path.append(kv.length - 1)
-        self._said.append(token_id)
+        self._continuation.append(token_id)
         return replace(
             self._item,
             token_ids=[token_id],
             node_ids=self._item.node_ids[:1],
-            text=replace(self._item.text, continuations=[self._said]),
+            context=replace(self._item.context, continuations=[self._continuation]),
             tree_start=self._chain.tree_start,
             paths=[self._path],
         )
 
 
-def _expand_items(
-    items: Sequence[StepItem], logits: torch.Tensor, num_children: int
-) -> list[list[Expansion]]:
-    """Per item, the expansion of each of its nodes.  # logits: float32 [number of all nodes, vocab_size]"""
-    # The nodes of most sessions are expanded by the same operations: all at once.
+def _expand_items(items: Sequence[StepItem], logits: torch.Tensor, num_children: int) -> list[list[Expansion]]:
+    """Returns per item the expansion of each of its nodes.  # logits: float32 [number of all nodes, vocab_size]"""
+    # Most sessions need the same operations, so their nodes are expanded in one call.
     is_simple = [_is_simple(item) for item in items]
     together = _expand_together(items, is_simple, logits, num_children)
     expansions: list[list[Expansion]] = []
@@ -136,80 +136,73 @@ def _expand_items(
 
 
 def _is_simple(item: StepItem) -> bool:
-    return item.sampling.decoding_mode is DecodingMode.GREEDY and is_idle(item.sampling, item.text)
+    return item.sampling.decoding_mode is DecodingMode.GREEDY and is_idle(item.sampling, item.context)
 
 
 def _expand_together(
     items: Sequence[StepItem], is_simple: Sequence[bool], logits: torch.Tensor, num_children: int
 ) -> list[Expansion]:
-    """The expansion of every row, had each the parameters of a simple item."""
+    """Expands every row as if its item were simple; [] where none is."""
     if not any(simple and item.node_ids for item, simple in zip(items, is_simple, strict=True)):
         return []
-    whose = [item for item in items for _ in item.node_ids]
-    return _primary_first(*most_likely(logits, num_children), whose)
+    row_items = [item for item in items for _ in item.node_ids]
+    return _primary_first(*most_likely(logits, num_children), row_items)
 
 
 def _expand_safely(item: StepItem, logits: torch.Tensor, num_children: int) -> list[Expansion]:
     try:
         return expand(item, logits, num_children)
-    except GrammarViolation:  # a limit of the grammar's parser: nothing is guessed here
+    except GrammarViolation:  # a limit of the grammar's parser: no hints here
         return [NOTHING] * len(item.node_ids)
 
 
 def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDREN) -> list[Expansion]:
-    """Children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
+    """Returns the children for each row's node.  # logits: float32 [num_nodes, vocab_size]"""
     params = item.sampling
-    whose = [item] * len(item.node_ids)
-    processed = process(logits, params, item.text)
+    row_items = [item] * len(item.node_ids)
+    processed = process(logits, params, item.context)
     is_dead = processed.amax(dim=-1) == NEVER
     processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
     if params.decoding_mode is DecodingMode.GREEDY:
-        expansions = _primary_first(*most_likely(processed, num_children), whose)
+        expansions = _primary_first(*most_likely(processed, num_children), row_items)
     else:
         probs = probabilities(processed, params)
         if params.decoding_mode is DecodingMode.COUPLED:
-            committed_len = len(item.text.token_ids)
-            positions = [committed_len + len(continuation) for continuation in item.text.continuations]
+            committed_len = len(item.context.token_ids)
+            positions = [committed_len + len(continuation) for continuation in item.context.continuations]
             scores = coupled_scores(probs, item.seed, positions)
             chances = scores / scores.sum(dim=-1, keepdim=True)
             best = torch.topk(chances, min(num_children, chances.shape[-1]), dim=-1)
-            expansions = _primary_first(best.indices.tolist(), best.values.tolist(), whose)
+            expansions = _primary_first(best.indices.tolist(), best.values.tolist(), row_items)
         else:
             expansions = _sample(item, probs, num_children)
-    return [
-        _forced(item, row) or (NOTHING if is_dead[row] else expansion)
-        for row, expansion in enumerate(expansions)
-    ]
+    return [_forced(item, row) or (NOTHING if is_dead[row] else expansion) for row, expansion in enumerate(expansions)]
 
 
 def _forced(item: StepItem, row: int) -> Expansion | None:
-    """The token that the grammar forces after a node: the target takes it as a hint of its own, so must we."""
-    if item.text.grammar is None:
+    """The token that the grammar forces after a node, if any. The target takes it as a hint of its own."""
+    if item.context.grammar is None:
         return None
-    forced = item.text.grammar.forced_after(item.text.continuations[row], 1)
+    forced = item.context.grammar.forced_after(item.context.continuations[row], 1)
     return Expansion(forced, [1.0]) if forced else None
 
 
 def _primary_first(
-    token_ids: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], whose: Sequence[StepItem]
+    token_ids: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], row_items: Sequence[StepItem]
 ) -> list[Expansion]:
     """Per row, the likeliest token as the primary child and the next likely ones as alternatives.
 
-    token_ids and chances: [num_nodes][num_children], falling; whose: the item of each node.
+    token_ids and chances: [num_nodes][num_children], falling; items: the item of each node.
     """
     expansions = []
-    for (first, *other_ids), (chance, *other_chances), item in zip(token_ids, chances, whose, strict=True):
+    for (first, *other_ids), (chance, *other_chances), item in zip(token_ids, chances, row_items, strict=True):
         confidence, primary_chance = confidence_level(chance), item.acceptance_rate
         if item.calibration is not None:
             primary_chance = item.calibration.chance(confidence, item.acceptance_rate)
-        # All of them together are no more than what is left.
+        # The alternatives together get no more than the probability that is left.
         left = 1.0 - primary_chance
         share = min(left / max(sum(other_chances), 1e-6), UNDERSTATED * left / max(1.0 - chance, 1e-6))
-        others = [
-            (token_id, own * share)
-            for token_id, own in zip(other_ids, other_chances, strict=True)
-            if own > 0.0
-        ]
+        others = [(token_id, own * share) for token_id, own in zip(other_ids, other_chances, strict=True) if own > 0.0]
         expansions.append(
             Expansion(
                 [first, *(token_id for token_id, _ in others)],
@@ -221,52 +214,49 @@ def _primary_first(
 
 
 def _sample(item: StepItem, probs: torch.Tensor, num_children: int) -> list[Expansion]:
-    """Primary children drawn from exactly the distributions that are sent with them (I5), and the likeliest others."""
+    """Draws primary children from exactly the distributions that are sent with them (I5); alternatives are the
+    likeliest other tokens."""
     distributions = draft_distributions(
         probs,
         item.speculation.num_draft_probs or NUM_DRAFT_PROBS,
         item.speculation.draft_probs_bits or DRAFT_PROBS_BITS,
     )
     return [
-        _first(
-            _sampled(
-                *(distribution, sample_draft(distribution, item.seed, item.first_draw + index)),
-                item.acceptance_rate,
-            ),
-            num_children,
+        _sampled(
+            *(distribution, sample_draft(distribution, item.seed, item.first_draw + index)),
+            *(item.acceptance_rate, num_children),
         )
         for index, distribution in enumerate(distributions)
     ]
 
 
-def _sampled(distribution: DraftDistribution, token_id: int, primary_chance: float) -> Expansion:
+def _sampled(distribution: DraftDistribution, token_id: int, primary_chance: float, num_children: int) -> Expansion:
     weights = dict(zip(distribution.token_ids, distribution.weights, strict=True))
-    others = [other for other in distribution.token_ids if other != token_id]
-    rest = max(distribution.total - weights[token_id], 1)
+    rest = max(distribution.total - weights.pop(token_id), 1)
+    others = [*weights][: num_children - 1]
     chances = [(1.0 - primary_chance) * weights[other] / rest for other in others]
     return Expansion([token_id, *others], [primary_chance, *chances], distribution)
 
 
-def _first(expansion: Expansion, num_children: int) -> Expansion:
-    return Expansion(
-        expansion.token_ids[:num_children], expansion.chances[:num_children], expansion.distribution
-    )
-
-
 class DraftCore:
-    """The scheduler and the engine as one core for the model thread."""
+    """The scheduler and the engine of a draft worker as one core for the model thread."""
 
-    def __init__(self, scheduler: DraftScheduler, engine: Engine, metrics: DraftMetrics) -> None:
+    def __init__(
+        self,
+        scheduler: DraftScheduler,
+        engine: Engine,
+        metrics: DraftMetrics,
+        has_events: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`has_events` tells whether events are waiting, which ends a chain early."""
         self.scheduler = scheduler
         self.engine = engine
         self._metrics = metrics
-        self._num_cached_tokens = 0  # counted so far
-        self._quiet: tuple[float, bool] | None = (
-            None  # since when there is no step to run, and whether with sessions
-        )
+        self._has_events = has_events
+        self._num_cached_tokens = 0  # already exported
+        # Since when there is no step to run, and whether there are sessions.
+        self._quiet: tuple[float, bool] | None = None
         self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
-        # Whether there is news, for which a chain breaks off; whoever makes the core's thread says how to know.
-        self.has_events: Callable[[], bool] = lambda: False
 
     def handle(self, event: Event, now: float) -> list[Action]:
         return self.scheduler.handle(event, now)
@@ -276,12 +266,12 @@ class DraftCore:
         self._observe_load()
         self._observe_quiet(now, is_quiet=step is None)
         if step is None:
-            self.engine.rest()
-            if not self.scheduler.num_sessions:  # else it waits for commits, and has to answer at once
+            self.engine.idle()
+            if not self.scheduler.num_sessions:  # otherwise it waits for commits and must answer them at once
                 self._idle_check.look(now)
             return [], None
         started = time.perf_counter()
-        expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives, self.has_events)
+        expansions = run_step(self.engine, step, 1 + self.scheduler.limits.max_alternatives, self._has_events)
         step_ms = (time.perf_counter() - started) * 1e3
         self._metrics.step_ms.observe(step_ms)
         return self.scheduler.finish_step(step, expansions, step_ms), 0.0

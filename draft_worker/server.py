@@ -1,4 +1,4 @@
-"""The draft worker's gRPC face: coordinators attach sessions here. Runs on the event loop."""
+"""The draft worker's gRPC service: coordinators attach sessions here. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import math
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-import grpc.aio
 
 from draft_worker.links import Dial, TargetLinks
 from draft_worker.messages import (
@@ -24,41 +21,35 @@ from draft_worker.messages import (
     Subscribe,
 )
 from draft_worker.scheduler import DraftScheduler
-from outrider.engine.prefix_cache import check_cache_salt
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
     OutriderError,
-    Overloaded,
     TokenizerMismatch,
     Unavailable,
 )
 from outrider.grammar import GrammarCompiler
-from outrider.model_thread import ModelThread
+from outrider.observability.telemetry import DraftMetrics
+from outrider.observability.tracing import OFF, Attributes, Tracing
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-from outrider.telemetry import DraftMetrics
-from outrider.tenants import check_owner
-from outrider.tracing import OFF, Attributes, Tracing
-from outrider.worker_process import abort
+from outrider.worker.rpc import abort
+from outrider.worker.session_checks import check_session
+from outrider.worker.worker_servicer import Context, WorkerServicer
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
-MAX_SESSION_ID = 64  # characters
-MAX_HINT_TOKEN = 64  # characters
 STATUS_EVERY_S = 1.0
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True)
 class _Caller:
-    """Who attached a session."""
+    """The coordinator's call that attached a session."""
 
-    actions: asyncio.Queue[Action]  # what it is still to hear
-    hint_token: str  # that the target asks for
+    actions: asyncio.Queue[Action]  # not yet reported to it
+    hint_token: str  # required by the target
     num_sent_nodes: int = 0
 
 
-class DraftServicer(draft_pb2_grpc.DraftServicer):
+class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer):
     """Serves outrider.v1.Draft."""
 
     def __init__(
@@ -70,33 +61,24 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         dial: Dial | None = None,
         tracing: Tracing = OFF,
     ) -> None:
-        self._info = info
+        super().__init__(info)
         self._grammars = grammars
         self._scheduler = scheduler
         self._metrics = metrics
         self._callers: dict[str, _Caller] = {}
-        self._thread: ModelThread[Event, Action] | None = None
         self._links = TargetLinks(lambda event: self._submit(event, is_from_peer=True), dial)
-        self._is_draining = False
         self._tracing = tracing
-
-    def bind(self, thread: ModelThread[Event, Action]) -> None:
-        """Must be called before the server starts."""
-        self._thread = thread
-
-    def start_draining(self) -> None:
-        self._is_draining = True
 
     @property
     def round_trips(self) -> str:
-        """To the targets, as the registry has it."""
-        return self._links.distances.told()
+        """Round trips to the targets in the registry's format."""
+        return self._links.distances.record_text()
 
     async def close(self) -> None:
         await self._links.close()
 
     def dispatch(self, actions: list[Action]) -> None:
-        """Takes the scheduler's actions, on the event loop."""
+        """Carries out the scheduler's actions, on the event loop."""
         for action in actions:
             if isinstance(action, AttachmentAccepted | AttachmentRefused | AttachmentEnded):
                 caller = self._callers.get(action.session_id)
@@ -112,29 +94,15 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                         self._callers[action.session_id].num_sent_nodes += len(action.hints)
                 self._links.put(action)
 
-    def _submit(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None:
-        assert self._thread is not None
-        if not self._thread.submit(event, is_release=is_release, is_from_peer=is_from_peer):
-            raise Overloaded("the worker is too far behind to take more")
-
-    # outrider.v1.Draft
-
-    async def GetInfo(self, request: common_pb2.GetInfoRequest, context: Context) -> common_pb2.WorkerInfo:
-        return self._info
-
-    async def Attach(
-        self, request: draft_pb2.AttachRequest, context: Context
-    ) -> AsyncIterator[draft_pb2.AttachStatus]:
+    async def Attach(self, request: draft_pb2.AttachRequest, context: Context) -> AsyncIterator[draft_pb2.AttachStatus]:
         try:
             event = self._parse(request)
             if event.sampling.grammar is not None:
-                self._scheduler.check_room()  # a refusal comes before any work
-                compiling = asyncio.create_task(
-                    self._grammars.compile_async(event.sampling.grammar, event.owner)
-                )
+                self._scheduler.check_room()  # refuse before any work
+                compiling = asyncio.create_task(self._grammars.compile_async(event.sampling.grammar, event.owner))
                 try:
                     while not (await asyncio.wait([compiling], timeout=STATUS_EVERY_S))[0]:
-                        yield draft_pb2.AttachStatus()  # silence would look as if the worker were gone
+                        yield draft_pb2.AttachStatus()  # without messages the worker would seem dead
                     event = replace(event, grammar=compiling.result())
                 finally:
                     compiling.cancel()
@@ -166,14 +134,17 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     async def _follow(
         self, session_id: str, actions: asyncio.Queue[Action], left_s: float
     ) -> AsyncIterator[draft_pb2.AttachStatus]:
-        """Statuses of one attachment until it ends. Raises what it was refused with, and DeadlineExceeded after
-        `left_s`, where that is not 0. The call's own deadline ends it by cancelling us."""
+        """Yields the statuses of one attachment until it ends.
+
+        Raises the error it was refused with, and DeadlineExceeded after `left_s` unless that is 0. The call's own
+        deadline cancels this generator.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + (left_s or math.inf)
         status = draft_pb2.AttachStatus()
         while not status.is_finished:
             if loop.time() >= until:
-                raise DeadlineExceeded("the request's time is up")
+                raise DeadlineExceeded("the request's deadline has passed")
             try:
                 async with asyncio.timeout_at(min(loop.time() + STATUS_EVERY_S, until)):
                     action = await actions.get()
@@ -190,25 +161,16 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             yield status
 
     def _parse(self, request: draft_pb2.AttachRequest) -> AttachSession:
-        """Raises an OutriderError that says what is wrong."""
+        """Parses and checks a request; raises an OutriderError that names the fault."""
         if self._is_draining:
             raise Unavailable("this worker is draining")
-        if not 0 < len(request.session_id) <= MAX_SESSION_ID:
-            raise InvalidRequest("session_id", f"session_id must have 1 to {MAX_SESSION_ID} characters")
-        if len(request.hint_token) > MAX_HINT_TOKEN:
-            raise InvalidRequest("hint_token", f"hint_token may have at most {MAX_HINT_TOKEN} characters")
-        check_cache_salt(request.cache_salt)
-        check_owner(request.owner)
+        check_session(request)
         self._check_free(request.session_id)
-        if not request.token_ids:
-            raise InvalidRequest(
-                "token_ids", "token_ids is empty; at least one token is needed to go on from"
-            )
         if ":" not in request.target_address:
             raise InvalidRequest(
-                "target_address", f"target_address is {request.target_address!r}; host:port is wanted"
+                "target_address", f"target_address is {request.target_address!r}; host:port is required"
             )
-        ours, theirs = self._info.tokenizer_fingerprint, request.tokenizer_fingerprint
+        ours, theirs = self.info.tokenizer_fingerprint, request.tokenizer_fingerprint
         if theirs and theirs != ours:
             raise TokenizerMismatch(ours, theirs, "the target")
         sampling = SamplingParams.from_proto(request.sampling)

@@ -1,1 +1,1 @@
-"""How Outrider is deployed: manifests, and what makes the images. Nothing that serves imports this package."""
+"""Deployment of Outrider: manifests and images. No serving process imports this package."""

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Makes Redis' users, new passwords and all: coordinators, which keep everything there, and target and draft workers,
-# which find nothing but the leases of their own pool. A worker that has been taken over reads nobody's prompts in it.
+# Creates Redis' users with new passwords: coordinators, which may read and write everything, and target and draft workers,
+# which may use only the leases of their own pool. So a compromised worker cannot read prompts in Redis.
 #
 #   k8s/redis_users.sh FOLDER [ADDRESS]
 #
 # writes FOLDER/users.conf for Redis, with hashes alone, and FOLDER/url-coordinator, url-target and url-draft, for
 # --redis-url-file. ADDRESS is rediss://redis:6379, with the certificates of the component `mtls`, unless given;
-# redis://HOST:PORT is in the clear.
+# redis://HOST:PORT is not encrypted.
 set -eu
 umask 077
 folder=${1:?k8s/redis_users.sh FOLDER [ADDRESS]}

@@ -1,13 +1,13 @@
-"""Whether speculation changed what was said: runs of one request are compared and a verdict is drawn. Pure.
+"""Judges whether speculation changed an output, by comparing runs of one request. Pure.
 
 The promise under audit: greedy and seeded output is a function of model, prompt, parameters and seed, so a run that
-verified hints says what a plain one says, token by token. Where two runs first differ, one question decides whose
-fault it is: does plain decoding, asked again at the same prefix, say what it said before? If so, speculation changed
-the output. If not, the engine answers unequally by itself and proves nothing about speculation.
+verified hints generates the same tokens as a plain one. Where two runs first differ, plain decoding is repeated at the
+same prefix. If it generates the same token as before, speculation changed the output. If not, the engine itself is not
+reproducible and the difference proves nothing about speculation.
 
-Vocabulary: the *plain* run is the reference, without speculation; *speculated* runs are compared with it; a *replay*
-is a further plain run to the position of the first difference. Positions count output tokens from 0; log
-probabilities and margins are natural logarithms (nats).
+Vocabulary: the *plain* run is the reference, without speculation; *speculated* runs are compared with it; a *replay* is
+a further plain run to the position of the first difference. Positions count output tokens from 0; log probabilities and
+margins are natural logarithms (nats).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Final
 
 RULED_OUT: Final = -9999.0
-"""How the API writes the log probability of a token that cannot be said."""
+"""The API's log probability of a token that cannot be generated."""
 
 ROUNDING_NATS: Final = 0.25
 """Below this a greedy margin may be rounding: bfloat16 numbers from 16 to 32, as logits are, lie 0.125 apart."""
@@ -28,15 +28,15 @@ EXIT_UNPROVEN: Final = 4
 
 
 class Verdict(StrEnum):
-    """On one request, or one run of it."""
+    """Result of the audit of one request, or of one run of it."""
 
     IDENTICAL = "identical"
-    DIVERGED = "diverged"  # speculation said something else where plain decoding is sure of itself
-    UNSTABLE = "unstable"  # plain decoding contradicts itself
-    FAILED = "failed"  # some request got no usable answer
+    DIVERGED = "diverged"  # speculation generated another token where plain decoding is reproducible
+    UNSTABLE = "unstable"  # plain decoding is not reproducible
+    FAILED = "failed"  # a request got no usable answer
 
 
-# Worst first, with what the process exits with.
+# Worst first, with the exit status.
 _EXIT_CODES: Final[Mapping[Verdict, int]] = {
     Verdict.DIVERGED: 1, Verdict.UNSTABLE: 3, Verdict.FAILED: 2, Verdict.IDENTICAL: 0,
 }  # fmt: skip
@@ -46,19 +46,19 @@ _EXIT_CODES: Final[Mapping[Verdict, int]] = {
 class TokenWeights:
     """The distribution at one position, as far as the server shows it."""
 
-    token_id: int  # the token said there
-    logprobs: Mapping[int, float]  # by token id: the likeliest ones and the one said
+    token_id: int  # the token generated there
+    logprobs: Mapping[int, float]  # by token id: the likeliest ones and the generated one
 
     @property
     def ranked(self) -> list[tuple[int, float]]:
-        """(token id, log probability), likeliest first, without what cannot be said."""
+        """(token id, log probability), likeliest first, without tokens that cannot be generated."""
         possible = [(token_id, logprob) for token_id, logprob in self.logprobs.items() if logprob > RULED_OUT]
         return sorted(possible, key=lambda item: -item[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintCounts:
-    """What speculation did. Sums of counts are counts of several runs."""
+    """Counters of speculation over one or several runs."""
 
     num_draft_tokens: int = 0  # hints verified
     num_accepted_draft_tokens: int = 0
@@ -66,7 +66,7 @@ class HintCounts:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """None where no hint was verified."""
+        """Share of verified hints that were accepted; None where none was verified."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
@@ -88,29 +88,28 @@ class HintCounts:
 class Run:
     """One answer to a request."""
 
-    token_ids: tuple[int, ...]  # of the output
+    token_ids: tuple[int, ...]  # output tokens
     finish_reason: str | None = None
-    content: str = ""  # what the client reads: text, in a chat also the calls of tools
+    content: str = ""  # text as the client reads it, in a chat with its tool calls
     prompt_token_ids: tuple[int, ...] = ()
     decoding_mode: str = ""  # greedy, coupled or rejection
     hints: HintCounts = field(default_factory=HintCounts)
-    num_forced_tokens: int = 0  # fed ahead because a grammar left no choice
-    weights: tuple[TokenWeights, ...] = ()  # of the last `len(weights)` tokens of the output
+    num_forced_tokens: int = 0  # fed ahead because a grammar permitted nothing else
+    weights: tuple[TokenWeights, ...] = ()  # of the last `len(weights)` output tokens
 
     def token_at(self, position: int) -> int | None:
-        """None where the output had ended."""
+        """The output token at a position; None where the output had ended."""
         return self.token_ids[position] if position < len(self.token_ids) else None
 
     def weights_at(self, position: int) -> TokenWeights | None:
-        """None where the server showed no distribution."""
+        """The distribution at a position; None where the server showed none."""
         index = position - (len(self.token_ids) - len(self.weights))
         return self.weights[index] if 0 <= index < len(self.weights) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between two runs. Both tokens are None when the tokens agree to the end and the text or
-    the reason to finish does not."""
+    """The first difference between two runs. Both tokens are None when only the text or the finish reason differs."""
 
     position: int
     plain_token_id: int | None  # None: the plain run had ended
@@ -119,25 +118,25 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How much likelier plain decoding's token is than speculation's, at the position of a divergence."""
+    """How much likelier plain decoding's token is than the speculated one, at the position of a divergence."""
 
     plain_logprob: float
     speculated_logprob: float  # an upper bound where `is_bound`
-    is_bound: bool  # speculation's token is not among the likeliest, which are all that the server shows
+    is_bound: bool  # the speculated token is not among those that the server shows
 
     @property
     def nats(self) -> float:
-        """A lower bound where `is_bound`; negative when speculation's token is the likelier one."""
+        """The difference in nats: a lower bound where `is_bound`; negative when the speculated token is likelier."""
         return self.plain_logprob - self.speculated_logprob
 
     @property
     def is_ruled_out(self) -> bool:
-        """Whether speculation said what the parameters forbid."""
+        """Whether the parameters forbid the token that speculation generated."""
         return self.speculated_logprob <= RULED_OUT
 
 
 def compare(plain: Run, speculated: Run) -> Divergence | None:
-    """The first difference; None when a client could not tell the two answers apart."""
+    """Returns the first difference; None when a client could not tell the two answers apart."""
     shorter = min(len(plain.token_ids), len(speculated.token_ids))
     for position in range(shorter):
         if plain.token_ids[position] != speculated.token_ids[position]:
@@ -151,9 +150,9 @@ def compare(plain: Run, speculated: Run) -> Divergence | None:
 
 
 def is_reproduced(plain: Run, divergence: Divergence, replay: Run) -> bool:
-    """Whether the replay says what the plain run said, up to the position of the divergence and there.
+    """Whether the replay agrees with the plain run up to and including the position of the divergence.
 
-    Where the plain run had ended, the end must be the same; the replay then is of the whole request.
+    Where the plain run had ended, the end must be the same; the replay then covers the whole request.
     """
     if divergence.plain_token_id is None:
         return compare(plain, replay) is None
@@ -162,8 +161,8 @@ def is_reproduced(plain: Run, divergence: Divergence, replay: Run) -> bool:
 
 
 def judge(plain: Run, divergence: Divergence | None, replays: Sequence[Run]) -> Verdict:
-    """The verdict on one speculated run. A divergence needs at least one replay; one that disagrees clears
-    speculation, for nothing is left to compare it with."""
+    """Returns the verdict on one speculated run. A divergence needs at least one replay. One that disagrees clears
+    speculation, because the reference is not reproducible."""
     if divergence is None:
         return Verdict.IDENTICAL
     assert replays, "a divergence is judged by a replay"
@@ -173,9 +172,10 @@ def judge(plain: Run, divergence: Divergence | None, replays: Sequence[Run]) -> 
 
 
 def margin(divergence: Divergence, weights: TokenWeights | None) -> Margin | None:
-    """How far apart the two tokens are by a replay's distribution; None where it does not show them.
+    """Margin between the two tokens by a replay's distribution; None where it does not show them.
 
-    Where the plain run had ended, `weights` are of a replay that went on, so its token is the one that ends a text.
+    Where the plain run had ended, `weights` belong to a replay that went on, so its token is the one that ends the
+    output.
     """
     speculated = divergence.speculated_token_id
     if weights is None or speculated is None:
@@ -190,13 +190,13 @@ def margin(divergence: Divergence, weights: TokenWeights | None) -> Margin | Non
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The one that decides: diverged before unstable before failed before identical, which nothing at all is too."""
+    """Returns the worst verdict: diverged, then unstable, failed, identical; identical for none."""
     seen = set(verdicts)
     return next((verdict for verdict in _EXIT_CODES if verdict in seen), Verdict.IDENTICAL)
 
 
 def exit_code(verdicts: Iterable[Verdict], *, is_unproven: bool = False) -> int:
-    """1 for a divergence, else 3 for unstable, else 2 for a failure, else 4 where `is_unproven`, else 0.
+    """Exit status: 1 for a divergence, else 3 for unstable, else 2 for a failure, else 4 where `is_unproven`, else 0.
 
     `is_unproven`: speculation was required and no hint was ever verified.
     """

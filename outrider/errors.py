@@ -1,55 +1,54 @@
-"""What can go wrong, as types that every process shares.
+"""Exceptions that all processes share.
 
 The tree:
 
-    OutriderError                     500  INTERNAL
-    ├── InvalidRequest                400  INVALID_ARGUMENT     the caller can fix it; names the parameter
-    ├── Unauthenticated               401  UNAUTHENTICATED      who asks is not known
-    ├── Forbidden                     403  PERMISSION_DENIED    who asks may not do this
-    ├── NotFound                      404  NOT_FOUND            no such model, session or route
-    ├── Conflict                      409  ALREADY_EXISTS       its id belongs to another run
-    ├── Overloaded                    429  RESOURCE_EXHAUSTED   full; come back after `retry_after_s`
-    ├── Unavailable                   503  UNAVAILABLE          a part is missing right now
-    │   ├── RegistryUnavailable                                 Redis cannot be reached
-    │   ├── WorkerFailed                                        a worker is there, and could not do its work
-    │   ├── WorkerLost                                          a worker went away in the middle of its work
-    │   │   ├── WorkerSilent                                    or says nothing any more
-    │   │   ├── LostByOwnPause                                  or its connection broke while we were stopped
-    │   │   └── WorkerUnreached                                 or before any: it has not had it, or gives it back
-    │   ├── Poisonous                                           workers were lost one after the other to this request
-    │   ├── AnotherLife                    FAILED_PRECONDITION  a later life of the worker that was meant answers
-    │   └── WorkerLeaves                   FAILED_PRECONDITION  the worker was told to end
-    ├── SlowReader                    408  ABORTED              the caller does not read; it may go on where it was
-    ├── BodyTooSlow                   408  DEADLINE_EXCEEDED    the caller does not send the rest of its request
-    ├── ClientLeft                    499  CANCELLED            the caller has gone before it had sent its request
-    ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the caller's time ran out
-    └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
-        └── TokenizerMismatch                                   two workers do not mean the same tokens
+OutriderError                     500  INTERNAL
+├── InvalidRequest                400  INVALID_ARGUMENT     the caller can fix it; names the parameter
+│   ├── ContextExceeded                                     the prompt leaves no room in the model's context
+│   └── BodyTooLong               413                       the body exceeds the limit of this API
+├── Unauthenticated               401  UNAUTHENTICATED      the caller is not known
+├── Forbidden                     403  PERMISSION_DENIED    the caller may not do this
+├── NotFound                      404  NOT_FOUND            no such session or route
+│   └── ModelNotFound                                       no such model
+├── Conflict                      409  ALREADY_EXISTS       the id belongs to another run
+├── Overloaded                    429  RESOURCE_EXHAUSTED   full; retry after `retry_after_s`
+├── Unavailable                   503  UNAVAILABLE          a part is missing right now
+│   ├── RegistryUnavailable                                 Redis cannot be reached
+│   ├── WorkerFailed                                        a worker answered, but could not do its work
+│   ├── WorkerLost                                          a worker was lost during its work
+│   │   ├── WorkerSilent                                    it stopped answering
+│   │   ├── LostByOwnPause                                  its connection broke while this process was stopped
+│   │   └── WorkerUnreached                                 it never had the work, or gives it back
+│   ├── Poisonous                                           several workers in turn were lost to this request
+│   ├── AnotherLife                    FAILED_PRECONDITION  a later incarnation of the worker answers
+│   └── WorkerLeaves                   FAILED_PRECONDITION  the worker is shutting down
+├── SlowReader                    408  ABORTED              the caller does not read; it may resume
+├── BodyTooSlow                   408  DEADLINE_EXCEEDED    the caller does not send the rest of its request
+├── ClientLeft                    499  CANCELLED            the caller left before it had sent its request
+├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the request's deadline passed
+└── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
+    └── TokenizerMismatch                                   two workers have different token ids
 
-Each class knows its HTTP status, the name of its `grpc.StatusCode` and the `type` of an OpenAI error body, so
-that the edges translate without a table of their own. The module imports nothing, so that anything may import
-it.
+Each class carries its HTTP status, the name of its `grpc.StatusCode` and the `type` of an OpenAI error body, so that
+the servers translate without a table of their own. The module imports nothing of ours, so that anything may import it.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Final
 
-MESSAGE_BYTES_MAX: Final = (
-    1000  # as a header of gRPC it takes four times as many, and 8192 is all that may go there
-)
+MESSAGE_BYTES_MAX: Final = 1000  # a gRPC header takes up to four times as many, and is limited to 8192
 
 
 class OutriderError(Exception):
-    """Base of everything that we raise on purpose; `message` is written for the person who reads it."""
+    """Base of all errors that we raise on purpose; `message` is written for the person who reads it."""
 
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
     error_type: ClassVar[str] = "internal_error"
     code: ClassVar[str | None] = None
     is_final: ClassVar[bool] = False
-    """Whether the same request, sent again by a program at once, would end in the same way. Clients that try again by
-    themselves are told not to."""
+    """Whether an immediate retry of the same request would fail in the same way. Clients are then told not to retry."""
 
     def __init__(self, message: str) -> None:
         message = _shortened(message)
@@ -57,13 +56,12 @@ class OutriderError(Exception):
         self.message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors travel between processes (Ray pickles them); Exception's own way would call the class with the
-        # message alone, which does for few of them.
+        # Ray pickles errors. Exception's default would call the class with the message alone, which few of them accept.
         return _revive, (type(self), self.args, self.__dict__)
 
 
 def _shortened(message: str) -> str:
-    """Without the middle where it is too long: messages quote what was sent, which may be megabytes."""
+    """Removes the middle of a message that is too long: messages quote input, which may be megabytes."""
     encoded = message.encode(errors="replace")
     if len(encoded) <= MESSAGE_BYTES_MAX:
         return message
@@ -78,7 +76,7 @@ def _revive(kind: type[OutriderError], arguments: tuple[Any, ...], fields: dict[
 
 
 class InvalidRequest(OutriderError):
-    """The request cannot be honoured as it stands. `parameter` is the field to change, None for the whole."""
+    """The request is invalid as it stands. `parameter` is the field to change, None for the whole."""
 
     http_status = 400
     grpc_code = "INVALID_ARGUMENT"
@@ -89,8 +87,27 @@ class InvalidRequest(OutriderError):
         self.parameter = parameter
 
 
+class ContextExceeded(InvalidRequest):
+    """The prompt fills the model's context. Clients recognise OpenAI's code and the beginning of its message."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, parameter: str, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            parameter,
+            f"This model's maximum context length is {max_model_len} tokens, of which at least one must be left for "
+            f"the answer; the prompt has {num_prompt_tokens} tokens. Shorten it, or set truncate_prompt_tokens",
+        )
+
+
+class BodyTooLong(InvalidRequest):
+    """The body is longer than the API reads."""
+
+    http_status = 413
+
+
 class Unauthenticated(OutriderError):
-    """Who asks has not said who it is, or not so that it can be believed."""
+    """The caller sent no credentials, or none that are valid."""
 
     http_status = 401
     grpc_code = "UNAUTHENTICATED"
@@ -99,7 +116,7 @@ class Unauthenticated(OutriderError):
 
 
 class Forbidden(OutriderError):
-    """Who asks is known, and may not do this."""
+    """The caller is known but not permitted to do this."""
 
     http_status = 403
     grpc_code = "PERMISSION_DENIED"
@@ -108,7 +125,7 @@ class Forbidden(OutriderError):
 
 
 class NotFound(OutriderError):
-    """What the request names does not exist here. `parameter` is the field that named it."""
+    """The request names something that does not exist here. `parameter` is the field that names it."""
 
     http_status = 404
     grpc_code = "NOT_FOUND"
@@ -120,8 +137,17 @@ class NotFound(OutriderError):
         self.parameter = parameter
 
 
+class ModelNotFound(NotFound):
+    """The request names a model that is not served."""
+
+    code = "model_not_found"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model")
+
+
 class Conflict(OutriderError):
-    """What the request wants to go on with is of another run. `parameter` is the field that named it."""
+    """The id in the request belongs to another run. `parameter` is the field that carries it."""
 
     http_status = 409
     grpc_code = "ALREADY_EXISTS"
@@ -161,35 +187,35 @@ class Unavailable(OutriderError):
 
 
 class RegistryUnavailable(Unavailable):
-    """Redis does not answer. The message names its address without the password, and the way out."""
+    """Redis does not answer. The message names its address without the password, and a remedy."""
 
 
 class WorkerFailed(Unavailable):
-    """A worker says that it failed, or says what makes no sense: asked once more it would probably do so again."""
+    """A worker reported a failure or sent an invalid answer; a retry there would probably fail, too."""
 
 
 class WorkerLost(Unavailable):
-    """A worker went away, or fell silent, in the middle of its work."""
+    """A worker was lost, or stopped answering, during its work."""
 
 
 class WorkerSilent(WorkerLost):
-    """A worker has the request, and has said nothing for too long."""
+    """A worker that has the request has been silent for too long."""
 
 
 class LostByOwnPause(WorkerLost):
-    """The connection to a worker broke while this process itself was stopped: the worker is as good as before."""
+    """The connection to a worker broke while this process itself was stopped; the worker is presumably well."""
 
 
 class WorkerUnreached(WorkerLost):
-    """There was no connection to the worker, so that it has not had what was to be sent; or it gives that back."""
+    """The worker could not be connected, so it never had the request; or it gives the request back."""
 
 
 class WorkerUnanswered(WorkerUnreached):
-    """There was a connection, and the worker has not said for long that it has the request: it stood still before."""
+    """The worker was connected but has not acknowledged the request for too long; it stalled before receiving it."""
 
 
 class WorkerLostAtOnce(WorkerLost):
-    """A worker went away before it said that it has the request. It may have had it."""
+    """A worker was lost before it acknowledged the request, which it may have had."""
 
 
 class Poisonous(Unavailable):
@@ -200,19 +226,19 @@ class Poisonous(Unavailable):
 
 
 class AnotherLife(Unavailable):
-    """The worker that was meant is gone, and a later one answers at its address."""
+    """The intended worker process is gone, and a later one answers at its address."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class WorkerLeaves(Unavailable):
-    """The worker was told to end: it begins nothing, and ends what it has not finished within its grace."""
+    """The worker is shutting down: it starts nothing new, and ends what does not finish within its grace period."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class DeadlineExceeded(OutriderError):
-    """The request's own deadline passed before its text was complete."""
+    """The request's deadline passed before its output was complete."""
 
     http_status = 504
     grpc_code = "DEADLINE_EXCEEDED"
@@ -222,7 +248,7 @@ class DeadlineExceeded(OutriderError):
 
 
 class BodyTooSlow(OutriderError):
-    """The client has not sent all of its request in time."""
+    """The client did not send its whole request in time."""
 
     http_status = 408
     grpc_code = "DEADLINE_EXCEEDED"
@@ -231,7 +257,7 @@ class BodyTooSlow(OutriderError):
 
 
 class ClientLeft(OutriderError):
-    """The client went away before all of its request had come; nobody reads the answer."""
+    """The client left before its whole request had arrived; nobody reads the answer."""
 
     http_status = 499
     grpc_code = "CANCELLED"
@@ -240,7 +266,7 @@ class ClientLeft(OutriderError):
 
 
 class SlowReader(OutriderError):
-    """The caller left what was generated unread for too long. It can resume the stream from what it has read."""
+    """The caller left output unread for too long. It can resume the stream from what it has read."""
 
     http_status = 408
     grpc_code = "ABORTED"
@@ -249,14 +275,14 @@ class SlowReader(OutriderError):
 
     def __init__(self, stall_max_s: float) -> None:
         super().__init__(
-            f"output waited for its reader for more than {stall_max_s:g} s, so the request was ended; what came is "
+            f"output was not read for more than {stall_max_s:g} s, so the request was ended; what was sent is "
             "complete up to here. Within a minute the stream can be resumed: over HTTP where its events have ids, by "
             "the last of them (Last-Event-ID), over gRPC by request_id, run and resume_from"
         )
 
 
 class ConfigurationError(OutriderError):
-    """The process cannot start, or take part, as it was configured."""
+    """The process cannot start, or take part, with its configuration."""
 
     grpc_code = "FAILED_PRECONDITION"
     error_type = "configuration_error"
@@ -264,12 +290,12 @@ class ConfigurationError(OutriderError):
 
 
 class TokenizerMismatch(ConfigurationError):
-    """Two sides would mean different tokens by the same ids."""
+    """Two workers have different tokenizers, so the same ids mean different tokens."""
 
     def __init__(self, ours: str, theirs: str, who: str) -> None:
         super().__init__(
             f"tokenizer fingerprints differ: ours is {ours}, that of {who} is {theirs}; "
-            "draft and target must cut texts alike, or the draft be allowed to differ (--allow-heterogeneous-vocab)"
+            "draft and target must tokenize identically unless --allow-heterogeneous-vocab is set"
         )
         self.ours = ours
         self.theirs = theirs

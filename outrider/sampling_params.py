@@ -1,10 +1,15 @@
-"""What a request asks of sampling, checked. Pure; shared by every process."""
+"""Validated sampling and speculation parameters of a request. Pure; shared by every process.
+
+The bounds of its parameters stand here alone: every process checks by them, and the OpenAPI document tells them.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.errors import InvalidRequest
 from protos.outrider.v1 import common_pb2
@@ -18,11 +23,63 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SPECULATIVE_TOKENS = 32
 MAX_DRAFT_PROBS = 64
+BACKGROUND_PRIORITY: Final = 1001
+"""Priority of what runs for no waiting client, behind all that clients may ask for."""
+UINT32_MAX: Final = (1 << 32) - 1
+UINT64_MAX: Final = (1 << 64) - 1
 FLOAT32_ZERO_MAX = 2.0**-150  # float32 rounds this and everything nearer to 0 to it
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The numbers that a parameter may be."""
+
+    lowest: int
+    highest: int
+    is_open: bool = False  # `lowest` itself is not permitted
+
+    def __str__(self) -> str:
+        permitted = f"{self.lowest} to {self.highest}"
+        return f"above {self.lowest}, at most {self.highest}" if self.is_open else permitted
+
+    def check(self, name: str, value: float) -> None:
+        """Raises InvalidRequest."""
+        is_above = self.lowest < value if self.is_open else self.lowest <= value
+        _check(name, value, is_above and value <= self.highest, str(self))
+
+    @property
+    def schema(self) -> dict[str, float]:
+        """The same as JSON Schema has it."""
+        lowest: dict[str, float] = (
+            {"exclusiveMinimum": self.lowest or FLOAT32_ZERO_MAX} if self.is_open else {"minimum": self.lowest}
+        )
+        return {**lowest, "maximum": self.highest}
+
+
+BOUNDS: Final[Mapping[str, Bounds]] = {
+    "temperature": Bounds(0, 2),
+    "top_p": Bounds(0, 1, is_open=True),
+    "top_k": Bounds(0, UINT32_MAX),
+    "min_p": Bounds(0, 1),
+    "typical_p": Bounds(0, 1, is_open=True),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "repetition_penalty": Bounds(0, 10, is_open=True),
+    "max_tokens": Bounds(1, UINT32_MAX),
+    "seed": Bounds(0, UINT64_MAX),
+    "num_logprobs": Bounds(0, MAX_LOGPROBS),
+    "num_prompt_logprobs": Bounds(0, MAX_LOGPROBS),
+}
+LOGIT_BIAS_BOUNDS: Final = Bounds(-100, 100)
+SPECULATION_BOUNDS: Final[Mapping[str, Bounds]] = {
+    "num_speculative_tokens": Bounds(0, MAX_SPECULATIVE_TOKENS),
+    "num_draft_probs": Bounds(0, MAX_DRAFT_PROBS),
+}
+DRAFT_PROBS_BITS: Final = (0, *range(4, 17))  # of a hint's distribution; 0: the draft worker's choice
+
+
 class DecodingMode(enum.Enum):
-    """How committed tokens are decided (design section 5)."""
+    """How committed tokens are chosen."""
 
     GREEDY = common_pb2.DECODING_MODE_GREEDY
     REJECTION = common_pb2.DECODING_MODE_REJECTION
@@ -30,14 +87,14 @@ class DecodingMode(enum.Enum):
 
 
 class AcceptanceRule(enum.Enum):
-    """How rejection mode decides what holds of a block of hints."""
+    """How rejection mode decides which hints of a block are accepted."""
 
     BLOCK = common_pb2.ACCEPTANCE_RULE_BLOCK  # as a whole, Sun et al. 2403.10444
     TOKEN = common_pb2.ACCEPTANCE_RULE_TOKEN  # token by token, Leviathan et al. 2211.17192
 
 
 class GrammarKind(enum.Enum):
-    """The language a grammar is written in; the value is the field of outrider.v1.Grammar."""
+    """The language of a grammar; the value is the field of outrider.v1.Grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -46,11 +103,11 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output may be. Whether the text makes sense is found out when it is compiled (`outrider.grammar`)."""
+    """A grammar for the output. Its syntax is checked when it is compiled (`outrider.grammar`)."""
 
     kind: GrammarKind
     text: str
-    any_whitespace: bool = False  # JSON only: not just ", " and ": " between its parts
+    any_whitespace: bool = False  # JSON only: any whitespace, not just ", " and ": "
 
     def __post_init__(self) -> None:
         if len(self.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -69,11 +126,18 @@ class GrammarSpec:
         return message
 
 
+# Of `SamplingParams` and its message alike; the optional ones may be left out of a message.
+_PLAIN_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                        "min_tokens", "max_tokens", "ignore_eos")  # fmt: skip
+_OPTIONAL_FIELDS: Final = ("typical_p", "repetition_penalty", "seed", "num_logprobs", "num_prompt_logprobs")
+_SPECULATION_FIELDS: Final = ("enabled", "num_speculative_tokens", "num_draft_probs", "draft_probs_bits")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Checked on construction; raises InvalidRequest, which names the field and its range.
+    """Sampling parameters, checked on construction; InvalidRequest names the field and its range.
 
-    Meaning and order of application are told in `protos/outrider/v1/common.proto`.
+    `protos/outrider/v1/common.proto` documents their meaning and order of application.
     """
 
     temperature: float = 1.0
@@ -98,31 +162,17 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "0 to 2")
-        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0, at most 1")
-        _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (0 keeps all)")
-        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1")
-        _check("typical_p", self.typical_p, 0.0 < self.typical_p <= 1.0, "above 0, at most 1")
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, bounds in BOUNDS.items():
             value = getattr(self, name)
-            _check(name, value, -2.0 <= value <= 2.0, "-2 to 2")
-        _check(
-            "repetition_penalty", self.repetition_penalty, 0.0 < self.repetition_penalty <= 10.0,
-            "above 0, at most 10",
-        )  # fmt: skip
-        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+            if value is not None:
+                bounds.check(name, value)
         _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
-        if self.seed is not None:
-            _check("seed", self.seed, 0 <= self.seed < 2**64, "0 to 2^64 - 1")
-        for name in ("num_logprobs", "num_prompt_logprobs"):
-            value = getattr(self, name)
-            _check(name, value or 0, 0 <= (value or 0) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
         for _, bias in self.logit_bias:
-            _check("logit_bias", bias, -100.0 <= bias <= 100.0, "-100 to 100")
-        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
-        _check_count("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+            LOGIT_BIAS_BOUNDS.check("logit_bias", bias)
+        check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+        check_count("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
         for word in self.bad_words:
             if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(
@@ -151,59 +201,31 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+        """Converts a coordinator's message, which has every plain field; an unset one is 0, for releases before
+        explicit presence leave zeros out. Raises InvalidRequest."""
         check_counts(message)
         if message.logprobs_mode not in common_pb2.LogprobsMode.values():
             raise InvalidRequest("logprobs_mode", f"logprobs_mode {message.logprobs_mode} is not known here")
         return cls(
-            temperature=message.temperature,
-            top_p=message.top_p,
-            top_k=message.top_k,
-            min_p=message.min_p,
-            typical_p=message.typical_p if message.HasField("typical_p") else 1.0,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+            **{name: getattr(message, name) for name in _PLAIN_FIELDS},
+            **{name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)},
             logit_bias=tuple(sorted(message.logit_bias.items())),
             bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
             allowed_token_ids=frozenset(message.allowed_token_ids),
-            min_tokens=message.min_tokens,
-            seed=message.seed if message.HasField("seed") else None,
-            max_tokens=message.max_tokens,
             stop_token_ids=frozenset(message.stop_token_ids),
-            ignore_eos=message.ignore_eos,
-            num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-            num_prompt_logprobs=(
-                message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None
-            ),
             are_logprobs_processed=message.logprobs_mode == common_pb2.LOGPROBS_MODE_PROCESSED,
             grammar=GrammarSpec.from_proto(message.grammar) if message.HasField("grammar") else None,
         )
 
     def to_proto(self) -> common_pb2.SamplingParams:
+        is_processed = self.are_logprobs_processed
         return common_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            **{name: getattr(self, name) for name in (*_PLAIN_FIELDS, *_OPTIONAL_FIELDS)},
             logit_bias=dict(self.logit_bias),
             bad_words=[common_pb2.TokenSequence(token_ids=word) for word in self.bad_words],
             allowed_token_ids=sorted(self.allowed_token_ids),
-            min_tokens=self.min_tokens,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
             stop_token_ids=sorted(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            num_logprobs=self.num_logprobs,
-            num_prompt_logprobs=self.num_prompt_logprobs,
-            logprobs_mode=(
-                common_pb2.LOGPROBS_MODE_PROCESSED
-                if self.are_logprobs_processed
-                else common_pb2.LOGPROBS_MODE_RAW
-            ),
+            logprobs_mode=(common_pb2.LOGPROBS_MODE_PROCESSED if is_processed else common_pb2.LOGPROBS_MODE_RAW),
             grammar=None if self.grammar is None else self.grammar.to_proto(),
         )
 
@@ -212,32 +234,23 @@ class SamplingParams:
 class SpeculationSettings:
     """Whether and how far a request's hints are verified. Checked on construction; raises InvalidRequest."""
 
-    enabled: bool = True  # False: hints are not listened to
+    enabled: bool = True  # False: hints are not accepted
     num_speculative_tokens: int = 0  # most hints fed per step; 0: the worker's own limit
     acceptance_rule: AcceptanceRule = AcceptanceRule.BLOCK
     num_draft_probs: int = 0  # entries of a hint's distribution; 0: the draft worker's choice
     draft_probs_bits: int = 0  # their precision; 0: the draft worker's choice
-    is_plain: bool = False  # nothing is fed ahead of time, tokens that the grammar forces included
-    is_always: bool = False  # no controller may find that it does not pay, for audits and tests
+    is_plain: bool = False  # nothing is fed ahead, not even tokens that the grammar forces
+    is_always: bool = False  # speculates even where it does not pay, for audits and tests
 
     def __post_init__(self) -> None:
-        _check(
-            "num_speculative_tokens",
-            self.num_speculative_tokens,
-            0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
-            f"0 to {MAX_SPECULATIVE_TOKENS}",
-        )
-        _check(
-            "num_draft_probs",
-            self.num_draft_probs,
-            0 <= self.num_draft_probs <= MAX_DRAFT_PROBS,
-            f"0 to {MAX_DRAFT_PROBS}",
-        )
+        for name, bounds in SPECULATION_BOUNDS.items():
+            bounds.check(name, getattr(self, name))
         bits = self.draft_probs_bits
-        _check("draft_probs_bits", bits, bits == 0 or 4 <= bits <= 16, "0, or 4 to 16")
+        _check("draft_probs_bits", bits, bits in DRAFT_PROBS_BITS, "0, or 4 to 16")
 
     @classmethod
     def from_proto(cls, message: common_pb2.SpeculationParams) -> SpeculationSettings:
+        """Converts a coordinator's message; `enabled` is false where it is unset. Raises InvalidRequest."""
         try:
             acceptance_rule = AcceptanceRule(message.acceptance_rule)
         except ValueError:
@@ -245,32 +258,24 @@ class SpeculationSettings:
                 "acceptance_rule", f"acceptance_rule {message.acceptance_rule} is not known here"
             ) from None
         return cls(
-            message.enabled,
-            message.num_speculative_tokens,
-            acceptance_rule,
-            message.num_draft_probs,
-            message.draft_probs_bits,
-            message.plain,
-            message.always,
+            **{name: getattr(message, name) for name in _SPECULATION_FIELDS},
+            acceptance_rule=acceptance_rule,
+            is_plain=message.plain,
+            is_always=message.always,
         )
 
     def to_proto(self) -> common_pb2.SpeculationParams:
         return common_pb2.SpeculationParams(
-            enabled=self.enabled,
-            num_speculative_tokens=self.num_speculative_tokens,
+            **{name: getattr(self, name) for name in _SPECULATION_FIELDS},
             acceptance_rule=self.acceptance_rule.value,
-            num_draft_probs=self.num_draft_probs,
-            draft_probs_bits=self.draft_probs_bits,
             plain=self.is_plain,
             always=self.is_always,
         )
 
 
 def _check(name: str, value: float, holds: bool, permitted: str) -> None:
-    # A client's integer may be too large for a float, and its float too small for the workers', which would read 0.
-    is_readable = isinstance(value, int) or (
-        math.isfinite(value) and not 0.0 < abs(value) <= FLOAT32_ZERO_MAX
-    )
+    # A client's integer may exceed a float, and its float may underflow to 0 in the workers' float32.
+    is_readable = isinstance(value, int) or (math.isfinite(value) and not 0.0 < abs(value) <= FLOAT32_ZERO_MAX)
     if not holds or not is_readable:
         shown = str(value) if isinstance(value, int) else f"{value:g}"
         raise InvalidRequest(name, f"{name} is {shown}; permitted: {permitted}")
@@ -278,15 +283,16 @@ def _check(name: str, value: float, holds: bool, permitted: str) -> None:
 
 def check_counts(message: common_pb2.SamplingParams) -> None:
     """Before anything of it is copied: a megabyte may hold half a million words of nothing. Raises InvalidRequest."""
-    _check_count("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
-    _check_count("bad_words", len(message.bad_words), MAX_BAD_WORDS)
+    check_count("logit_bias", message.logit_bias, MAX_LOGIT_BIAS)
+    check_count("bad_words", message.bad_words, MAX_BAD_WORDS)
     # Ids may come twice.
-    _check_count("stop_token_ids", len(message.stop_token_ids), MAX_ALLOWED_TOKEN_IDS)
-    _check_count("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    check_count("stop_token_ids", message.stop_token_ids, MAX_ALLOWED_TOKEN_IDS)
+    check_count("allowed_token_ids", message.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
     for word in message.bad_words:
-        _check_count("bad_words", len(word.token_ids), MAX_ALLOWED_TOKEN_IDS)
+        check_count("bad_words", word.token_ids, MAX_ALLOWED_TOKEN_IDS)
 
 
-def _check_count(name: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequest(name, f"{name} has {count} entries; permitted: at most {most}")
+def check_count(name: str, values: Sized, most: int) -> None:
+    """Raises InvalidRequest."""
+    if len(values) > most:
+        raise InvalidRequest(name, f"{name} has {len(values)} entries; permitted: at most {most}")

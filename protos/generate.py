@@ -1,4 +1,4 @@
-"""Writes the committed gRPC stubs. `python -m protos.generate` from the repository root; a test proves them fresh."""
+"""Writes the committed gRPC stubs: `python -m protos.generate` from the repository root. A test proves them fresh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The target worker: a complete continuous-batching generation server that also listens to hints.
+"""The target worker: a complete continuous-batching generation server that also accepts hints.
 
-Read `scheduler` first (what happens to a session, pure), then `runner` (one step on the model), `server` (gRPC).
+Reading order: `scheduling` (the life of a session, pure), `hints` (which hints a step verifies, pure), `runner` (one
+step on the model), `serving` (gRPC).
 """

@@ -1,4 +1,4 @@
-"""What the scheduler is told (events) and what it wants done (actions). Pure data."""
+"""Events that the scheduler takes, and actions and steps that it returns. Pure data."""
 
 from __future__ import annotations
 
@@ -7,111 +7,116 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.chunk_cost import Chunk
-from outrider.engine.kv_cache import KVSequence
-from outrider.engine.text_before import TextBefore
-from outrider.engine.verdict import Verdict
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.sampling.logit_context import LogitContext
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
-from outrider.hint_tree import Hint
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import (
     AcceptanceRule,
     DecodingMode,
     SamplingParams,
     SpeculationSettings,
 )
-from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2
 
 StreamId = int
 
 
-# Events.
-
-
 @dataclass(frozen=True, slots=True)
 class StartSession:
+    """A request to generate one sequence. `token_ids` is the prompt, followed by what is already committed."""
+
     session_id: str
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
     speculation: SpeculationSettings
-    seed: int  # of every random number of the session
-    grammar: GrammarState | None = None  # at its beginning; the session's own from here on
-    priority: int = 0  # lower goes first, and is preempted last
-    deadline_at: float = math.inf  # shell's clock, seconds; what is not complete by then is not wanted
-    cache_salt: str = ""  # of the sessions that it shares KV blocks and recent outputs with
-    owner: str = ""  # on whose behalf its grammar is compiled
+    seed: int  # for every random number of the session
+    grammar: GrammarState | None = None  # in its initial state; the session owns it from here on
+    priority: int = 0  # lower is served first and preempted last
+    deadline_at: float = math.inf  # shell's clock, seconds; a result after it is not wanted
+    cache_salt: str = ""  # of the sessions it shares KV blocks and recent outputs with
+    owner: str = ""  # the tenant that its grammar is compiled for
 
 
 @dataclass(frozen=True, slots=True)
 class CancelSession:
+    """The caller no longer wants the sequence."""
+
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeSpeculation:
+    """The caller changes a session's speculation settings."""
+
     session_id: str
     speculation: SpeculationSettings
 
 
 @dataclass(frozen=True, slots=True)
 class SubscribeDraft:
+    """A draft worker asks for a session's commits; it knows the first `known_len` committed tokens."""
+
     stream_id: StreamId
     session_id: str
-    attachment: int
     known_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class UnsubscribeDraft:
+    """A draft worker wants no more commits of a session."""
+
     stream_id: StreamId
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
+    """A draft worker's stream has ended, with all of its subscriptions."""
+
     stream_id: StreamId
 
 
 @dataclass(frozen=True, slots=True)
 class HintsArrived:
+    """Hints of a draft worker for the positions from `base_len` on."""
+
     session_id: str
     attachment: int
     base_len: int
     hints: list[Hint]
     arrived_at: float  # shell's clock, seconds; the event may be handled a whole step later
-    num_bytes: int = 0  # of the message that brought them
+    num_bytes: int = 0  # size of the message
 
 
 Event = (
-    StartSession
-    | CancelSession
-    | ChangeSpeculation
-    | SubscribeDraft
-    | UnsubscribeDraft
-    | CloseStream
-    | HintsArrived
+    StartSession | CancelSession | ChangeSpeculation | SubscribeDraft | UnsubscribeDraft | CloseStream | HintsArrived
 )
-
-
-# Actions.
 
 
 @dataclass(frozen=True, slots=True)
 class SessionAdmitted:
+    """The session has a slot or waits for one."""
+
     session_id: str
     decoding_mode: DecodingMode
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRefused:
+    """The session was not admitted."""
+
     session_id: str
     error: OutriderError
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Of the prompt tokens at `first_position` and after."""
+    """Log probabilities of the prompt tokens from `first_position` on."""
 
     session_id: str
     first_position: int
@@ -120,24 +125,28 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class TokensCommitted:
+    """One step's result for a session: the committed tokens, and how many hints were verified and accepted."""
+
     session_id: str
     token_ids: list[int]
     origins: list[common_pb2.TokenOrigin]
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     step_ms: float
-    logprobs: list[TokenLogprobs] | None = None  # one per token, where asked for
-    is_resting: bool = False  # draft workers may be listened to, and are not at present
+    logprobs: list[TokenLogprobs] | None = None  # one per token, where requested
+    is_resting: bool = False  # as on the wire: hints are wanted but not accepted at present
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
+    """The output is complete."""
+
     session_id: str
     reason: target_pb2.FinishReason
     stop_token_id: int | None
     num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int  # of the prompt, whose KV was there already
+    num_cached_tokens: int  # prompt tokens whose KV was in the cache already
     stats: common_pb2.SpeculationStats
     queue_ms: float
     prefill_ms: float
@@ -146,7 +155,7 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class SessionAborted:
-    """After it had been admitted, and before its text was complete."""
+    """An admitted session has ended before its output was complete."""
 
     session_id: str
     error: OutriderError
@@ -154,39 +163,30 @@ class SessionAborted:
 
 @dataclass(frozen=True, slots=True)
 class CommitPublished:
-    """For one draft worker's stream."""
+    """A commit message for one draft worker's stream."""
 
     stream_id: StreamId
     session_id: str
     from_len: int
     token_ids: list[int]
-    is_listening: bool
+    accepts_hints: bool
     is_finished: bool
-    num_tried: int = 0  # the draft worker's hints that were verified for these tokens
-    num_held: int = 0  # of these, the leading ones that held
+    num_verified: int = 0  # the draft worker's hints that were verified for these tokens
+    num_matched: int = 0  # the leading ones of them that were accepted
 
 
 Action = (
-    SessionAdmitted
-    | SessionRefused
-    | PromptScored
-    | TokensCommitted
-    | SessionEnded
-    | SessionAborted
-    | CommitPublished
+    SessionAdmitted | SessionRefused | PromptScored | TokensCommitted | SessionEnded | SessionAborted | CommitPublished
 )
-
-
-# One step.
 
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """One session's part in a step: `token_ids` are fed, the last `num_logits` of them are asked for logits.
+    """One session's part in a step: `token_ids` are fed, and the last `num_logits` of them yield logits.
 
-    The last `num_decided` rows of logits decide tokens, and `hints` are verified by them: `num_decided - 1` were fed,
-    one more may follow for the last position. A prefill chunk that is not the last decides nothing. The first rows,
-    where the prompt's own log probabilities are wanted, are those of `prompt_targets`.
+    The last `num_decided` rows of logits decide tokens and verify `hints`: `num_decided - 1` hints were fed, and one
+    more may follow for the last position. A prefill chunk that is not the last decides nothing. Where the prompt's own
+    log probabilities are requested, the first rows belong to `prompt_targets`.
     """
 
     session_id: str
@@ -195,7 +195,7 @@ class StepItem:
     num_logits: int
     num_decided: int
     hints: list[Hint]
-    text: TextBefore
+    context: LogitContext
     sampling: SamplingParams
     seed: int
     acceptance_rule: AcceptanceRule = AcceptanceRule.BLOCK
@@ -207,13 +207,15 @@ class StepItem:
 
     @property
     def chunk(self) -> Chunk | None:
-        """Of its text, where more than one committed token is fed. To be asked before anything is rolled back."""
+        """The prompt chunk that is fed; None for a single committed token. Valid only before the KV is rolled back."""
         num_tokens = len(self.token_ids) - self.num_fed_hints
         return Chunk(self.kv.length - len(self.token_ids), num_tokens) if num_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """The sessions of one forward pass."""
+
     items: list[StepItem]
 
     @property
@@ -233,13 +235,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    verdicts: list[Verdict | None]  # one per item; None where nothing was to be decided
+    """The result of one forward pass."""
+
+    verdicts: list[Verdict | None]  # one per item; None where nothing is decided
     step_ms: float
     prompt_logprobs: list[list[TokenLogprobs]] | None = None  # one list per item, for its prompt_targets
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForHints:
-    """Run nothing before `until` (the shell's clock, seconds), unless an event changes the picture."""
+    """Tells the shell to run nothing before `until` (its clock, seconds) unless an event arrives."""
 
     until: float

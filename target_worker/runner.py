@@ -6,90 +6,77 @@ import logging
 import time
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from outrider.engine.idle_check import IdleCheck
-from outrider.engine.logit_processing import is_idle
-from outrider.engine.logprobs import token_logprobs
+from outrider.engine.kv.idle_check import IdleCheck
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.sampling import greedy_choices
-from outrider.engine.verification import Verdict, verify, verify_choices
+from outrider.engine.sampling.logit_edits import edits_of
+from outrider.engine.sampling.logprobs import ScoredRows
+from outrider.engine.sampling.transfers import filled
+from outrider.engine.sampling.verification import Verdict, VerificationRequest, verify
 from outrider.grammar import GrammarViolation
-from outrider.sampling_params import DecodingMode
-from outrider.telemetry import TargetMetrics
-from outrider.token_logprobs import TokenLogprobs
+from outrider.observability.telemetry import TargetMetrics
 from target_worker.messages import Action, Event, HintsArrived, Step, StepItem, StepResult, WaitForHints
-from target_worker.scheduler import Scheduler
+from target_worker.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
 def run_step(engine: Engine, step: Step) -> StepResult:
-    """One forward pass over the batch, then verification session by session."""
+    """One forward pass over the batch, then verification of all sessions at once."""
     started = time.perf_counter()
     chunks = [SequenceChunk(item.kv, item.token_ids, item.num_logits) for item in step.items]
     logits = engine.forward(chunks)
-    # Most sessions want no more than the maximum of each row: those of the whole batch are found at once.
-    is_simple = [_is_simple(item) for item in step.items]
-    best = greedy_choices(logits) if any(is_simple) else []
-    verdicts: list[Verdict | None] = []
-    prompt_logprobs: list[list[TokenLogprobs]] = []
+    requests: list[VerificationRequest | None] = []
+    prompts: list[ScoredRows] = []
     end = 0
-    for item, simple in zip(step.items, is_simple, strict=True):
+    for item in step.items:
         start, end = end, end + item.num_logits
-        first_decided = end - item.num_decided
-        prompt_logprobs.append(_score_prompt(item, logits[start:end]) if item.prompt_targets else [])
-        if simple:
-            verdicts.append(verify_choices(best[first_decided:end], item.hints))
-        else:
-            verdicts.append(_decide(item, logits[first_decided:end]))
+        requests.append(_request(item, end - item.num_decided, logits.shape[-1]))
+        if num_prompt_rows := len(item.prompt_targets):
+            # The item's first rows; always the model's own.
+            targets = filled(item.prompt_targets, np.int64, logits.device)
+            rows = logits[start : start + num_prompt_rows]
+            prompts.append(ScoredRows(rows, targets, item.sampling.num_prompt_logprobs or 0))
+    decided, scored = verify(logits, [request for request in requests if request is not None], prompts)
+    verdicts_in_order, scores_in_order = iter(decided), iter(scored)
+    verdicts = [
+        None if not item.num_decided else Verdict([], 0, 0) if request is None else next(verdicts_in_order)
+        for item, request in zip(step.items, requests, strict=True)
+    ]
+    prompt_logprobs = [next(scores_in_order) if item.prompt_targets else [] for item in step.items]
     return StepResult(verdicts, (time.perf_counter() - started) * 1e3, prompt_logprobs)
 
 
-def _is_simple(item: StepItem) -> bool:
-    """Whether the item's tokens are the maxima of the model's own logits, and nothing else is asked."""
-    params = item.sampling
-    return (
-        item.num_decided > 0
-        and params.decoding_mode is DecodingMode.GREEDY
-        and params.num_logprobs is None
-        and is_idle(params, item.text)
-    )
-
-
-def _decide(item: StepItem, logits: torch.Tensor) -> Verdict | None:
-    """What becomes of the item's hints.  # logits: [num_decided, vocab_size]"""
+def _request(item: StepItem, first_row: int, vocab_size: int) -> VerificationRequest | None:
+    """Returns the verification of an item; None if it has none, or a limit of its grammar's parser leaves no token."""
     if not item.num_decided:
         return None
+    context, hints = item.context, item.hints
     try:
-        return verify(logits, item.hints, item.sampling, item.seed, item.text, item.acceptance_rule)
+        edits = edits_of(item.sampling, context, vocab_size)
     except GrammarViolation:
         logger.info("session %s: a limit of the grammar's parser; some hints are dropped", item.session_id)
-    # Where that is depends on the hints before it only, so that it biases nothing; these are still verified.
-    num_rows = max(_num_rows_within_limits(item), 1)
-    try:
-        before = replace(item.text, continuations=item.text.continuations[:num_rows])
-        hints = item.hints[:num_rows]
-        return verify(logits[:num_rows], hints, item.sampling, item.seed, before, item.acceptance_rule)
-    except GrammarViolation:
-        return Verdict([], 0, 0)
+        # Where that is depends on the hints before it only, so that it biases nothing; these are still verified.
+        num_rows = max(_num_rows_within_limits(item), 1)
+        context, hints = replace(context, continuations=context.continuations[:num_rows]), hints[:num_rows]
+        try:
+            edits = edits_of(item.sampling, context, vocab_size)
+        except GrammarViolation:
+            return None
+    return VerificationRequest(first_row, context, hints, item.sampling, item.seed, item.acceptance_rule, edits)
 
 
 def _num_rows_within_limits(item: StepItem) -> int:
-    for row, continuation in enumerate(item.text.continuations):
+    for row, continuation in enumerate(item.context.continuations):
         try:
-            if item.text.grammar is not None:
-                item.text.grammar.masks([continuation])
+            if item.context.grammar is not None:
+                item.context.grammar.masks([continuation])
         except GrammarViolation:
             return row
     return item.num_decided
-
-
-def _score_prompt(item: StepItem, logits: torch.Tensor) -> list[TokenLogprobs]:
-    """Log probabilities of the prompt tokens that the item's first rows speak of; always the model's own."""
-    num_rows = len(item.prompt_targets)
-    return token_logprobs(logits[:num_rows], item.prompt_targets, item.sampling.num_prompt_logprobs or 0)
 
 
 class TargetCore:
@@ -114,7 +101,7 @@ class TargetCore:
     def run_next(self, now: float) -> tuple[list[Action], float | None]:
         decision = self.scheduler.next_step(now)
         if decision is None:
-            self.engine.rest()
+            self.engine.idle()
             self._idle_check.look(now)
             self._last_end = self._bubble_since = self._waits_since = None
             return [], None

@@ -1,4 +1,5 @@
-"""What tests of several folders need: a Redis of their own."""
+"""Parts that tests of several folders share: a Redis server of their own, and the circle (`--circle`) that they belong
+to."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import pytest
 import redis.asyncio
 from hypothesis import HealthCheck, settings
 
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
+from tests.circles import changed_files, first_circle
 
 # How long an example takes is the machine's doing, which may be elsewhere for a moment.
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,8 +25,29 @@ for name in ("OUTRIDER_REDIS_URL", "OUTRIDER_REDIS_URL_FILE"):
     os.environ.pop(name, None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--circle",
+        choices=("first", "second", "all"),
+        default="all",
+        help="which tests to run: `make test` runs the first circle, `make test-all` the second as well",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    circle = config.getoption("--circle")
+    if circle == "all":
+        return
+    first = first_circle(items, changed_files())
+    left_out = [item for item in items if (item in first) is (circle == "second")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if (item in first) is (circle == "first")]
+
+
 def pytest_collection_finish() -> None:
-    """What was imported stays: half of a small model's loading was the garbage collector's look at all of it."""
+    """Excludes everything that was imported from garbage collection: half of a small model's loading time was the
+    collector's scan of it."""
     gc.freeze()
 
 
@@ -37,7 +60,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def registry(redis_url: str) -> AsyncIterator[Registry]:
-    """On an empty Redis."""
+    """A registry on an empty Redis."""
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         await client.flushall()
     registry = Registry(redis_url)

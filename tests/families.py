@@ -22,7 +22,7 @@ class Family:
     config: str  # class of the configuration, in transformers
     values: dict[str, Any]
     refused: str | None = None  # what the refusal says, where `load_model` refuses it
-    variant: str | None = None  # why rows depend on their company, where they do
+    variant: str | None = None  # why rows depend on the batch composition, where they do
 
     @property
     def is_green(self) -> bool:
@@ -86,7 +86,7 @@ GPT: dict[str, Any] = {
     "eos_token_id": None,
 }
 
-BY_ITSELF: Final = "compute their attention by themselves"
+BY_ITSELF: Final = "compute their attention without the paged cache"
 NOT_KEYS: Final = "whose state is not keys and values"
 
 FAMILIES: Final = (
@@ -251,14 +251,10 @@ FAMILIES: Final = (
         "ernie4_5_moe",
         "ERNIE 4.5 21B-A3B, 300B-A47B",
         "Ernie4_5_MoeConfig",
-        GATED
-        | EXPERTS
-        | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+        GATED | EXPERTS | {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     ),
     Family("hunyuan_v1_dense", "Hunyuan 0.5B to 7B", "HunYuanDenseV1Config", GATED | HEADS_16),
-    Family(
-        "hunyuan_v1_moe", "Hunyuan-A13B", "HunYuanMoEV1Config", GATED | EXPERTS | HEADS_16 | {"moe_topk": 2}
-    ),
+    Family("hunyuan_v1_moe", "Hunyuan-A13B", "HunYuanMoEV1Config", GATED | EXPERTS | HEADS_16 | {"moe_topk": 2}),
     Family("helium", "Helium 1", "HeliumConfig", GATED | HEADS_16),
     Family("bitnet", "BitNet b1.58 (unpacked weights)", "BitNetConfig", GATED),
     Family("apertus", "Apertus", "ApertusConfig", GATED),
@@ -273,9 +269,7 @@ FAMILIES: Final = (
     Family("hyperclovax", "HyperCLOVA X SEED", "HyperCLOVAXConfig", GATED),
     Family("jais2", "Jais 2", "Jais2Config", GATED),
     Family("nanochat", "nanochat", "NanoChatConfig", GATED),
-    Family(
-        "solar_open", "Solar Open", "SolarOpenConfig", GATED | EXPERTS | HEADS_16 | {"n_shared_experts": 1}
-    ),
+    Family("solar_open", "Solar Open", "SolarOpenConfig", GATED | EXPERTS | HEADS_16 | {"n_shared_experts": 1}),
     Family("diffllama", "DiffLlama", "DiffLlamaConfig", GATED),
     Family(
         "jetmoe",
@@ -323,9 +317,7 @@ FAMILIES: Final = (
         refused=NOT_KEYS,
     ),
     Family("jamba", "Jamba", "JambaConfig", GATED | EXPERTS, refused=NOT_KEYS),
-    Family(
-        "lfm2", "LFM2", "Lfm2Config", GATED | {"layer_types": ["conv", "full_attention"]}, refused=NOT_KEYS
-    ),
+    Family("lfm2", "LFM2", "Lfm2Config", GATED | {"layer_types": ["conv", "full_attention"]}, refused=NOT_KEYS),
     Family("minimax", "MiniMax-01, M1", "MiniMaxConfig", GATED | EXPERTS, refused=NOT_KEYS),
     Family("qwen3_next", "Qwen3-Next", "Qwen3NextConfig", GATED | EXPERTS, refused=NOT_KEYS),
     Family(

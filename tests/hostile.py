@@ -20,16 +20,14 @@ from hypothesis.strategies import SearchStrategy
 WAIT_S: Final = 30.0
 """Longer than anything here may take, on a busy machine too."""
 LATE_MS: Final = 10_000
-"""Who gives itself less than this may be told that it is over (504), and no fault of the server's; no other one."""
+"""A request with a deadline below this may end with 504 without a fault of the server; no other request may."""
 LONG: Final = 40
 EFFORTS: Final = pytest.mark.parametrize(
     "effort", [1, pytest.param(LONG, marks=pytest.mark.long)], ids=["short", "long"]
 )
 
 
-def try_out(
-    check: Callable[..., None], effort: int, num_examples: int, **examples: SearchStrategy[Any]
-) -> None:
+def try_out(check: Callable[..., None], effort: int, num_examples: int, **examples: SearchStrategy[Any]) -> None:
     """Calls `check` with examples by name, `num_examples` times, or `effort` times as often."""
     settings(
         max_examples=num_examples * effort,
@@ -41,9 +39,7 @@ def try_out(
 
 
 # Values at the edges of what a field can hold, and beyond what it may.
-UINT32 = st.sampled_from([0, 1, 2, 3, 63, 64, 65, 2**16, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(
-    0, 2**32 - 1
-)
+UINT32 = st.sampled_from([0, 1, 2, 3, 63, 64, 65, 2**16, 2**31 - 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 INT32 = st.sampled_from([0, 1, -1, 1000, -1001, 2**31 - 1, -(2**31)]) | st.integers(-(2**31), 2**31 - 1)
 UINT64 = st.sampled_from([0, 1, 2**53 + 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 ENUM = st.sampled_from([0, 1, 2, 77, -1, 2**31 - 1, -(2**31)])
@@ -84,9 +80,7 @@ def _fields(descriptor: Any, given_fields: dict[str, SearchStrategy[Any]]) -> Se
 def _values(field: Any) -> SearchStrategy[Any]:
     own = field.message_type
     if own is not None and own.GetOptions().map_entry:
-        return st.dictionaries(
-            _values(own.fields_by_name["key"]), _values(own.fields_by_name["value"]), max_size=5
-        )
+        return st.dictionaries(_values(own.fields_by_name["key"]), _values(own.fields_by_name["value"]), max_size=5)
     value = _fields(own, {}) if own is not None else _SCALARS[field.type]
     if not field.is_repeated:
         return value

@@ -20,8 +20,9 @@ import transformers
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers import models as tokenizer_models
 
-from outrider.engine.loading import load_model
-from outrider.engine.model import Engine, EngineConfig
+from outrider.engine.loading.loading import load_model
+from outrider.engine.model import Engine
+from outrider.engine.options import Device, Dtype, EngineOptions
 from tests.families import FAMILIES
 from tests.families import MAX_MODEL_LEN as MAX_MODEL_LEN
 from tests.families import VOCAB_SIZE as VOCAB_SIZE
@@ -81,7 +82,7 @@ SUPPORTED = ("llama", "qwen3", "mistral", "opt")
 
 @functools.cache
 def root_dir() -> Path:
-    """Where this process's models lie."""
+    """The folder of this process's models, which is removed when the process ends."""
     directory = Path(tempfile.mkdtemp(prefix="outrider-test-models-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
@@ -131,9 +132,14 @@ def copy_of(family: str, directory: Path) -> Path:
     return directory
 
 
-def engine_config(directory: Path, dtype: str = "float32", **options: Any) -> EngineConfig:
+def engine_config(directory: Path, dtype: str = "float32", **options: Any) -> EngineOptions:
     """Small blocks, so that sequences of some tokens cross their borders."""
-    return EngineConfig(directory, dtype, **({"block_size": 8, "max_num_seqs": 16} | options))
+    return EngineOptions(
+        model=directory,
+        dtype=Dtype(dtype),
+        device=Device.CPU,
+        **({"block_size": 8, "max_num_seqs": 16} | options),
+    )
 
 
 @functools.cache

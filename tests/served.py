@@ -20,16 +20,16 @@ from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.grammar import GrammarCompiler
-from outrider.model_thread import Core, ModelThread
-from outrider.telemetry import DraftMetrics, TargetMetrics
-from outrider.worker_process import CHANNEL_OPTIONS, SERVER_OPTIONS
+from outrider.observability.telemetry import DraftMetrics, TargetMetrics
+from outrider.worker.model_thread import Core, ModelThread
+from outrider.worker.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
 from protos.outrider.v1 import common_pb2, draft_pb2_grpc, hints_pb2_grpc, target_pb2, target_pb2_grpc
 from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
-from target_worker.scheduler import Scheduler
-from target_worker.server import TargetServicer
+from target_worker.scheduling.scheduler import Scheduler
+from target_worker.serving.server import TargetServicer
 from tests.hostile import WAIT_S
 from tests.models import VOCAB_SIZE, engine, model_dir
 
@@ -43,15 +43,13 @@ ATTACH = "/outrider.v1.Draft/Attach"
 
 @dataclass
 class Served:
-    """What both kinds have. `failures` are what their model threads died of."""
+    """A worker under test, of either kind, and a channel to it. failures: errors that ended its model thread."""
 
     channel: Any  # of bare bytes, which stubs know nothing of
     runner: asyncio.Runner
     failures: list[BaseException] = field(default_factory=list)
 
-    def call(
-        self, method: str, raw: bytes, *, is_streaming: bool = True
-    ) -> tuple[grpc.StatusCode, list[bytes]]:
+    def call(self, method: str, raw: bytes, *, is_streaming: bool = True) -> tuple[grpc.StatusCode, list[bytes]]:
         """How a call with these bytes ends, and the messages before that."""
         return self.runner.run(self.calling(method, raw, is_streaming=is_streaming))
 
@@ -82,7 +80,7 @@ class ServedTarget(Served):
     servicer: TargetServicer = field(kw_only=True)
 
     async def text(self, request: target_pb2.GenerateRequest) -> list[int]:
-        """What a session says to its end."""
+        """The tokens that a session generates until its end."""
         code, answers = await self.calling(GENERATE, request.SerializeToString())
         assert code is grpc.StatusCode.OK, code
         events = [target_pb2.GenerateEvent.FromString(answer) for answer in answers]
@@ -90,9 +88,9 @@ class ServedTarget(Served):
         return [token_id for event in events for token_id in event.step.token_ids]
 
     async def until_idle(self) -> None:
-        """Until nobody's session is left; then nothing may be left of it either."""
+        """Waits until no session is left; then none of their resources may be left either."""
         async with asyncio.timeout(WAIT_S):
-            while self.scheduler._sessions or self.servicer._streams:  # noqa: ASYNC110 - the model's thread owns them
+            while self.scheduler._sessions or self.servicer.hints:  # noqa: ASYNC110 - the model's thread owns them
                 await asyncio.sleep(0.005)
         assert not self.failures
         assert not self.servicer._callers
@@ -111,15 +109,11 @@ def new_allocator() -> BlockAllocator:
 
 
 def info() -> common_pb2.WorkerInfo:
-    return common_pb2.WorkerInfo(
-        vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, tokenizer_fingerprint="tiny"
-    )
+    return common_pb2.WorkerInfo(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, tokenizer_fingerprint="tiny")
 
 
 def grammars() -> GrammarCompiler:
-    return GrammarCompiler(
-        model_dir(FAMILY) / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([0])
-    )
+    return GrammarCompiler(model_dir(FAMILY) / "tokenizer.json", vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([0]))
 
 
 @asynccontextmanager
@@ -155,7 +149,7 @@ def _thread(core: Core[Any, Any], servicer: Any, failures: list[BaseException]) 
 @contextmanager
 def served_target(**limits: Any) -> Iterator[ServedTarget]:
     """A target worker that always listens and never waits."""
-    chosen = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "hint_wait_ms_max": 0.0, "may_rest": False}
+    chosen = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "hint_wait_ms_max": 0.0, "may_pause": False}
     scheduler = Scheduler(SchedulerLimits(**(chosen | limits)), new_allocator(), VOCAB_SIZE)
     metrics = TargetMetrics("tiny", "target")
     servicer = TargetServicer(info(), metrics, grammars())
@@ -165,7 +159,7 @@ def served_target(**limits: Any) -> Iterator[ServedTarget]:
         stack.enter_context(_thread(TargetCore(scheduler, engine(FAMILY), metrics), servicer, failures))
         server = grpc.aio.server(options=SERVER_OPTIONS)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-        hints_pb2_grpc.add_HintsServicer_to_server(servicer, server)
+        hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, server)
         return await stack.enter_async_context(listening(server))
 
     with _opened(opened) as (runner, channel):

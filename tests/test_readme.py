@@ -1,7 +1,7 @@
-"""The README is run: its commands start the system, its examples get answers from it.
+"""The README and the documentation are run: their commands start the system, their examples get answers from it.
 
-`test_repository.py` keeps the names in it true without starting anything; here every block under "How to call it"
-runs as it stands, but for the addresses.
+`test_repository.py` keeps the names in them true without starting anything; here the README's block under "Call it" and
+others run as they stand, but for the addresses.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.openai_schema import ChatBody, CompletionBody
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
+from coordinator.api.schema.openai_schema import ChatBody, CompletionBody
+from docs.generate.meanings import DELIVERY
+from tests.docs.pages import all_pages, blocks, code, everything, fences, read, section
 from tests.e2e.system import (
     FREE_PORTS,
     READY,
@@ -35,30 +37,18 @@ from tests.e2e.system import (
 )
 from tests.exactness.cases import LARGE_CASES, SMALL_CASES
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CLIENTS = "docs/guides/clients.md"
+RESUMING = "docs/guides/resuming.md"
+SIZING = "docs/guides/sizing.md"
 HELP_TIMEOUT_S, RUN_TIMEOUT_S = 60.0, 240.0
 
 live = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("system"),
     pytest.mark.skipif(
         not (DEMO_TARGET.is_dir() and DEMO_DRAFT.is_dir()), reason="the demo pair is not in this checkout"
     ),
 ]
-
-
-def section(title: str) -> str:
-    """The text below a heading of the second level."""
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
-    assert found, f"the README has no section {title!r}"
-    return found[1]
-
-
-def blocks(title: str) -> list[tuple[str, str]]:
-    """Fenced blocks of a section: language and content."""
-    return BLOCK.findall(section(title))
 
 
 def commands(block: str) -> list[list[str]]:
@@ -68,12 +58,13 @@ def commands(block: str) -> list[list[str]]:
 
 
 def all_commands() -> list[list[str]]:
-    """Every `outrider ...` in the README's shell blocks."""
+    """Every `outrider ...` in the shell blocks of all pages."""
     return [
         words
-        for language, content in BLOCK.findall(README)
-        if language == "sh"
-        for words in commands(content)
+        for page in all_pages()
+        for fence in fences(page.read_text(encoding="utf-8"))
+        if fence.language == "sh"
+        for words in commands(fence.content)
     ]
 
 
@@ -81,7 +72,7 @@ def all_commands() -> list[list[str]]:
 def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which `outrider` and `python` are this checkout's and this interpreter's."""
     folder = tmp_path_factory.mktemp("bin")
-    for name, words in (("outrider", "-m outrider"), ("python", "")):
+    for name, words in (("outrider", "-m command_line"), ("python", "")):
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         (folder / name).chmod(0o755)
     here = environment()
@@ -90,8 +81,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """What the first command of "How to call it" starts, on free ports."""
-    language, content = blocks("How to call it")[0]
+    """The system that the first command of the README's "Call it" starts, on free ports."""
+    language, content = blocks("README.md", "Call it")[0]
     program, command, *flags = commands(content)[0]
     assert (language, program, command) == ("sh", "outrider", "serve")
     with running_system(tmp_path_factory.mktemp("readme") / "cache", *flags) as running:
@@ -115,40 +106,31 @@ def addressed(code: str, system: System) -> str:
 
 
 def test_every_kind_of_call_has_an_example() -> None:
-    assert [language for language, _ in blocks("How to call it")] == ["sh", "sh", "python", "python"]
-    code = "\n".join(content for _, content in blocks("How to call it"))
-    assert all(word in code for word in ("outrider serve", "curl ", "from openai import", "import grpc"))
+    shown = [*blocks("README.md", "Call it"), *blocks(CLIENTS, "gRPC")]
+    assert [language for language, _ in shown] == ["sh", "sh", "python", "python"]
+    text = "\n".join(content for _, content in shown)
+    assert all(word in text for word in ("outrider serve", "curl ", "from openai import", "import grpc"))
 
 
 def test_the_exactness_table_has_every_parameter_and_cases_that_exist() -> None:
-    table = (
-        section("Exactly the same")
-        .split("| Parameter | Permitted | Shown by |\n|---|---|---|\n")[1]
-        .split("\n\n")[0]
-    )
+    text = section("docs/reference/parameters.md", "Parameters that decide the output")
+    table = text.split("| Parameter | Permitted | Meaning | Shown by |\n|---|---|---|---|\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    about_text = (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()) - NOT_ABOUT_TEXT
+    about_text = (CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()) - DELIVERY.keys()
     assert named == about_text
-    shown = {name for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
+    (together,) = re.findall(r"^All of these together: (.*)$", text, re.MULTILINE)
+    shown = {name for cell in [*(row[3] for row in rows), together] for name in re.findall(r"`([^`]+)`", cell)}
     paths = {name for name in shown if "/" in name}
     assert all((ROOT / path).is_file() for path in paths)
     assert shown - paths == (LARGE_CASES.keys() | SMALL_CASES.keys()) - {"none"}
 
 
-NOT_ABOUT_TEXT = {
-    "model", "prompt", "messages", "stream", "stream_options", "user", "prompt_cache_key", "cache_salt", "request_id",
-    "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "chat_template_kwargs",
-    "parallel_tool_calls", "max_completion_tokens", "priority", "deadline_ms",
-}  # fmt: skip
-"""What is asked and how the answer is shown."""
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
-    (_, content), (_, table) = blocks("How many of each?")
+def test_a_fleet_is_predicted_as_the_documents_say(shell: dict[str, str], tmp_path: Path) -> None:
+    (_, content), (_, table) = blocks(SIZING, "How many workers?")
     example, ratios, _ = commands(content)
     (tmp_path / "fleet.toml").write_text(run(example[: example.index(">")], shell), encoding="utf-8")
     words = [str(tmp_path / word) if word == "fleet.toml" else word for word in ratios]
@@ -156,10 +138,8 @@ def test_a_fleet_is_predicted_as_the_readme_says(shell: dict[str, str], tmp_path
     assert {line.strip() for line in table.splitlines()} <= shown
 
 
-def test_a_plan_is_what_the_readme_shows(shell: dict[str, str], tmp_path: Path) -> None:
-    found = re.search(r"^### Will it fit\?\n(.*?)^##", README, re.MULTILINE | re.DOTALL)
-    assert found
-    (_, content), (_, table) = BLOCK.findall(found[1])
+def test_a_plan_is_what_the_documents_show(shell: dict[str, str], tmp_path: Path) -> None:
+    (_, content), (_, table) = blocks(SIZING, "Will it fit?")
     write_config(
         tmp_path / "large",
         hidden_size=8192,
@@ -174,10 +154,7 @@ def test_a_plan_is_what_the_readme_shows(shell: dict[str, str], tmp_path: Path) 
         num_hidden_layers=16,
         tie_word_embeddings=True,
     )
-    words = [
-        str(tmp_path / Path(word).name) if word.startswith("/models/") else word
-        for word in commands(content)[0]
-    ]
+    words = [str(tmp_path / Path(word).name) if word.startswith("/models/") else word for word in commands(content)[0]]
     shown = [line.strip() for line in run(words, shell).splitlines()]
     assert [line.strip() for line in table.splitlines()] == shown
 
@@ -190,22 +167,26 @@ def write_config(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(kinds | sizes | values), encoding="utf-8")
 
 
-def test_commands_show_their_help_and_know_the_flags_the_readme_gives_them(shell: dict[str, str]) -> None:
-    used: dict[str, set[str]] = {}
-    for words in all_commands():
-        used.setdefault(words[1], set()).update(word for word in words if word.startswith("--"))
-    for name in re.findall(r"`outrider ([a-z-]+)[^`]*`", README):
-        used.setdefault(name, set())
-    assert {"serve", "demo", "chat", "target-worker", "draft-worker", "coordinator"} <= used.keys()
+def test_commands_show_their_help_and_know_the_flags_that_the_documents_give_them(
+    shell: dict[str, str],
+) -> None:
+    used: dict[tuple[str, ...], set[str]] = {}
+    for _, *words in all_commands():
+        name = tuple(words[:2]) if words[0] == "canary" else (words[0],)
+        used.setdefault(name, set()).update(word for word in words if word.startswith("--"))
+    for text in code(everything()):
+        if found := re.match(r"outrider ([a-z-]+)", text):
+            used.setdefault((found[1],), set())
+    assert {"serve", "demo", "chat", "target-worker", "draft-worker", "coordinator"} <= {name[0] for name in used}
     for name, flags in used.items():
-        text = run(["outrider", name, "--help"], shell)
+        text = run(["outrider", *name, "--help"], shell)
         assert not [flag for flag in flags if flag not in text], name
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_a_locked_server_is_made_and_asked_as_the_readme_says(shell: dict[str, str], tmp_path: Path) -> None:
-    _, content = blocks("Operated like a service")[0]
+def test_a_locked_server_is_made_and_asked_as_the_documents_say(shell: dict[str, str], tmp_path: Path) -> None:
+    _, content = blocks("docs/operations/security.md", "Keys and certificates on one machine")[0]
     content = content.replace(" tls", f" {tmp_path}/tls").replace(" keys.toml", f" {tmp_path}/keys.toml")
     certificates, keys, serve = commands(content)
     run(certificates, shell)
@@ -230,14 +211,12 @@ def test_a_locked_server_is_made_and_asked_as_the_readme_says(shell: dict[str, s
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_knows_every_target_that_the_readme_names() -> None:
-    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README, re.MULTILINE))
+def test_make_knows_every_target_that_the_documents_name() -> None:
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", everything(), re.MULTILINE))
     targets = {target for pair in named for target in pair if target}
     assert {"demo", "test", "bench"} <= targets
     for target in targets:
-        result = subprocess.run(
-            ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
 
 
@@ -248,7 +227,7 @@ class TestLive:
 
     def test_the_examples_say_the_same(self, system: System, shell: dict[str, str]) -> None:
         """curl, the openai package and gRPC ask for the same 60 tokens."""
-        (_, first), (_, curl), *programs = blocks("How to call it")
+        (_, first), (_, curl), *programs = [*blocks("README.md", "Call it"), *blocks(CLIENTS, "gRPC")]
         events = list(events_of(iter(run(["bash", "-euc", addressed(curl, system)], shell).splitlines())))
         text = text_of(events)
         assert text.strip()
@@ -258,17 +237,15 @@ class TestLive:
         details = [event["outrider"] for event in events if "outrider" in event]
         assert sum(len(detail["token_ids"]) for detail in details) == 60
         assert sum(len(detail["origins"]) for detail in details) == 60
-        assert all(
-            "outrider" in event for event in events if event["choices"] and event["choices"][0]["text"]
-        )
+        assert all("outrider" in event for event in events if event["choices"] and event["choices"][0]["text"])
         for language, program in programs:
             assert language == "python"
             assert run(["python", "-W", "error", "-c", addressed(program, system)], shell) == text
         rest = commands(first)[1:]
         assert all(run(words, shell).strip() for words in rest), "serve --help"
 
-    def test_a_stream_goes_on_where_the_readme_stops_it(self, system: System, shell: dict[str, str]) -> None:
-        both = next(content for _, content in blocks("When something breaks") if "curl" in content)
+    def test_a_stream_goes_on_where_the_documents_stop_it(self, system: System, shell: dict[str, str]) -> None:
+        both = next(content for _, content in blocks(RESUMING, "Example") if "curl" in content)
         first, again = addressed(both, system).split("\nLAST=")
         whole = run(["bash", "-euc", first], shell)
         rest = run(["bash", "-euc", f"LAST={again}"], shell)
@@ -283,18 +260,19 @@ class TestLive:
         assert len(left) < len(said)
 
     def test_chat_answers_from_another_terminal(self, system: System, shell: dict[str, str]) -> None:
-        assert "`outrider chat`" in section("How to call it")
+        assert "`outrider chat`" in read("docs/getting-started.md")
         words = ["outrider", "chat", "--url", system.url, "--max-tokens", "20"]
         for extra in ([], ["--complete"]):
             assert "20 tokens · TTFT" in run([*words, *extra], shell, typed="def read_file(path):\n")
 
     def test_the_other_paths_it_names_exist(self, system: System) -> None:
-        paths = re.findall(r"`(/[a-z0-9_/]+)`", section("How to call it"))
+        paths = re.findall(r"`(/[a-z0-9_/]+)`", section(CLIENTS, "HTTP"))
         assert {"/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(paths)
         for path in paths:
-            statuses = {
-                system.client.get(path).status_code, system.client.post(path, content=b"{}").status_code
-            }  # fmt: skip
+            answers = [system.client.get(path), system.client.post(path, content=b"{}")]
+            if "--batch-files" in answers[0].text:
+                continue  # it exists, and says how it is turned on
+            statuses = {answer.status_code for answer in answers}
             assert 404 not in statuses, path
             assert statuses & {200, 400}, path
         tokens = system.post("/tokenize", {"prompt": "def f(x):"}).json()["tokens"]
@@ -303,9 +281,9 @@ class TestLive:
         lines = system.client.get("/metrics").text.splitlines()
         assert any(line.startswith("outrider_generation_tokens_total{") for line in lines)
 
-    def test_a_client_of_the_readme_sees_the_model_by_its_name(self, system: System) -> None:
+    def test_a_client_of_the_documents_sees_the_model_by_its_name(self, system: System) -> None:
         served = [model["id"] for model in system.client.get("/v1/models").json()["data"]]
-        asked = set(re.findall(r'"?model"?[=:] ?"(\w+)"', section("How to call it")))
+        asked = set(re.findall(r'"?model"?[=:] ?"(\w+)"', section("README.md", "Call it")))
         assert asked == set(served) == {system.model}
 
     def test_errors_are_json_on_every_path(self, system: System) -> None:

@@ -1,9 +1,10 @@
-"""The tree keeps the promises of the architecture page: layers, purity, fresh stubs, a README that is true."""
+"""The tree keeps the promises of the architecture page: layers, purity, fresh stubs, documents that are true."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from k8s.images import locks
+from tests.docs.pages import all_pages, code, everything, read
+
 ROOT = Path(__file__).parents[1]
 
-# Who may import whom. `demo` is a client of nobody and nobody's library: a folder of models and their scripts.
+# Which package may import which. `demo` is a client of nobody and nobody's library: a folder of models and scripts.
 MAY_IMPORT: dict[str, set[str]] = {
     "protos": set(),
     "outrider": {"protos"},
@@ -23,12 +27,59 @@ MAY_IMPORT: dict[str, set[str]] = {
     "draft_worker": {"outrider", "protos"},
     "target_worker": {"outrider", "protos"},
     "demo": {"outrider", "protos"},
+    "command_line": {"outrider", "protos", "coordinator", "draft_worker", "target_worker"},
 }
-# A program above all the others, though it lives in `outrider`: it runs their pure cores in virtual time. Nobody
-# imports it but its command, and that when it is asked, so that `--help` does not wait.
-SIMULATOR = "outrider/simulate/"
-SIMULATOR_MAY_IMPORT = {"outrider", "protos", "coordinator", "draft_worker", "target_worker"}
-SIMULATOR_COMMAND = "outrider/cli/simulate/"
+# Inside a package: the rooms from the lowest to the highest. A module imports only its own room and lower ones.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "outrider": (
+        *("errors", "settings", "concurrency", "audit", "sampling_params", "local", "security", "text"),
+        "observability",
+        *("registry", "canary", "grammar", "hints"),
+        *(
+            "engine.options",
+            "engine.chunk_cost",
+            "engine.kv",
+            "engine.ranks",
+            "engine.compiled",
+            "engine.sampling",
+            "engine.layers",
+        ),
+        *(
+            "engine.sequence_chunk",
+            "engine.rank_messages",
+            "engine.device_steps",
+            "engine.model",
+            "engine.loading",
+        ),
+        *("engine.profiling", "worker"),
+    ),
+    "coordinator": (
+        *("formats", "settings", "access", "placement", "intake"),
+        *("recovery", "speculation", "workers", "observability"),
+        *(
+            "output",
+            "request",
+            "canary",
+            "service",
+            "batches",
+            "api.schema",
+            "api.answer",
+            "api.responses",
+            "api.anthropic",
+            "api.grpc",
+            "api.batches",
+            "api.http",
+            "hosting",
+            "__main__",
+        ),
+    ),
+    "target_worker": ("limits", "hints", "messages", "scheduling", "runner", "serving", "__main__"),
+    "benchmarks": ("shared", "engine", "speculation", "peers", "serving", "scaling", "__main__"),
+}
+# `outrider simulate` runs the pure cores of the processes in virtual time. Only its command imports it, and only when
+# it runs, so that `outrider --help` does not wait for it.
+SIMULATOR = "command_line/simulator/"
+SIMULATOR_COMMAND = "command_line/simulate/"
 # What decision code must not reach for: clocks, sockets, loops, threads, models, global randomness.
 IMPURE = {
     "asyncio", "concurrent", "datetime", "grpc", "httpx", "multiprocessing", "ray", "redis", "secrets",
@@ -36,33 +87,42 @@ IMPURE = {
 }  # fmt: skip
 # Every module that calls itself pure in its docstring is checked; these must do so.
 MUST_BE_PURE = {
-    "outrider/acceptance.py",
+    "outrider/hints/acceptance.py",
     "outrider/canary/intervals.py",
     "outrider/canary/plan.py",
     "outrider/canary/rule.py",
     "outrider/canary/statistics.py",
-    "outrider/confidence.py",
-    "outrider/child_spec.py",
-    "coordinator/acceptance_watch.py",
-    "coordinator/canary.py",
-    "coordinator/fallback.py",
-    "coordinator/priors.py",
-    "coordinator/routing.py",
-    "outrider/cli/deployment.py",
-    "outrider/cli/draft_choice.py",
-    "outrider/cli/report.py",
-    "outrider/hint_tree.py",
-    "outrider/simulate/fleet.py",
-    "outrider/simulate/models.py",
-    "outrider/simulate/traffic.py",
-    "target_worker/forecast.py",
-    "target_worker/places.py",
-    "target_worker/scheduler.py",
-    "target_worker/session.py",
-    "target_worker/speculation.py",
-    "target_worker/waiting.py",
+    "outrider/hints/confidence.py",
+    "outrider/local/child_spec.py",
+    "coordinator/speculation/acceptance_watch.py",
+    "coordinator/batches/batch.py",
+    "coordinator/batches/batch_lines.py",
+    "coordinator/batches/validation.py",
+    "coordinator/canary/assignment.py",
+    "coordinator/speculation/fallback.py",
+    "coordinator/speculation/priors.py",
+    "coordinator/placement/routing.py",
+    "coordinator/request/sequence.py",
+    "command_line/start/deployment.py",
+    "command_line/start/draft_choice.py",
+    "command_line/start/comparison.py",
+    "outrider/hints/hint_tree.py",
+    "command_line/simulator/fleet.py",
+    "command_line/simulator/models.py",
+    "command_line/simulator/traffic.py",
+    "target_worker/scheduling/background_turns.py",
+    "target_worker/scheduling/forecast.py",
+    "target_worker/scheduling/batch_slots.py",
+    "target_worker/scheduling/scheduler.py",
+    "target_worker/scheduling/session.py",
+    "target_worker/hints/speculation.py",
+    "target_worker/scheduling/waiting.py",
 }
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
+# Folders of modules that are no tests.
+PRODUCT = (*MAY_IMPORT, "benchmarks", "docs", "k8s")
+MODULE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
 
 
 def modules(package: str) -> Iterator[Path]:
@@ -98,13 +158,65 @@ def is_pure(path: Path) -> bool:
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_packages_import_only_what_lies_below(package: str) -> None:
-    wrong = {}
+    permitted = MAY_IMPORT[package] | {package}
+    forbidden = set(MAY_IMPORT) - permitted
+    assert not {name_of(path): found for path in modules(package) if (found := imports(path) & forbidden)}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_their_own_and_lower_rooms(package: str) -> None:
+    def level(module: str) -> int | None:
+        """Position of the room of `package` that has the module."""
+        found = [room for room in ROOMS[package] if f"{module}.".startswith(f"{package}.{room}.")]
+        return ROOMS[package].index(found[0]) if found else None
+
+    upward = []
     for path in modules(package):
-        is_simulator = name_of(path).startswith(SIMULATOR)
-        permitted = SIMULATOR_MAY_IMPORT if is_simulator else MAY_IMPORT[package] | {package}
-        if found := imports(path) & (set(MAY_IMPORT) - permitted):
-            wrong[name_of(path)] = found
-    assert not wrong
+        if path.name == "__init__.py":
+            continue
+        own = level(name_of(path).removesuffix(".py").replace("/", "."))
+        assert own is not None, f"{name_of(path)} belongs to no room of ROOMS"
+        names = imported_modules(parsed(path))
+        upward += [f"{name_of(path)} imports {name}" for name in sorted(names) if (level(name) or 0) > own]
+    assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not for the type checker either. A package's `__init__` only passes names on."""
+    paths = {
+        name_of(path).removesuffix(".py").replace("/", "."): path
+        for folder in PRODUCT
+        for path in modules(folder)
+        if path.name != "__init__.py"
+    }
+    graph = {name: (imported_modules(parsed(path)) & paths.keys()) - {name} for name, path in paths.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_folder_has_more_than_a_dozen_modules() -> None:
+    sizes: dict[str, int] = {}
+    for package in (*MAY_IMPORT, "benchmarks"):
+        for path in modules(package):
+            if path.name != "__init__.py":
+                folder = path.parent.relative_to(ROOT).as_posix()
+                sizes[folder] = sizes.get(folder, 0) + 1
+    assert not {folder: size for folder, size in sizes.items() if size > 12}
+
+
+def test_no_module_and_no_function_is_too_long_to_read_at_once() -> None:
+    paths = [path for folder in PRODUCT for path in modules(folder)]
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert not {name: length for name, length in lengths.items() if length > MODULE_LINES_MAX}
+    functions = {
+        f"{name_of(path)}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in paths
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert not {name: length for name, length in functions.items() if length > FUNCTION_LINES_MAX}
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -120,9 +232,12 @@ def imported_modules(tree: ast.AST) -> set[str]:
 
 def test_the_simulator_takes_only_what_is_pure_from_the_programs_below_it() -> None:
     taken = set().union(*(imported_modules(parsed(path)) for path in modules(SIMULATOR)))
-    files = {ROOT / f"{name.replace('.', '/')}.py" for name in taken if not name.startswith("outrider")}
+    processes = ("coordinator.", "draft_worker.", "target_worker.")
+    files = {ROOT / f"{name.replace('.', '/')}.py" for name in taken if name.startswith(processes)}
     ours = {path for path in files if path.is_file()}
-    assert {"target_worker/scheduler.py", "coordinator/routing.py"} <= {name_of(path) for path in ours}
+    assert {"target_worker/scheduling/scheduler.py", "coordinator/placement/routing.py"} <= {
+        name_of(path) for path in ours
+    }
     assert not [name_of(path) for path in ours if not is_pure(path)]
 
 
@@ -131,12 +246,12 @@ def test_nobody_imports_the_simulator_but_its_command_when_asked() -> None:
         for path in modules(package):
             if name_of(path).startswith(SIMULATOR):
                 continue
-            is_command = name_of(path).startswith(SIMULATOR_COMMAND)
             nodes: list[ast.AST] = [parsed(path)]
-            if is_command:  # what is imported as the module loads, not in functions or for the type checker
+            # What is imported as the module loads, not in functions or for the type checker.
+            if name_of(path).startswith(SIMULATOR_COMMAND):
                 nodes = [node for node in parsed(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
             names = set().union(*(imported_modules(node) for node in nodes), set())
-            assert not [name for name in names if name.startswith("outrider.simulate")], name_of(path)
+            assert not [name for name in names if name.startswith("command_line.simulator")], name_of(path)
 
 
 def test_ray_stays_in_the_coordinator() -> None:
@@ -169,24 +284,25 @@ def test_decision_code_declares_itself_pure() -> None:
 )
 def test_pure_modules_touch_no_clock_socket_loop_or_model(path: Path) -> None:
     assert not imports(path) & IMPURE
-    assert not [
-        node for node in ast.walk(parsed(path)) if isinstance(node, (ast.Await, ast.AsyncFunctionDef))
-    ]
+    assert not [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.Await, ast.AsyncFunctionDef))]
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        *("coordinator.openai_schema", "outrider.cli", "outrider.registry", "outrider.tokenizer"),
-        *("outrider.simulate.ratios", "target_worker.scheduler", "draft_worker.scheduler"),
+        *(
+            "coordinator.api.schema.openai_schema",
+            "command_line",
+            "outrider.registry.registry",
+            "outrider.text.tokenizer",
+        ),
+        *("command_line.simulator.ratios", "target_worker.scheduling.scheduler", "draft_worker.scheduler"),
     ],
 )
 def test_light_modules_load_neither_torch_nor_ray(module: str) -> None:
     # By running: an import may be hidden behind one that looks harmless.
     code = f"import sys, {module}; sys.exit(' '.join({{'torch', 'ray', 'transformers'}} & set(sys.modules)) or 0)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -212,26 +328,60 @@ def test_every_proto_field_has_a_comment_or_a_telling_block() -> None:
     assert not bare
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8")
+def missing_paths(markdown: str) -> list[str]:
+    """Paths in backticks that begin in one of our folders, and names of modules, of which there is no file.
+
+    Paths of tests may leave out `tests/`, as those of the threat model do.
+    """
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    modules_by_name = {path.name for folder in CODE for path in (ROOT / folder).rglob("*.py")}
+    missing = []
+    for name in re.findall(r"`([\w.*/-]+)`", markdown):
+        if "/" in name and name.partition("/")[0] in folders - {"build", ".cache"}:
+            if not any(any(root.glob(name.rstrip("/"))) for root in (ROOT, ROOT / "tests")):
+                missing.append(name)
+        elif re.fullmatch(r"\w+\.py", name) and name not in modules_by_name:
+            missing.append(name)
+    return missing
+
+
+CODE = (*PRODUCT, "tests")
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=name_of)
+def test_folders_and_files_that_the_documents_name_exist(page: Path) -> None:
+    assert not missing_paths(page.read_text(encoding="utf-8"))
+
+
+def test_a_folder_or_file_that_is_gone_is_found() -> None:
+    named = [
+        "coordinator/request/sequence.py",
+        "tests/e2e/chaos/",
+        "k8s/dashboards/*.py",
+        "a/b.py",
+        "README.md",
+    ]
+    gone = ["coordinator/request_session.py", "protos/outrider/v2/", "no_such_module.py"]
+    assert missing_paths(" ".join(f"`{name}`" for name in [*named, *gone])) == gone
 
 
 def test_folders_that_the_readme_names_exist() -> None:
-    named = {name.rstrip("/") for name in re.findall(r"`([a-z_.]+(?:/[a-z0-9_.]+)*/)`", readme())}
+    readme = read("README.md")
+    named = {name.rstrip("/") for name in re.findall(r"`([a-z_.]+(?:/[a-z0-9_.]+)*/)`", readme)}
     assert len(named) >= 6
     assert not [name for name in named if not (ROOT / name).is_dir() and not name.startswith(".cache")]
 
 
-def test_make_targets_that_the_readme_names_exist() -> None:
+def test_make_targets_that_the_documents_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(code_of(readme()))))
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(code(everything()))))
     assert {"demo", "test"} <= named <= targets
 
 
-def test_commands_and_flags_that_the_readme_names_exist() -> None:
+def test_commands_and_flags_that_the_documents_name_exist() -> None:
     from typer.main import get_command
 
-    from outrider.cli import app
+    from command_line import app
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
     commands |= {
@@ -241,8 +391,9 @@ def test_commands_and_flags_that_the_readme_names_exist() -> None:
     }
     unknown: list[str] = []
     # A backslash at the end of a line continues the command.
-    for code in code_of(readme()):
-        for command, rest in re.findall(r"\boutrider ([a-z-]+)\b([^\n#`|]*)", code.replace("\\\n", " ")):
+    for text in code(everything()):
+        # Not kubectl's `-n outrider VERB`.
+        for command, rest in re.findall(r"(?<!-n )\boutrider ([a-z-]+)\b([^\n#`|]*)", text.replace("\\\n", " ")):
             if (inner := re.match(r" ([a-z-]+)", rest)) and hasattr(commands.get(command), "commands"):
                 command = f"{command} {inner[1]}"
             options = {
@@ -258,14 +409,10 @@ def test_commands_and_flags_that_the_readme_names_exist() -> None:
     assert not unknown
 
 
-def code_of(markdown: str) -> list[str]:
-    """Fenced blocks and inline code."""
-    return re.findall(r"```\w*\n(.*?)```", markdown, re.DOTALL) + re.findall(r"`([^`\n]+)`", markdown)
-
-
 def dependencies() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [re.split(r"[\[<>=;]", requirement)[0] for requirement in project["dependencies"]]
+    """Names of what the processes need, whichever extra brings it."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return [re.split(r"[\[<>=;]", requirement)[0] for requirement in locks.dependencies(pyproject)]
 
 
 def test_every_import_is_a_declared_dependency() -> None:
@@ -282,8 +429,8 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 
 def test_dependencies_are_explained_one_by_one() -> None:
-    section = readme().partition("## Dependencies")[2]
-    assert not [name for name in dependencies() if f"`{name}" not in section]
+    page = read("docs/development/dependencies.md")
+    assert not [name for name in dependencies() if f"`{name}" not in page]
 
 
 def test_changelog_has_the_version() -> None:
@@ -296,9 +443,7 @@ def test_changelog_has_the_version() -> None:
 
 def test_nothing_of_this_machine_is_written_down() -> None:
     # A path below somebody's home, or a package index on somebody's network.
-    pattern = re.compile(
-        r"/(?:home|Users|root)/\w+|https?://[^\s\"']*(?:artifactory|nexus|devpi)", re.IGNORECASE
-    )
+    pattern = re.compile(r"/(?:home|Users|root)/\w+|https?://[^\s\"']*(?:artifactory|nexus|devpi)", re.IGNORECASE)
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=False,

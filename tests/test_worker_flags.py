@@ -1,4 +1,4 @@
-"""What a worker does by default is said in one place, however it is started, and a bad flag is told at once."""
+"""Tests of worker flags: defaults are defined in one place, and a bad value is refused before the model is loaded."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import pytest
 from draft_worker import __main__ as draft_worker
 from draft_worker.limits import DraftLimits
 from outrider.errors import ConfigurationError
+from outrider.settings import from_flags
 from target_worker import __main__ as target_worker
 from target_worker.limits import SchedulerLimits
 
 
 def test_without_flags_a_worker_has_the_limits_that_the_code_has() -> None:
-    assert draft_worker.limits_from(draft_worker.parse_arguments(["--model", "m"])) == DraftLimits()
-    assert target_worker.limits_from(target_worker.parse_arguments(["--model", "m"])) == SchedulerLimits()
+    assert from_flags(DraftLimits, draft_worker.parse_arguments(["--model", "m"])) == DraftLimits()
+    assert from_flags(SchedulerLimits, target_worker.parse_arguments(["--model", "m"])) == SchedulerLimits()
 
 
 def test_flags_reach_the_limits() -> None:
     flags = ["--model", "m", "--max-num-seqs", "3", "--min-reach", "0.2", "--max-alternatives", "1"]
     flags.append("--no-enable-prefix-caching")
-    limits = draft_worker.limits_from(draft_worker.parse_arguments(flags))
-    assert limits == DraftLimits(
-        max_num_seqs=3, min_reach=0.2, max_alternatives=1, enable_prefix_caching=False
-    )
+    limits = from_flags(DraftLimits, draft_worker.parse_arguments(flags))
+    assert limits == DraftLimits(max_num_seqs=3, min_reach=0.2, max_alternatives=1, enable_prefix_caching=False)
     flags = [
         "--model",
         "m",
@@ -36,8 +35,8 @@ def test_flags_reach_the_limits() -> None:
         "--hint-wait-ms",
         "0",
     ]
-    assert target_worker.limits_from(target_worker.parse_arguments(flags)) == SchedulerLimits(
-        num_speculative_tokens=2, has_lookup=False, may_rest=False, hint_wait_ms_max=0.0
+    assert from_flags(SchedulerLimits, target_worker.parse_arguments(flags)) == SchedulerLimits(
+        num_speculative_tokens=2, has_lookup=False, may_pause=False, hint_wait_ms_max=0.0
     )
 
 

@@ -1,1 +1,1 @@
-"""Outrider beside other ways to speculate, on the same weights in one run: `python -m benchmarks.peers --help`."""
+"""Outrider beside other engines with the same weights."""

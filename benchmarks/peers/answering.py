@@ -1,8 +1,8 @@
-"""The inside of a peer's process: it loads a model once, then answers JSON lines on stdin with JSON lines on stdout.
+"""Main loop of a peer's process: loads a model once, then answers JSON lines on stdin with JSON lines on stdout.
 
-Only the standard library, because it also runs in a peer's own environment. What libraries print goes to stderr.
-The first line out is `{"ready": facts}` or `{"error": why}`; then each line in `{"prompts": [[token id]],
-"num_tokens": n}`, one batch, is answered by `{"seconds": s, "texts": [[token id]], "decoding": [[tokens, seconds]]}`.
+It uses only the standard library, because it also runs in a peer's own environment. Libraries' output goes to stderr.
+The first line is `{"ready": facts}` or `{"error": why}`. Each input line `{"prompts": [[token id]], "num_tokens": n}`
+is one batch, answered by `{"seconds": s, "texts": [[token id]], "decoding": [[tokens, seconds]]}`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 Batch = list[list[int]]
-# By request: its new tokens, and how many of them came after the first ones and in how many seconds.
+# Per request: its new tokens, and how many of them came after the first ones in how many seconds.
 Replies = list[tuple[list[int], int, float]]
 Generate = Callable[[Batch, int], Replies]
 
 
 def bind_to_cores(cores: list[int]) -> None:
-    """Every thread that exists and, by inheritance, every later one. Nothing where the system has no such thing."""
+    """Binds all existing threads and, by inheritance, later ones. Does nothing on systems without affinity."""
     if not hasattr(os, "sched_setaffinity"):
         return
     for thread in os.listdir("/proc/self/task"):
@@ -29,7 +29,7 @@ def bind_to_cores(cores: list[int]) -> None:
 
 
 def run(load: Callable[[dict[str, Any]], tuple[dict[str, Any], Generate]]) -> None:
-    """`load` gets the settings, which are the process's one argument, and returns facts for the report."""
+    """Runs the loop. `load` gets the settings, the process's only argument, and returns facts for the report."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,9 +1,8 @@
-"""Starts the systems, lets them take turns and writes down what they did."""
+"""Starts the systems, measures them alternately and records the results."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.peers.process import Answer, Peer, PeerError, cpu_seconds, decode_rate, resident_gib
+from benchmarks.peers.process import Answer, Peer, PeerError, cpu_seconds, decode_rate
 from benchmarks.peers.summary import Turn
 from benchmarks.peers.systems import (
     MAX_MODEL_LEN,
@@ -22,23 +21,30 @@ from benchmarks.peers.systems import (
     peer_command,
     peer_environment,
 )
-from benchmarks.worker_pair import Generation, WorkerPair, WorkerProcessHandle, attach_draft, worker_pair
-from outrider.machine import GIB, available_memory
+from benchmarks.shared.options import say
+from benchmarks.shared.worker_pair import (
+    Generation,
+    WorkerPair,
+    WorkerProcessHandle,
+    attach_draft,
+    worker_pair,
+)
+from outrider.engine.loading.machine import GIB, available_memory
 from outrider.sampling_params import SamplingParams
 
-# What a process of each kind needs, measured and rounded up: GiB by itself, and times the target's weights.
+# Memory of a process of each kind, measured and rounded up: GiB, and a multiple of the target's weights.
 _NEEDS = {Family.OUTRIDER: (1.0, 2.5), Family.TRANSFORMERS: (0.8, 1.5), Family.VLLM: (1.8, 3.0)}
 
 
 class Answering(Protocol):
-    """Whatever can be asked."""
+    """A system that answers batches."""
 
     async def ask(self, batch: Sequence[Sequence[int]], num_tokens: int) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A system that is up. Outrider's modes share processes."""
+    """A running system. Outrider's modes share processes."""
 
     answering: Answering
     pids: tuple[int, ...]
@@ -46,7 +52,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Outrider:
-    """The pair of workers in one mode. Its times hold the way over gRPC and back."""
+    """The pair of workers in one mode. Its times include both ways over gRPC."""
 
     pair: WorkerPair
     use_draft: bool
@@ -69,23 +75,21 @@ def _decoding(generation: Generation) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is started, with which models."""
+    """Systems to start, with their models."""
 
     systems: Sequence[System]
     target: Path
     drafts: Mapping[str, Path]  # by mode
     vllm_python: Path | None
     vllm_preload: Sequence[Path]
-    num_speculative_tokens: int  # of the peers; Outrider decides from step to step
+    num_speculative_tokens: int  # of the peers; Outrider chooses per step
     batch_max: int
 
 
 def check_memory(setup: Setup) -> None:
-    """Raises PeerError where the systems would not fit side by side."""
+    """Raises PeerError if the systems would not fit into memory together."""
     weights = sum(path.stat().st_size for path in setup.target.glob("*.safetensors")) / GIB
-    families = {
-        system.name: system.family for system in setup.systems if system.family is not Family.OUTRIDER
-    }
+    families = {system.name: system.family for system in setup.systems if system.family is not Family.OUTRIDER}
     kinds = [Family.OUTRIDER, *families.values()]
     wanted = sum(own + times * weights for own, times in (_NEEDS[kind] for kind in kinds))
     there = available_memory() / GIB
@@ -98,7 +102,7 @@ def check_memory(setup: Setup) -> None:
 
 @asynccontextmanager
 async def running_systems(setup: Setup) -> AsyncIterator[tuple[dict[System, Running], dict[str, Any]]]:
-    """All systems, ready, and facts about them; stopped whatever happens."""
+    """All systems, ready, and facts about them; always stopped."""
     began = time.perf_counter()
     async with AsyncExitStack() as stack:
         running: dict[System, Running] = {}
@@ -133,10 +137,8 @@ async def running_systems(setup: Setup) -> AsyncIterator[tuple[dict[System, Runn
         yield {system: running[system] for system in setup.systems}, facts
 
 
-async def _start_outrider(
-    stack: AsyncExitStack, setup: Setup, ours: Sequence[System]
-) -> dict[System, Running]:
-    """One target worker on core 0; on core 1 a draft worker per draft, of which one at a time has anything to do."""
+async def _start_outrider(stack: AsyncExitStack, setup: Setup, ours: Sequence[System]) -> dict[System, Running]:
+    """Starts one target worker on core 0 and one draft worker per draft on core 1; one draft at a time has load."""
     common = ["--max-model-len", str(MAX_MODEL_LEN)]
     modes = [system.mode for system in ours if system.mode != PLAIN]
     pair = await stack.enter_async_context(
@@ -157,22 +159,7 @@ async def _start_outrider(
         stack.push_async_callback(weak.stop)
         pairs[WEAK] = await stack.enter_async_context(attach_draft(pair, weak.address))
         pids.append(weak.process.pid)
-    return {
-        system: Running(Outrider(pairs[system.mode], system.mode != PLAIN), tuple(pids)) for system in ours
-    }
-
-
-async def idle_costs(running: Mapping[System, Running], seconds: float = 2.0) -> dict[str, dict[str, float]]:
-    """By system: cores that its processes use while nobody asks, and GiB that they hold."""
-    before = {system: cpu_seconds(each.pids) for system, each in running.items()}
-    await asyncio.sleep(seconds)
-    return {
-        system.name: {
-            "idle_cores": round((cpu_seconds(each.pids) - before[system]) / seconds, 3),
-            "resident_gib": round(resident_gib(each.pids), 2),
-        }
-        for system, each in running.items()
-    }
+    return {system: Running(Outrider(pairs[system.mode], system.mode != PLAIN), tuple(pids)) for system in ours}
 
 
 async def measure(
@@ -185,10 +172,10 @@ async def measure(
     num_rounds: int,
     num_warmup: int,
 ) -> list[Turn]:
-    """Rounds of turns; every round and batch size has prompts of its own, the same for all systems.
+    """Runs rounds of turns; every round and batch size has its own prompts, the same for all systems.
 
-    Who goes first rotates. The `num_warmup` rounds before the counted ones let caches fill and Outrider learn its
-    costs. A turn at batch B asks at least `num_prompts` prompts, B at a time.
+    The first system rotates. The `num_warmup` rounds before the counted ones fill caches and let Outrider measure its
+    costs. A turn at batch B sends at least `num_prompts` prompts, B at a time.
     """
     turns = []
     order = list(running)
@@ -221,7 +208,7 @@ async def _turn(
     took = time.perf_counter() - began
     short = {len(text) for answer in answers for text in answer.texts} - {num_tokens}
     if short:
-        raise PeerError(f"{system.name} wrote {min(short)} tokens where {num_tokens} were asked for")
+        raise PeerError(f"{system.name} generated {min(short)} tokens where {num_tokens} were asked for")
     return Turn(
         number,
         len(asked[0]),
@@ -232,8 +219,3 @@ async def _turn(
         (cpu_seconds(others) - others_before) / took,
         tuple(tuple(text) for answer in answers for text in answer.texts),
     )
-
-
-def say(words: str) -> None:
-    """Progress, for whoever watches."""
-    print(words, file=sys.stderr, flush=True)

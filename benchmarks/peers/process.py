@@ -1,4 +1,4 @@
-"""A peer as a child process, and what the processes of a system cost."""
+"""A peer as a child process, and the CPU time and memory of a system's processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +15,26 @@ from typing import Any
 
 import psutil
 
-from benchmarks.machine import ROOT
-from outrider import tether
+from benchmarks.shared.machine import ROOT
+from outrider.local import tether
 
-START_TIMEOUT_S = 300.0  # for all of them at once on few cores, nothing in any cache
+START_TIMEOUT_S = 300.0  # for all of them at once on few cores, with cold caches
 ANSWER_TIMEOUT_S = 300.0
 STOP_GRACE_S = 10.0
 _LINE_BYTES_MAX = 1 << 24
 
 
 class PeerError(Exception):
-    """A peer cannot be measured; the message says what to do."""
+    """A peer cannot be measured; the message names a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one batch gave. Times in seconds."""
+    """Result of one batch. Times are in seconds."""
 
-    seconds: float  # from the request to the last token of the last text, prefill included
+    seconds: float  # from the request to the last token of the batch, prefill included
     texts: list[list[int]]  # new tokens, by prompt
-    decode_tokens_per_s: float  # after each request's first tokens, added up over the batch
+    decode_tokens_per_s: float  # after each request's first tokens, summed over the batch
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +47,7 @@ def decode_rate(decoding: Sequence[tuple[int, float]]) -> float:
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to find vLLM, for benchmarks that measure beside it."""
+    """Adds the options that locate vLLM, for benchmarks that compare with it."""
     parser.add_argument(
         "--vllm-python", type=Path, metavar="PATH", help="python of an environment with vLLM's CPU build"
     )
@@ -62,12 +61,10 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_vllm(python: Path) -> None:
-    """Raises PeerError, before anything is started, where this Python has no vLLM."""
+    """Raises PeerError, before anything is started, if this Python has no vLLM."""
     ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        status = subprocess.run(
-            [python, "-I", "-c", ask], timeout=60, check=False, capture_output=True
-        ).returncode
+        status = subprocess.run([python, "-I", "-c", ask], timeout=60, check=False, capture_output=True).returncode
     except (OSError, subprocess.SubprocessError) as error:
         raise PeerError(f"--vllm-python {python}: cannot be run: {error}") from error
     if status:
@@ -88,9 +85,9 @@ class Peer:
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Peer:
-        """Returns when the model is loaded. Raises PeerError with the last of what it said."""
+        """Returns when the model is loaded. Raises PeerError with the end of the process' output."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), str(STOP_GRACE_S)),
+            *tether.words(STOP_GRACE_S),
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -116,7 +113,7 @@ class Peer:
         return peer
 
     async def ask(self, batch: Sequence[Sequence[int]], num_tokens: int) -> Answer:
-        """One batch, to its end. Raises PeerError when the process has died, TimeoutError when it hangs."""
+        """Runs one batch. Raises PeerError if the process has died, TimeoutError if it hangs."""
         assert self._process.stdin is not None
         request = json.dumps({"prompts": [list(each) for each in batch], "num_tokens": num_tokens})
         self._process.stdin.write(request.encode() + b"\n")
@@ -127,7 +124,7 @@ class Peer:
         return Answer(reply["seconds"], reply["texts"], decode_rate(reply["decoding"]))
 
     async def stop(self) -> None:
-        """Ends the process and everything below it."""
+        """Ends the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         await self._process.wait()
@@ -139,7 +136,7 @@ class Peer:
         return json.loads(line) if line else {}
 
     async def _listen(self) -> bytes:
-        """Its last words on stderr; somebody has to read them or it stands still."""
+        """Reads stderr, so that the process does not block, and keeps its end."""
         assert self._process.stderr is not None
         last = b""
         while part := await self._process.stderr.read(1 << 16):
@@ -152,20 +149,33 @@ class Peer:
         return "\n".join(lines[-8:]) or f"exit status {self._process.returncode}"
 
 
+async def idle_costs(pids: Mapping[str, Sequence[int]], seconds: float) -> dict[str, dict[str, float]]:
+    """CPU use (cores) and memory (GiB) of each idle system, by name."""
+    before = {name: cpu_seconds(each) for name, each in pids.items()}
+    await asyncio.sleep(seconds)
+    return {
+        name: {
+            "idle_cores": round((cpu_seconds(each) - before[name]) / seconds, 3),
+            "resident_gib": round(resident_gib(each), 2),
+        }
+        for name, each in pids.items()
+    }
+
+
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time so far of these processes and everything below them, in seconds."""
+    """CPU time so far of these processes and their children, in seconds."""
     return _sum_over(pids, lambda process: sum(process.cpu_times()[:2]))
 
 
 def resident_gib(pids: Sequence[int]) -> float:
-    """Memory of these processes and everything below them, shared pages counted once per process."""
+    """Memory of these processes and their children; shared pages count once per process."""
     return _sum_over(pids, lambda process: process.memory_info().rss) / (1 << 30)
 
 
 def _sum_over(pids: Sequence[int], of: Callable[[psutil.Process], float]) -> float:
     total = 0.0
     for pid in pids:
-        # A process may end between the listing and the look.
+        # A process may end between listing and reading.
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(pid)
             for process in [top, *top.children(recursive=True)]:

@@ -1,13 +1,14 @@
-"""From turns to figures: medians with quartiles over rounds, ratios within rounds, equal texts. Pure."""
+"""Figures over turns: medians with quartiles over rounds, ratios within rounds, equal outputs. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers.systems import DRAFT, PLAIN, WEAK, Family, System
+from benchmarks.shared.figures import rounded, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,31 +20,13 @@ class Turn:
     system: System
     tokens_per_s: float  # all new tokens over the wall time, prefill included
     decode_tokens_per_s: float  # after the first tokens
-    cores_busy: float  # by its own processes, 1 is a whole core
-    others_busy: float  # by the processes of all the others meanwhile; the client is not among them
+    cores_busy: float  # of its own processes; 1 is a whole core
+    others_busy: float  # of the processes of all others at the same time, without the client
     texts: tuple[tuple[int, ...], ...]
 
 
-def spread(values: Iterable[float]) -> dict[str, Any] | None:
-    """Median and quartiles; None of nothing."""
-    known = sorted(values)
-    if not known:
-        return None
-    low, middle, high = statistics.quantiles(known, n=4, method="inclusive") if len(known) > 1 else known * 3
-    return {
-        "median": _rounded(middle),
-        "quartiles": [_rounded(low), _rounded(high)],
-        "rounds": len(known),
-    }
-
-
-def _rounded(value: float) -> float:
-    """Four digits."""
-    return float(f"{value:.4g}")
-
-
 def summarize(turns: Sequence[Turn]) -> dict[str, Any]:
-    """By batch size: every system's figures, and Outrider against each peer at equal cores."""
+    """Summary by batch size: every system's figures, and Outrider relative to each peer at equal cores."""
     made: dict[str, Any] = {}
     for batch in dict.fromkeys(turn.batch for turn in turns):
         by_system: dict[System, dict[int, Turn]] = {}
@@ -60,24 +43,22 @@ def summarize(turns: Sequence[Turn]) -> dict[str, Any]:
 def _figures(system: System, by_system: dict[System, dict[int, Turn]]) -> dict[str, Any]:
     turns = by_system[system]
     baseline = by_system.get(System(Family.OUTRIDER, PLAIN, 1), {})
-    num_equal, num_texts = _equal_texts(turns, baseline)
+    num_equal, num_compared = _equal_texts(turns, baseline)
     return {
         "cores": {"target": system.num_target_cores, "total": system.num_cores},
         "tokens_per_s": spread(turn.tokens_per_s for turn in turns.values()),
         "decode_tokens_per_s": spread(turn.decode_tokens_per_s for turn in turns.values()),
         "over_outrider_plain": ratio(turns, baseline),
         "over_own_plain": ratio(turns, by_system.get(system.plain, {})),
-        "cores_busy": _rounded(statistics.median(turn.cores_busy for turn in turns.values())),
-        "others_busy_max": _rounded(max(turn.others_busy for turn in turns.values())),
-        "texts_equal_to_outrider_plain": f"{num_equal} of {num_texts}" if num_texts else None,
+        "cores_busy": rounded(statistics.median(turn.cores_busy for turn in turns.values())),
+        "others_busy_max": rounded(max(turn.others_busy for turn in turns.values())),
+        "texts_equal_to_outrider_plain": f"{num_equal} of {num_compared}" if num_compared else None,
     }
 
 
 def ratio(ours: dict[int, Turn], theirs: dict[int, Turn]) -> dict[str, Any] | None:
-    """Tokens per second of ours over theirs, taken within rounds, over the rounds that both have."""
-    return spread(
-        turn.tokens_per_s / theirs[number].tokens_per_s for number, turn in ours.items() if number in theirs
-    )
+    """Ratio of tokens per second, ours over theirs, within the rounds that both have."""
+    return spread(turn.tokens_per_s / theirs[number].tokens_per_s for number, turn in ours.items() if number in theirs)
 
 
 def _equal_texts(ours: dict[int, Turn], theirs: dict[int, Turn]) -> tuple[int, int]:
@@ -109,11 +90,9 @@ def _comparisons(by_system: dict[System, dict[int, Turn]]) -> dict[str, Any]:
 
 
 def num_differing(turns: Sequence[Turn]) -> int:
-    """How many of Outrider's texts with a draft differ from its plain ones; anything but 0 is a defect of ours."""
+    """Number of Outrider's outputs with a draft that differ from its plain ones; anything but 0 is our defect."""
     by_place = {
-        (turn.system.mode, turn.round, turn.batch): turn
-        for turn in turns
-        if turn.system.family is Family.OUTRIDER
+        (turn.system.mode, turn.round, turn.batch): turn for turn in turns if turn.system.family is Family.OUTRIDER
     }
     return sum(
         ours != plain

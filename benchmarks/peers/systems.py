@@ -1,4 +1,4 @@
-"""Which systems are compared, and how a peer's process is started. Pure."""
+"""Systems to compare, and the commands of the peers' processes. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to generate. Outrider's target has core 0 and its draft core 1; a peer runs both on all its cores."""
+    """One way to generate. Outrider's target has core 0 and its draft core 1; a peer runs both models on all its
+    cores."""
 
     family: Family
     mode: str  # PLAIN, DRAFT or WEAK
@@ -34,29 +35,29 @@ class System:
 
     @property
     def name(self) -> str:
-        """Such as outrider-draft or vllm-draft-2, where 2 is the number of cores."""
+        """Name such as outrider-draft or vllm-draft-2, where 2 is the number of cores."""
         cores = "" if self.family is Family.OUTRIDER else f"-{self.num_target_cores}"
         return f"{self.family}-{self.mode}{cores}"
 
     @property
     def num_cores(self) -> int:
-        """Of everything."""
+        """Number of cores of target and draft together."""
         has_draft_core = self.family is Family.OUTRIDER and self.mode != PLAIN
         return self.num_target_cores + has_draft_core
 
     @property
     def plain(self) -> System:
-        """The same without a draft."""
+        """The same system without a draft."""
         return System(self.family, PLAIN, self.num_target_cores)
 
     @property
     def batch_max(self) -> int | None:
-        """None: any. transformers' assisted generation takes one request."""
+        """Largest batch; None: any. transformers' assisted generation takes one request."""
         return 1 if self.family is Family.TRANSFORMERS else None
 
 
 def all_systems(*, has_vllm: bool, has_weak_draft: bool) -> list[System]:
-    """In the order in which the first round asks them."""
+    """All systems, in the order of the first round."""
     modes = [PLAIN, DRAFT, *([WEAK] if has_weak_draft else [])]
     families = [Family.TRANSFORMERS, *([Family.VLLM] if has_vllm else [])]
     return [System(Family.OUTRIDER, mode, 1) for mode in modes] + [
@@ -65,7 +66,7 @@ def all_systems(*, has_vllm: bool, has_weak_draft: bool) -> list[System]:
 
 
 def select(systems: Sequence[System], patterns: Sequence[str]) -> list[System]:
-    """Those whose name fits a pattern, such as vllm-*-2; all without patterns.
+    """Systems whose name fits a pattern, such as vllm-*-2; all without patterns.
 
     Raises ArgumentTypeError for a pattern that fits none.
     """
@@ -89,7 +90,7 @@ def peer_command(
     num_speculative_tokens: int,
     max_num_seqs: int,
 ) -> list[str]:
-    """Starts a peer's process, in the folder above `benchmarks`. `drafts` by mode."""
+    """Command of a peer's process, to run in the folder above `benchmarks`. `drafts` by mode."""
     settings = {
         "target": str(target.resolve()),
         "draft": None if system.mode == PLAIN else str(drafts[system.mode].resolve()),
@@ -103,14 +104,15 @@ def peer_command(
 
 
 def peer_environment(system: System, preload: Sequence[Path]) -> dict[str, str]:
-    """Beside what is inherited. `preload`: libraries for vLLM."""
+    """Environment variables beside the inherited ones. `preload`: libraries for vLLM."""
     last = system.num_target_cores - 1
     environment = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if last == 0:
-        # Two threads on one core would wait for each other by spinning. With more cores vLLM decides better by itself.
+        # Two threads on one core would spin while they wait for each other. With more cores vLLM chooses well
+        # by itself.
         environment["OMP_NUM_THREADS"] = "1"
     if system.family is Family.VLLM:
         environment |= {

@@ -9,7 +9,7 @@ from benchmarks.peers.answering import Batch, Generate, Replies, bind_to_cores, 
 
 
 class Arrivals:
-    """A streamer that only notes when tokens came, and how many came first."""
+    """A streamer that notes only when tokens came, and how many came first."""
 
     def __init__(self) -> None:
         self.num_first = 0
@@ -29,8 +29,8 @@ class Arrivals:
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
-    """The models; `num_speculative_tokens` is what the assistant proposes at most in a round."""
-    # Before the imports, which make threads.
+    """Loads the models; `num_speculative_tokens` is the assistant's maximum per round."""
+    # Before the imports, which start threads.
     bind_to_cores(settings["cores"])
     import torch
     import transformers
@@ -39,7 +39,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
 
     def model(folder: str) -> Any:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        # Nothing ends a text early, so that everybody writes equally much.
+        # Nothing ends a sequence early, so that all systems generate equally much.
         loaded.generation_config.eos_token_id = None
         return loaded
 

@@ -1,7 +1,7 @@
 """vLLM's offline engine as a peer process. Runs in vLLM's own environment: `python -m benchmarks.peers.vllm_engine`.
 
-The engine core lives in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which spares vLLM a hop between processes;
-between turns it then waits on stdin and costs next to nothing.
+The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), which saves vLLM a hop between processes.
+Between turns it waits on stdin and uses almost no CPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from benchmarks.peers.answering import Batch, Generate, Replies, bind_to_cores, 
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
-    """The engine; ImportError where vLLM is not installed."""
-    # Before the import, which makes OpenMP's threads: two of them on one core would wait for each other by spinning.
+    """Loads the engine. Raises ImportError if vLLM is not installed."""
+    # Before the import, which starts OpenMP's threads: two of them on one core would spin while they wait for
+    # each other.
     bind_to_cores(settings["cores"])
     import vllm  # type: ignore[import-not-found]
 
@@ -28,7 +29,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
         enforce_eager=True,
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
-        enable_prefix_caching=False,  # no system may profit from a prompt that it has seen before
+        enable_prefix_caching=False,  # no system may profit from a known prompt
         disable_log_stats=False,  # for the times of first tokens
         speculative_config=speculation if settings["draft"] else None,
     )

@@ -1,1 +1,1 @@
-"""Grafana's dashboards, written down by what they ask and how to read it; `python -m k8s.dashboards` makes the JSON."""
+"""Grafana's dashboards as queries and descriptions; `python -m k8s.dashboards` generates the JSON."""

@@ -1,4 +1,4 @@
-"""`python -m k8s.dashboards [FOLDER]`: writes the dashboards' JSON, into the component `monitoring` by itself."""
+"""`python -m k8s.dashboards [FOLDER]`: writes the dashboards' JSON, by default into the component `monitoring`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DASHBOARDS: Final[dict[str, Dashboard]] = {
 
 
 def write(folder: Path = FOLDER) -> None:
-    """One file for each dashboard."""
+    """Writes one file for each dashboard."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, dashboard in DASHBOARDS.items():
         text = json.dumps(dashboard.to_json(), indent=2, ensure_ascii=False)

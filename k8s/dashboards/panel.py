@@ -1,7 +1,7 @@
-"""What a dashboard is made of, and Grafana's model of it. Pure.
+"""Building blocks of a dashboard, and their conversion to Grafana's model. Pure.
 
-Queries are templates: `$target`, `$draft` and `$coordinator` stand for the labels that select a kind of process, within
-braces that may name more of them; `$range` for the window of a rate.
+Queries are templates: `$target`, `$draft` and `$coordinator` stand for the labels that select a kind of process,
+within braces that may contain more of them; `$range` for the window of a rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 Json = dict[str, Any]
 
-# A draft's model is another one than the target's, and what a coordinator says of everything has none.
+# A draft's model name differs from its target's, and the coordinator's overall metrics have none.
 SELECTORS: Final = {
     "target": 'job="outrider-target",namespace=~"$namespace",model_name=~"$model"',
     "draft": 'job="outrider-draft",namespace=~"$namespace"',
@@ -34,36 +34,36 @@ _SCHEMA_VERSION: Final = 39  # Grafana 10 and later
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One line of a panel, or several that differ in the labels its legend names."""
+    """One line of a panel, or several that differ in the labels of its legend."""
 
     template: str
     legend: str
 
     @property
     def expression(self) -> str:
-        """With Grafana's own variables left in."""
+        """The query's expression, with Grafana's own variables left in."""
         return Template(self.template).safe_substitute(SELECTORS)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Where a value becomes one to look into."""
+    """Threshold of a value that needs attention."""
 
     value: float
-    is_upper: bool = True  # False: what is below is bad
+    is_upper: bool = True  # False: values below are bad
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph. Its description says how to read it and what to do then."""
+    """A graph. Its description explains how to read it and what to do."""
 
     title: str
-    unit: str  # Grafana's id of it
+    unit: str  # Grafana's id of the unit
     description: str
     queries: tuple[Query, ...]
     limit: Limit | None = None
     kind: Literal["timeseries", "stat"] = "timeseries"
-    most: float | None = None  # upper end of the axis, where there is one
+    most: float | None = None  # upper end of the axis, if fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """uid is what links go to, so it never changes."""
+    """A dashboard. Links refer to its uid, which must not change."""
 
     uid: str
     title: str
@@ -84,7 +84,7 @@ class Dashboard:
     rows: tuple[Row, ...]
 
     def to_json(self) -> Json:
-        """As Grafana imports it."""
+        """The dashboard as JSON for Grafana's import."""
         return {
             "uid": self.uid,
             "title": self.title,
@@ -93,7 +93,7 @@ class Dashboard:
             "schemaVersion": _SCHEMA_VERSION,
             "version": 1,
             "editable": False,
-            "graphTooltip": 1,  # the same moment in all panels
+            "graphTooltip": 1,  # crosshair at the same time in all panels
             "refresh": "30s",
             "time": {"from": "now-3h", "to": "now"},
             "timezone": "",
@@ -200,7 +200,7 @@ def _variables() -> list[Json]:
 
 
 def _labels_of(name: str, label: str, query: str) -> Json:
-    """A variable of which several values, or all, may be chosen: `.*` also finds series without the label."""
+    """A variable with a choice of several values or all: `.*` also finds series without the label."""
     return {
         "name": name,
         "label": label,

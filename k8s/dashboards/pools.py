@@ -1,4 +1,4 @@
-"""The processes: how many there are, how full they are, and what is wrong with them. Pure."""
+"""Dashboard of the processes: their number, load and problems. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from k8s.dashboards.panel import Dashboard, Limit, Panel, Query, Row
 
 
 def _mean(histogram: str) -> str:
-    """By target."""
+    """Query of a histogram's mean by target."""
     return (
         f"sum by (engine) (rate({histogram}_sum{{$target}}[$range]))"
         f" / sum by (engine) (rate({histogram}_count{{$target}}[$range]))"
@@ -18,36 +18,37 @@ def _mean(histogram: str) -> str:
 DASHBOARD: Final = Dashboard(
     "outrider-pools",
     "Outrider: pools",
-    "Targets, drafts and coordinators: how many, how full, how fast, and whether they are whole.",
+    "Targets, drafts and coordinators: their number, load, speed and integrity.",
     (
         Row(
-            "Who is there?",
+            "Which processes are up?",
             (
                 Panel(
                     "Usable workers, as coordinators see them",
                     "short",
-                    "Workers in the registry that pass every check. No target: every request is refused (runbook "
-                    "OutriderNoTarget). No draft: targets serve plainly. Fewer than are scraped: some drain, "
-                    "or /health says why they are passed over.",
+                    "Workers in the registry that pass every check. Without a target every request is refused "
+                    "(runbook OutriderNoTarget). Without a draft, targets decode plainly. If there are fewer than "
+                    "answer scrapes, some drain, or a coordinator's /health says why it does not use them.",
                     (
                         Query("max by (pool) (outrider_live_workers{$any_coordinator})", "{{pool}}"),
                         Query(
                             "min by (pool) (outrider_live_workers{$any_coordinator})",
-                            "{{pool}}, by the replica that knows fewest",
+                            "{{pool}}, lowest count of a replica",
                         ),
                     ),
                 ),
                 Panel(
                     "Processes that answer scrapes",
                     "short",
-                    "By job; each replica of a coordinator counts, a spare port of its pod does not.",
+                    "Number of processes by job. Each replica of a coordinator counts; the unused metrics port of "
+                    "its pod does not.",
                     (Query("sum by (job) (up{$process})", "{{job}}"),),
                 ),
                 Panel(
-                    "Degraded for want of Redis",
+                    "Degraded because Redis is unreachable",
                     "short",
-                    "1 while at least one replica cannot reach Redis: for the registry of workers, for the journal "
-                    "of streams, for what is learned, for a canary. Nobody is refused for it; restore Redis (runbook "
+                    "1 while at least one replica cannot reach Redis for the registry of workers, the journal of "
+                    "streams, the priors or a canary. No request is refused because of it. Restore Redis (runbook "
                     "OutriderRegistryDegraded).",
                     (
                         Query("max(outrider_registry_degraded{$any_coordinator})", "registry"),
@@ -66,24 +67,20 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Targets: sessions",
                     "short",
-                    "In the batch and waiting for a place, by worker, and how many may run at once "
-                    "(--max-num-seqs). Waiting at all of them: more targets. At one only: sessions with one prefix "
-                    "stay together.",
+                    "Sessions in the batch and sessions that wait for a slot, by worker, and how many may run at "
+                    "once (--max-num-seqs). If sessions wait at all workers, add targets. If they wait at one only, "
+                    "it is because sessions with a common prefix go to the same worker.",
                     (
-                        Query(
-                            "sum by (engine) (outrider_num_requests_running{$target})", "running {{engine}}"
-                        ),
-                        Query(
-                            "sum by (engine) (outrider_num_requests_waiting{$target})", "waiting {{engine}}"
-                        ),
+                        Query("sum by (engine) (outrider_num_requests_running{$target})", "running {{engine}}"),
+                        Query("sum by (engine) (outrider_num_requests_waiting{$target})", "waiting {{engine}}"),
                         Query("max(outrider_max_num_seqs{$target})", "most at once"),
                     ),
                 ),
                 Panel(
                     "Drafts: sessions",
                     "short",
-                    "Attached, by worker, and how many one takes. It is meant for half of them, where hints still come "
-                    "in time; the autoscaler aims at that.",
+                    "Attached sessions by worker, and how many one worker accepts. The autoscaler aims at 50 % of "
+                    "them, where hints still arrive in time.",
                     (
                         Query("sum by (engine) (outrider_draft_sessions{$draft})", "{{engine}}"),
                         Query("max(outrider_max_num_seqs{$draft})", "most at once"),
@@ -92,17 +89,17 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "KV blocks in use",
                     "percentunit",
-                    "That sessions hold; what only the prefix cache keeps does not count. Near 100 % sessions wait or "
-                    "push others out (runbook OutriderKvFull).",
+                    "Share of KV blocks that sessions use. Blocks that only the prefix cache keeps do not count. "
+                    "Near 100 % sessions wait or are preempted (runbook OutriderKvFull).",
                     (Query("sum by (engine) (outrider_kv_cache_usage_perc{$target})", "{{engine}}"),),
                     limit=Limit(0.95),
                     most=1.0,
                 ),
                 Panel(
-                    "Preemptions a second",
+                    "Preemptions per second",
                     "short",
-                    "Sessions that gave their KV to others and are computed anew. More than a few a minute throws work "
-                    "away (runbook OutriderPreemptions).",
+                    "Sessions whose KV was given to others and is computed again later. More than a few per minute "
+                    "waste work (runbook OutriderPreemptions).",
                     (
                         Query(
                             "sum by (engine) (rate(outrider_num_preemptions_total{$target}[$range]))",
@@ -113,8 +110,9 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Prompt tokens from the prefix cache",
                     "percentunit",
-                    "Over prompt tokens of sessions that ended. It depends on the traffic; a fall after an update is a "
-                    "cold cache, a lasting one means that requests with one prefix no longer meet.",
+                    "Cached prompt tokens over all prompt tokens of sessions that ended. The level depends on the "
+                    "traffic. A short fall after an update is a cold cache. A lasting fall means that requests with "
+                    "a common prefix no longer go to the same worker.",
                     (
                         Query(
                             "sum by (engine) (rate(outrider_prefix_cache_hits_total{$target}[$range]))"
@@ -125,9 +123,9 @@ DASHBOARD: Final = Dashboard(
                     most=1.0,
                 ),
                 Panel(
-                    "Prompt tokens that drafts had already, a second",
+                    "Drafts: prompt tokens from the prefix cache, per second",
                     "short",
-                    "Tokens of attached sessions whose KV an earlier one had left at the draft worker.",
+                    "Prompt tokens of attached sessions whose KV an earlier session had left at the draft worker.",
                     (
                         Query(
                             "sum by (engine) (rate(outrider_draft_prefix_cache_hits_total{$draft}[$range]))",
@@ -143,14 +141,15 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Targets: step, mean",
                     "ms",
-                    "Forward pass and verification of a batch. It grows with sessions and with hints; with the same of "
-                    "both it should not. One worker above the others: look at its node.",
+                    "Forward pass and verification of one batch. It grows with sessions and with hints; for equal "
+                    "numbers of both it should be constant. If one worker is slower than the others, check its node.",
                     (Query(_mean("outrider_step_milliseconds"), "{{engine}}"),),
                 ),
                 Panel(
                     "Targets: step, p99",
                     "ms",
-                    "Prefills of long prompts make single steps long; readers of other texts see them as stutter.",
+                    "Prefills of long prompts make single steps long; clients of other sequences in the batch see a "
+                    "pause.",
                     (
                         Query(
                             "histogram_quantile(0.99, sum by (engine, le) "
@@ -162,21 +161,21 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Targets: sessions in a step, mean",
                     "short",
-                    "How well a step is shared. Near 1 with many requests running: they are spread over too many "
-                    "targets for their own good.",
+                    "Batch size. If it is near 1 while many requests run, they are spread over more targets than "
+                    "they need.",
                     (Query(_mean("outrider_step_sessions"), "{{engine}}"),),
                 ),
                 Panel(
-                    "Targets: from a step's end to the next one's start, mean",
+                    "Targets: gap between steps, mean",
                     "ms",
-                    "The process' own work between two steps; waits for hints are not in it. It should be a small part "
+                    "Overhead of the process between two steps, without waits for hints. It should be a small part "
                     "of a step. If it grows, the host is short of CPU.",
                     (Query(_mean("outrider_step_gap_milliseconds"), "{{engine}}"),),
                 ),
                 Panel(
-                    "Steps a second",
+                    "Steps per second",
                     "short",
-                    "0 at a target with sessions is a worker that stands still (runbook OutriderWorkerStalled).",
+                    "A target that has sessions and makes 0 steps is stalled (runbook OutriderWorkerStalled).",
                     (
                         Query(
                             "sum by (engine) (rate(outrider_step_milliseconds_count{$target}[$range]))",
@@ -191,12 +190,12 @@ DASHBOARD: Final = Dashboard(
             ),
         ),
         Row(
-            "Are they whole?",
+            "Are they intact?",
             (
                 Panel(
                     "KV blocks found lost or owned twice",
                     "short",
-                    "Anything but 0 is a defect of ours: take the worker out and keep its log (runbook "
+                    "Anything but 0 is a defect of Outrider: remove the worker and keep its log (runbook "
                     "OutriderKvIntegrity).",
                     (
                         Query(
@@ -210,8 +209,9 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Certificates: time left",
                     "s",
-                    "The soonest, by job. They are renewed in place and without a restart; below three days renewal "
-                    "does not work (runbook OutriderCertificateExpires). Nothing here: there are no certificates.",
+                    "Time until the first certificate of each job expires. Certificates are renewed without a "
+                    "restart. Below three days renewal does not work (runbook OutriderCertificateExpires). The panel "
+                    "is empty if there are no certificates.",
                     (
                         Query(
                             "min by (job) (outrider_certificate_expiry_timestamp_seconds{$process}) - time()",

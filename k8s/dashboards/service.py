@@ -1,4 +1,4 @@
-"""What clients see: times, rates, errors, queues. Pure."""
+"""Dashboard of what clients observe: times, rates, errors, queues. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from k8s.dashboards.panel import Dashboard, Limit, Panel, Query, Row
 
 
 def _quantiles(histogram: str) -> tuple[Query, ...]:
-    """Median, 95th and 99th percentile over all replicas."""
+    """Queries of median, 95th and 99th percentile over all replicas."""
     return tuple(
         Query(
             f"histogram_quantile({quantile}, sum by (model_name, le) "
@@ -22,16 +22,16 @@ def _quantiles(histogram: str) -> tuple[Query, ...]:
 DASHBOARD: Final = Dashboard(
     "outrider-service",
     "Outrider: service",
-    "What clients see. Where it goes wrong, pools says whether workers are short, speculation whether hints help.",
+    "What clients see. To find causes, see the dashboards of pools (load) and of speculation (hints).",
     (
         Row(
-            "Is it well?",
+            "Does the service work?",
             (
                 Panel(
-                    "Requests a second",
+                    "Requests per second",
                     "reqps",
-                    "Requests that ended as they should, by reason. `length` is a text cut at its limit, `stop` one "
-                    "that came to its end. A fall with steady demand: look at errors, then at the queue.",
+                    "Requests that completed, by reason. `length`: the output reached its limit. `stop`: it ended by "
+                    "itself. If the rate falls while demand is steady, look at errors, then at the queue.",
                     (
                         Query(
                             "sum by (finished_reason) (rate(outrider_request_success_total{$coordinator}[$range]))",
@@ -40,11 +40,12 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Errors a second, by code",
+                    "Errors per second, by code",
                     "reqps",
-                    "INTERNAL and UNAVAILABLE are ours (runbook OutriderErrors). RESOURCE_EXHAUSTED is a refusal: no "
-                    "room, or a tenant beyond its share. DEADLINE_EXCEEDED is either's: too little time, or too few "
-                    "targets, which the queue shows. The others are clients' mistakes.",
+                    "INTERNAL and UNAVAILABLE are errors of the service (runbook OutriderErrors). RESOURCE_EXHAUSTED "
+                    "is a refusal: no slot is free, or a tenant has used up its share. DEADLINE_EXCEEDED can have "
+                    "either side as its cause: the client allowed too little time, or there are too few targets, "
+                    "which the queue shows. All others are errors of clients.",
                     (
                         Query(
                             "sum by (code) (rate(outrider_request_failure_total{$any_coordinator}[$range]))",
@@ -55,8 +56,8 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Share of requests that fail or are refused",
                     "percentunit",
-                    "Over five minutes. Errors above 1 % wake somebody; refusals above 1 % say that the pool of "
-                    "targets is too small, or a tenant's limit too tight.",
+                    "Mean of five minutes. Errors above 1 % raise a critical alert. Refusals above 1 % mean that the "
+                    "pool of targets is too small, or that a tenant's limit is too low.",
                     (
                         Query("outrider:request_errors:ratio_rate5m{$any_record}", "errors"),
                         Query("outrider:request_refusals:ratio_rate5m{$any_record}", "refusals"),
@@ -71,18 +72,19 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Time to first token",
                     "s",
-                    "From arrival to the first token, queue and prefill included. Where it grows, compare queue and "
-                    "prefill below: a queue asks for more targets, a prefill for shorter prompts or a warm prefix "
-                    "cache. The dashed line is the objective for p99.",
+                    "From arrival to the first token, with queue and prefill. If it grows, compare both below: a "
+                    "long queue needs more targets, a long prefill needs shorter prompts or a warm prefix cache. The "
+                    "dashed line is the objective for p99.",
                     _quantiles("outrider_time_to_first_token_seconds"),
                     limit=Limit(2.5),
                 ),
                 Panel(
                     "Time per output token, mean",
                     "s",
-                    "Decode time of the requests that ended over their tokens but the first of each: "
-                    "(E2EL − TTFT) ÷ (tokens − 1). A mean by token: long answers weigh more. With several choices a "
-                    "request the choices' tokens come side by side, and it is lower. Speculation shows here first.",
+                    "Decode time of the requests that ended, over their tokens but the first of each: (E2EL − TTFT) "
+                    "÷ (tokens − 1). This is a mean over tokens: long outputs have more weight. It is lower for "
+                    "requests with several choices, whose tokens arrive in parallel. Speculation lowers this value "
+                    "first.",
                     (
                         Query(
                             "outrider:time_per_output_token_seconds:mean_rate5m{$record}",
@@ -93,41 +95,43 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Gap between chunks",
                     "s",
-                    "What a reader notices as stutter. A chunk carries all tokens of a step, so with speculation gaps "
-                    "stay as they are and chunks become longer. A p99 far above the median: preemptions, or prefills "
-                    "of long prompts in between (see pools).",
+                    "Pauses that a reader of a stream notices. A chunk carries all tokens of a step, so speculation "
+                    "makes chunks longer and leaves the gaps as they are. If p99 is far above the median, there are "
+                    "preemptions, or prefills of long prompts in the same batch (see the dashboard of pools).",
                     _quantiles("outrider_inter_token_latency_seconds"),
                 ),
                 Panel(
                     "End to end",
                     "s",
-                    "From arrival to end. It depends on how much is asked for: judge the service by the first two.",
+                    "From arrival to end. It depends on the number of requested tokens; judge the service by the "
+                    "first two panels.",
                     _quantiles("outrider_e2e_request_latency_seconds"),
                 ),
                 Panel(
-                    "Waiting for a place",
+                    "Waiting for a slot",
                     "s",
-                    "In coordinators and at targets, before the prefill. More than some tens of milliseconds: "
-                    "the pool of targets is full.",
+                    "Time in the queues of coordinators and targets, before the prefill. More than some tens of "
+                    "milliseconds mean that the pool of targets is full.",
                     _quantiles("outrider_request_queue_time_seconds"),
                 ),
                 Panel(
                     "Prefill",
                     "s",
-                    "Computing the prompt. It grows with prompts and with how many come at once; prompts that begin "
-                    "alike save it.",
+                    "Time to compute the prompt. It grows with the length of prompts and with their number at once. "
+                    "The prefix cache saves it for prompts with a common prefix.",
                     _quantiles("outrider_request_prefill_time_seconds"),
                 ),
             ),
         ),
         Row(
-            "How much is it?",
+            "How large is the load?",
             (
                 Panel(
-                    "Tokens a second",
+                    "Tokens per second",
                     "short",
-                    "Generated: committed by targets, as it happens. Prompt: of requests that ended, with what the "
-                    "prefix cache spared. Generated below what the same pool did before: look at speculation.",
+                    "Generated: tokens that targets commit, as they do. Prompt: tokens of requests that ended, those "
+                    "from the prefix cache included. If fewer are generated than the same pool generated before, "
+                    "look at the dashboard of speculation.",
                     (
                         Query("sum(rate(outrider_generation_tokens_total{$target}[$range]))", "generated"),
                         Query("sum(rate(outrider_prompt_tokens_total{$coordinator}[$range]))", "prompt"),
@@ -136,8 +140,9 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Requests at once",
                     "short",
-                    "Running have a first token, waiting have none yet, queued are texts in coordinators without a "
-                    "place at a target. Queued above 0 for long: more targets (runbook OutriderQueue).",
+                    "Running: at least one token was generated. Waiting: no token yet. Queued: sequences in "
+                    "coordinators without a slot at a target. If queued is above 0 for long, add targets (runbook "
+                    "OutriderQueue).",
                     (
                         Query("sum(outrider_num_requests_running{$coordinator})", "running"),
                         Query("sum(outrider_num_requests_waiting{$coordinator})", "waiting"),
@@ -145,15 +150,11 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Texts moved to another target, a minute",
+                    "Sequences moved to another target, per minute",
                     "short",
-                    "Each is a target that died, fell silent or drained for too long; the client saw a pause. Away "
-                    "from rolling updates this is 0 (runbook OutriderTargetReplays).",
-                    (
-                        Query(
-                            "60 * sum(rate(outrider_target_replays_total{$any_coordinator}[$range]))", "moved"
-                        ),
-                    ),
+                    "Each is a sequence whose target died, stopped answering or drained for too long; its client saw "
+                    "a pause. It is 0 except during rolling updates (runbook OutriderTargetReplays).",
+                    (Query("60 * sum(rate(outrider_target_replays_total{$any_coordinator}[$range]))", "moved"),),
                 ),
             ),
         ),
@@ -161,17 +162,17 @@ DASHBOARD: Final = Dashboard(
             "Is there a canary?",
             (
                 Panel(
-                    "Share of keys that get the canary's arm",
+                    "Share of keys in the canary's arm",
                     "percentunit",
-                    "0: there is none. 100 %: it was promoted, and the flags that it stands for should be changed for "
-                    "good. `outrider canary status` compares the arms and says what the rule waits for.",
+                    "0: there is no canary. 100 %: it was promoted, so change the flags that it tested permanently. "
+                    "`outrider canary status` compares the arms and says what the rule waits for.",
                     (Query("max(outrider_canary_share{$any_coordinator})", "share"),),
                     most=1.0,
                 ),
                 Panel(
-                    "Requests a second, by arm",
+                    "Requests per second, by arm",
                     "reqps",
-                    "Keys are shared out by a hash, so a few busy tenants may make the arms unequal.",
+                    "Keys are assigned to arms by a hash, so a few busy tenants may make the arms unequal.",
                     (
                         Query(
                             "sum by (arm) (rate(outrider_canary_requests_total{$any_coordinator}[$range]))",
@@ -180,10 +181,10 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Divergences in an hour",
+                    "Divergences per hour",
                     "short",
-                    "Requests of the canary that plain decoding answers otherwise. Anything but 0 ends the canary "
-                    "(runbook OutriderCanaryDivergence).",
+                    "Requests of the canary whose output differs from that of plain decoding. Anything but 0 ends "
+                    "the canary (runbook OutriderCanaryDivergence).",
                     (
                         Query(
                             "sum(increase(outrider_canary_divergences_total{$any_coordinator}[1h]))",

@@ -1,4 +1,4 @@
-"""Whether speculation pays, and if not, where it is lost. Pure."""
+"""Dashboard of speculation: its gain, and the causes of losses. Pure."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _ACCEPTED_BY_POSITION: Final = "outrider_spec_decode_num_accepted_tokens_per_pos
 DASHBOARD: Final = Dashboard(
     "outrider-speculation",
     "Outrider: speculation",
-    "Does speculation pay? From top to bottom: what it gains, how often hints hold, what they cost, who uses them.",
+    "Shows whether speculation pays: its gain, the acceptance of hints, their cost, and which requests use them.",
     (
         Row(
             "Does it pay?",
             (
                 Panel(
-                    "Speed over plain decoding",
+                    "Speed relative to plain decoding",
                     "short",
-                    "Of late steps, over what the same batches are measured to reach plainly. Above 1 it pays. Near 1 "
-                    "targets are about to stop listening, which costs nothing; below 1 for long is a defect (runbook "
-                    "OutriderSpeculationSlower). A target that verifies nothing keeps its last value.",
+                    "Speed of recent steps, relative to the measured speed of the same batches without speculation. "
+                    "Above 1 speculation pays. Near 1 targets are about to pause hints, which costs nothing. Below 1 "
+                    "for long is a defect (runbook OutriderSpeculationSlower). A target that verifies no hints keeps "
+                    "its last value.",
                     (
                         Query(
                             "avg by (model_name) (outrider_estimated_speedup{$target})",
@@ -49,28 +50,29 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Tokens per verified block",
                     "short",
-                    "Mean acceptance length τ: 1 + accepted hints per block, a block being what one step verifies for "
-                    "one session. It is the most that speculation could gain if drafting and verifying were free.",
+                    "Mean acceptance length τ: 1 + accepted hints per block. A block is what one step verifies for "
+                    "one session. τ is an upper bound of the speedup.",
                     (Query(f"1 + {_ratio(_ACCEPTED, _STEPS)}", "{{model_name}}"),),
                 ),
                 Panel(
-                    "Share of tokens that draft workers had foreseen",
+                    "Share of tokens from accepted hints",
                     "percentunit",
-                    "Accepted hints over all tokens committed. Low with a good acceptance rate: few sessions are "
-                    "drafted for (see who speculates), or hints come too late.",
+                    "Accepted hints over all committed tokens. If it is low although the acceptance rate is good, "
+                    'few sessions have a draft worker (see the row "Who speculates?"), or hints arrive too late.',
                     (Query(_ratio(_ACCEPTED, "outrider_generation_tokens_total"), "{{model_name}}"),),
                     most=1.0,
                 ),
             ),
         ),
         Row(
-            "How often do hints hold?",
+            "How many hints are accepted?",
             (
                 Panel(
                     "Acceptance rate",
                     "percentunit",
-                    "Accepted ÷ verified hints. Below 30 % a draft is badly aligned with its target (runbook "
-                    "OutriderLowAcceptance); compare it by model, and with the priors below by kind of request.",
+                    "Accepted hints over verified hints. Below 30 % the draft is poorly aligned with its target "
+                    "(runbook OutriderLowAcceptance). Compare models here, and kinds of request in the panels of "
+                    "priors below.",
                     (Query(_ratio(_ACCEPTED, _HINTS), "{{model_name}}"),),
                     limit=Limit(0.3, is_upper=False),
                     most=1.0,
@@ -78,8 +80,9 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Acceptance by position",
                     "percentunit",
-                    "Share of blocks of which at least so many hints held (position 0 is the first). The curve falls "
-                    "off where looking further ahead stops paying; targets choose how many to verify by it.",
+                    "Share of blocks of which at least so many hints were accepted (position 0 is the first). Where "
+                    "the curve has fallen, drafting further ahead no longer pays. Targets use it to choose how many "
+                    "hints they verify.",
                     (
                         Query(
                             f"sum by (position) (rate({_ACCEPTED_BY_POSITION}{{$target}}[$range]))"
@@ -90,10 +93,10 @@ DASHBOARD: Final = Dashboard(
                     most=1.0,
                 ),
                 Panel(
-                    "Draft workers of no use",
+                    "Draft workers whose hints are not accepted",
                     "short",
-                    "1 for a draft worker of whose hints fewer than 2 in 100 hold: the wrong draft for this model, or "
-                    "damaged weights. Take it away (runbook OutriderUselessDraft).",
+                    "1 for a draft worker fewer than 2 % of whose hints are accepted: it serves the wrong draft for "
+                    "this model, or its weights are damaged. Remove it (runbook OutriderUselessDraft).",
                     (
                         Query(
                             "max by (draft_worker, model_name) (outrider_draft_acceptance_alarm{$coordinator})",
@@ -104,15 +107,16 @@ DASHBOARD: Final = Dashboard(
                     most=1.0,
                 ),
                 Panel(
-                    "Outcomes foreseen",
+                    "Predicted and ready outcomes",
                     "percentunit",
-                    "Of the steps that verified hints: how often the hint tree held what the target then said "
-                    "(foreseen), and how often hints below it were there in time (ready). Foreseen but not ready: the "
-                    "draft is too slow or too far away. Neither: more alternatives (--max-alternatives).",
+                    "For the steps that verified hints. Predicted: the hint tree contained the token that the target "
+                    "then generated. Ready: hints below that token had also arrived in time. If outcomes are "
+                    "predicted but not ready, the draft is too slow or too far away. If they are neither, allow more "
+                    "alternatives (--max-alternatives).",
                     (
                         Query(
                             _ratio("outrider_predicted_outcomes_total", "outrider_outcomes_total"),
-                            "foreseen, {{model_name}}",
+                            "predicted, {{model_name}}",
                         ),
                         Query(
                             _ratio("outrider_ready_outcomes_total", "outrider_outcomes_total"),
@@ -122,25 +126,27 @@ DASHBOARD: Final = Dashboard(
                     most=1.0,
                 ),
                 Panel(
-                    "Hints that came to nothing, a second",
+                    "Hints that were not used, per second",
                     "short",
-                    "Stale: the committed tokens said otherwise, which is the price of drafting ahead. Late: right, "
-                    "and too late to be verified: a faster draft, or one nearer to its target, would win these.",
+                    "Stale hints contradict the committed tokens; they are the price of drafting ahead. Late hints "
+                    "were right and arrived too late to be verified; a faster or nearer draft worker would save "
+                    "them. Invalid messages are dropped (runbook OutriderBadHints).",
                     (
                         Query("sum(rate(outrider_stale_hints_total{$target}[$range]))", "stale"),
                         Query("sum(rate(outrider_late_hints_total{$target}[$range]))", "late"),
                         Query(
                             "sum(rate(outrider_bad_hint_messages_total{$target}[$range]))",
-                            "messages without sense",
+                            "invalid messages",
                         ),
                     ),
                 ),
                 Panel(
-                    "Tokens without a step of their own, a second",
+                    "Accepted tokens by source, per second",
                     "short",
-                    "By who had the hint that held: a draft worker, a lookup in a text, a grammar that left no choice. "
-                    "The latter two are counted when a session ends. Much lookup: texts repeat themselves, and a draft "
-                    "worker has less to add.",
+                    "Tokens accepted without a forward pass of their own, by their source: a draft worker, a lookup "
+                    "in an earlier sequence, or a grammar that permits one token only. The latter two are counted "
+                    "when a session ends. If lookup accounts for many, outputs repeat themselves and a draft worker "
+                    "adds less.",
                     (
                         Query(f"sum(rate({_ACCEPTED}{{$target}}[$range]))", "draft workers"),
                         Query("sum(rate(outrider_lookup_accepted_tokens_total{$target}[$range]))", "lookup"),
@@ -153,11 +159,11 @@ DASHBOARD: Final = Dashboard(
             "What does it cost?",
             (
                 Panel(
-                    "Targets: waiting for hints, and bubbles",
+                    "Targets: bubbles and waits for hints",
                     "percentunit",
-                    "Share of time between two steps while there were sessions to go on with (bubble), and the part "
-                    "of it that was spent on waiting for hints. Waits are measured to pay; a bubble well above "
-                    "them is overhead of the process: look for a busy host.",
+                    "Bubble: share of time between two steps while sessions were ready to go on. Hint wait: the part "
+                    "of it spent on waiting for hints. Targets wait only where measurements say that it pays. A "
+                    "bubble much larger than the wait is overhead of the process: check whether its host is busy.",
                     (
                         Query(_share_of_time("outrider_bubble_seconds_total", "target"), "bubble {{engine}}"),
                         Query(
@@ -170,24 +176,20 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Drafts: idle and waiting",
                     "percentunit",
-                    "Idle is without any session, waiting is with sessions and nothing worth guessing. The rest is "
-                    "work. Idle near 100 %: too many draft workers (runbook OutriderDraftsIdle). Hardly any of both, "
-                    "and late hints: too few.",
+                    "Idle: no session. Waiting: sessions, but no node worth drafting. The rest of the time the "
+                    "worker computes. If idle is near 100 %, there are too many draft workers (runbook "
+                    "OutriderDraftsIdle). If both are near 0 and hints arrive late, there are too few.",
                     (
-                        Query(
-                            _share_of_time("outrider_draft_idle_seconds_total", "draft"), "idle {{engine}}"
-                        ),
-                        Query(
-                            _share_of_time("outrider_draft_wait_seconds_total", "draft"), "waiting {{engine}}"
-                        ),
+                        Query(_share_of_time("outrider_draft_idle_seconds_total", "draft"), "idle {{engine}}"),
+                        Query(_share_of_time("outrider_draft_wait_seconds_total", "draft"), "waiting {{engine}}"),
                     ),
                     most=1.0,
                 ),
                 Panel(
-                    "Wire, bytes per token generated",
+                    "Network traffic, bytes per generated token",
                     "bytes",
-                    "Hints to targets and commits to drafts, over tokens committed. Sampling without a seed carries "
-                    "distributions and is dearer than greedy and seeded requests.",
+                    "Bytes of hints to targets and of commits to drafts, over committed tokens. Sampling without a "
+                    "seed sends probability distributions, so it needs more bytes than greedy and seeded requests.",
                     (
                         Query(
                             _ratio("outrider_hint_bytes_total", "outrider_generation_tokens_total"),
@@ -200,10 +202,10 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Messages a second",
+                    "Messages per second",
                     "short",
-                    "Each costs both workers some time, however short it is. Many more than steps and sessions: drafts "
-                    "send nodes one by one.",
+                    "Every message costs both workers a little time. If there are many more messages than steps "
+                    "times sessions, draft workers send their nodes one by one.",
                     (
                         Query("sum(rate(outrider_hint_frames_total{$target}[$range]))", "hints"),
                         Query("sum(rate(outrider_commit_frames_total{$target}[$range]))", "commits"),
@@ -211,10 +213,10 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Nodes drafted per hint verified",
+                    "Drafted nodes per verified hint",
                     "short",
-                    "Nodes of hint trees sent, over hints that were verified. High is the price of alternatives; where "
-                    "outcomes are not foreseen for it, lower --max-alternatives.",
+                    "Nodes of hint trees sent, over hints verified. A high value is the price of alternatives. If it "
+                    "does not raise the share of predicted outcomes, lower --max-alternatives.",
                     (
                         Query(
                             "sum(rate(outrider_draft_nodes_sent_total{$draft}[$range]))"
@@ -226,8 +228,8 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Draft step, mean",
                     "ms",
-                    "A forward pass over nodes of all sessions. It should stay well below a target's step "
-                    "(see pools): drafting is worth what it takes less.",
+                    "One forward pass over nodes of all sessions. It should be well below the target's step (see the "
+                    "dashboard of pools): the gain of drafting is the difference.",
                     (
                         Query(
                             _ratio(
@@ -246,17 +248,19 @@ DASHBOARD: Final = Dashboard(
             "Who speculates?",
             (
                 Panel(
-                    "Texts by state",
+                    "Sequences by state",
                     "short",
-                    "Paused: hints did not pay for this request. Undrafted: it would speculate, and no draft worker "
-                    "has room: these are what scales the drafts up. Disabled: the client asked for it.",
+                    "Paused: hints did not pay for this request. Undrafted: the sequence would speculate, but no "
+                    "draft worker has room; the autoscaler adds draft workers for these. Disabled: the client "
+                    "requested it.",
                     (Query("sum by (state) (outrider_fallback_requests{$coordinator})", "{{state}}"),),
                 ),
                 Panel(
-                    "Changes of state, a second",
+                    "Changes of state, per second",
                     "short",
-                    "Into which state. A steady stream of `paused` with a good acceptance rate means that drafting "
-                    "does not pay at this load; flapping is bounded by hysteresis.",
+                    "Transitions, by the state entered. A steady stream of `paused` with a good acceptance rate "
+                    "means that drafting does not pay at this load. Hysteresis limits how often a sequence changes "
+                    "its state.",
                     (
                         Query(
                             "sum by (state) (rate(outrider_fallback_transitions_total{$any_coordinator}[$range]))",
@@ -265,10 +269,10 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Texts by the mode they start in, a second",
+                    "Sequences by their initial mode, per second",
                     "short",
-                    "What earlier requests of the same kind have taught. Mostly `paused` for a model whose draft is "
-                    "good: look at its priors, and at what pools say about load.",
+                    "The mode is chosen from earlier requests of the same kind. If most sequences of a model with a "
+                    "good draft start `paused`, look at its priors and at the load in the dashboard of pools.",
                     (
                         Query(
                             "sum by (mode) (rate(outrider_fallback_starts_total{$coordinator}[$range]))",
@@ -277,10 +281,10 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Probes a second, by outcome",
+                    "Probes per second, by outcome",
                     "short",
-                    "A paused text tries again now and then; what ended the trial. Probes that fail are what it costs "
-                    "to find out.",
+                    "A paused sequence tries speculation again from time to time. The outcome says how that trial "
+                    "ended. Failed probes are the cost of finding out.",
                     (
                         Query(
                             "sum by (outcome) (rate(outrider_fallback_probes_total{$coordinator}[$range]))",
@@ -289,9 +293,9 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Attachments that draft workers ended, a second",
+                    "Attachments that draft workers ended, per second",
                     "short",
-                    "Draft workers that died, drained or refused in the middle of a request. It costs speed only.",
+                    "Draft workers that died, drained or refused a session during a request. This costs speed only.",
                     (
                         Query(
                             "sum(rate(outrider_draft_attach_failures_total{$any_coordinator}[$range]))",
@@ -302,8 +306,8 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Priors: acceptance by route",
                     "percentunit",
-                    "What coordinators know by model and kind of request, all tenants together; it fades. Routes far "
-                    "below the others are those that a better draft would have to be trained for.",
+                    "Acceptance that coordinators have learned by model and kind of request, over all tenants. Old "
+                    "observations lose weight. Routes far below the others would gain from a draft trained for them.",
                     (
                         Query(
                             "avg by (model_name, route) (outrider_prior_acceptance{$coordinator})",
@@ -315,7 +319,8 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Priors: share of requests that paused",
                     "percentunit",
-                    "Of the verdicts that a prior rests on. Near 100 % requests of this route start paused.",
+                    "Share of the observed requests in which speculation was paused. Near 100 % requests of this "
+                    "route start paused.",
                     (
                         Query(
                             "avg by (model_name, route) (outrider_prior_paused_share{$coordinator})",
@@ -327,7 +332,8 @@ DASHBOARD: Final = Dashboard(
                 Panel(
                     "Priors: tokens gained per step with hints",
                     "short",
-                    "What a step with hints gives beyond its own token, by route. Near 0 there is nothing to gain.",
+                    "Tokens that a step with hints commits beyond its own one, by route. Near 0 there is nothing to "
+                    "gain.",
                     (
                         Query(
                             "avg by (model_name, route) (outrider_prior_extra_tokens_per_step{$coordinator})",
@@ -336,16 +342,16 @@ DASHBOARD: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Priors: how much they rest on",
+                    "Priors: number of observations",
                     "short",
-                    "Verdicts, faded, by route, and for how many models, routes and tenants there is one. With few "
-                    "the two panels before say little.",
+                    "Weighted number of observed requests by route, and the number of priors by model, route and "
+                    "tenant. With few observations the panels of priors say little.",
                     (
                         Query(
                             "max by (model_name, route) (outrider_prior_judged_requests{$coordinator})",
                             "{{model_name}} {{route}}",
                         ),
-                        Query("max(outrider_num_priors{$any_coordinator})", "priors there are"),
+                        Query("max(outrider_num_priors{$any_coordinator})", "priors"),
                     ),
                 ),
             ),

@@ -1,1 +1,1 @@
-"""Images per role, their lock files, and what is said about these: bills of materials, advisories."""
+"""Images per role, their lock files, bills of materials and vulnerability audit."""

@@ -1,9 +1,9 @@
-"""Asks whether packages of the images have known vulnerabilities (`make audit`), through pip-audit and OSV.
+"""Checks the images' packages for known vulnerabilities (`make audit`), through pip-audit and OSV.
 
-Three answers, never two: somebody said no, somebody said yes, or nobody could be asked. pip-audit alone calls the third
-one clean where an index answers for an advisory service and knows no package.
+There are three results: none known, some known, or not checked. pip-audit alone reports the third as clean if a
+package index answers in place of an advisory service and knows no package.
 
-Exit status: 0 none known, 1 some are, 69 not asked (0 with --may-be-offline, and a warning).
+Exit status: 0 none known, 1 some are, 69 not checked (0 with --may-be-offline, and a warning).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ AUDIT_TIMEOUT_S: Final = 300
 
 
 class Unasked(Exception):
-    """Nobody could be asked; says why."""
+    """The check was not possible; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A known vulnerability of a package that we carry."""
+    """A known vulnerability of a package in our images."""
 
     package: str  # name==version
     identifier: str
@@ -43,12 +43,12 @@ class Finding:
 
 
 def public_versions(pins: Iterable[Pin]) -> list[str]:
-    """name==version of each, once. Builds of a version (`2.13.0+cpu`) have the advisories of the version."""
+    """name==version of each package, once. Builds of a version (`2.13.0+cpu`) have the advisories of the version."""
     return sorted({f"{pin.name}=={pin.version.partition('+')[0]}" for pin in pins})
 
 
 def findings_of(report: Mapping[str, Any], asked: Sequence[str]) -> list[Finding]:
-    """What pip-audit's JSON says. Raises Unasked where it does not answer for every package."""
+    """Vulnerabilities in pip-audit's JSON. Raises Unasked if it does not answer for every package."""
     found: list[Finding] = []
     answered: set[str] = set()
     skipped: list[str] = []
@@ -77,9 +77,7 @@ def ask(packages: Sequence[str], service_url: str | None) -> list[Finding]:
             *(("--osv-url", service_url) if service_url else ()),
         ]
         try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=AUDIT_TIMEOUT_S
-            )
+            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=AUDIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise Unasked(f"pip-audit had no answer after {AUDIT_TIMEOUT_S} s") from None
         if not answer.exists():
@@ -90,10 +88,8 @@ def ask(packages: Sequence[str], service_url: str | None) -> list[Finding]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make audit", description="Looks for known vulnerabilities.")
-    parser.add_argument(
-        "--service-url", metavar="URL", help="OSV's query endpoint, or one that speaks like it"
-    )
-    parser.add_argument("--may-be-offline", action="store_true", help="not to be able to ask is no failure")
+    parser.add_argument("--service-url", metavar="URL", help="OSV's query endpoint, or a compatible one")
+    parser.add_argument("--may-be-offline", action="store_true", help="succeed even if the check is not possible")
     given = parser.parse_args(arguments)
     packages = public_versions(pin for name in ROLES for pin in read_lock(name))
     try:

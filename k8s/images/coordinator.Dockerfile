@@ -1,12 +1,12 @@
-# The coordinator, by itself (`python -m coordinator`) or as nodes of a Ray cluster, which KubeRay starts with commands of
-# its own. No torch in it. From the root of the repository:
+# Image of the coordinator, alone (`python -m coordinator`) or as nodes of a Ray cluster, which KubeRay starts with its own
+# commands. It has no torch. From the root of the repository:
 #
 #   docker build --file k8s/images/coordinator.Dockerfile --tag outrider-coordinator .
 #
 # For linux/amd64, as the lock. `docker buildx imagetools inspect python:3.11-slim-bookworm` shows the digest of today's base.
 FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
 
-# A mirror is named by --build-arg PIP_INDEX_URL=…; what it offers must have the lock's hashes.
+# --build-arg PIP_INDEX_URL=… names a mirror; its packages must have the lock's hashes.
 FROM base AS packages
 ARG PIP_INDEX_URL
 COPY k8s/images/locks/coordinator.txt /locks/
@@ -16,6 +16,7 @@ RUN python -m venv --without-pip /venv \
 COPY outrider /app/outrider
 COPY protos /app/protos
 COPY coordinator /app/coordinator
+COPY command_line /app/command_line
 RUN python -m compileall -q /app
 
 FROM base
@@ -23,7 +24,7 @@ RUN groupadd --gid 10001 outrider \
     && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin outrider
 COPY --from=packages /venv /venv
 COPY --from=packages /app /app
-# Tokenizers are no secret tokens.
+# The variable names tokenizers, not secret tokens.
 # hadolint ignore=DL3064
 ENV PATH=/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONPATH=/app \

@@ -1,10 +1,11 @@
-"""The images' lock files: every package that an image carries, at one version, with the hashes of its files.
+"""The images' lock files: every package of an image, at one version, with the hashes of its files.
 
 `make lock` writes them from pyproject.toml: which role carries which dependency stands there under
-`tool.outrider.images`, in which versions under `project.dependencies`. Versions stay as they are while they fit;
-`make lock LOCK_ARGS=--upgrade` takes the newest. Beside them `licences.json` says what each package is licensed under.
+`tool.outrider.images`, in which versions under `project.dependencies` and the extras. Versions stay as they are while
+they fit; `make lock LOCK_ARGS=--upgrade` takes the newest. Beside them `licences.json` says what each package is
+licensed under.
 
-A lock names no index: where packages come from is for whoever builds, the hashes say that they are the same.
+A lock names no index: the builder chooses where packages come from, and the hashes prove that they are the same.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = Path(__file__).resolve().parent / "locks"
 LICENCES: Final = FOLDER / "licences.json"
 
-PYTHON_VERSION: Final = "3.11"  # of the images, and the one that the tests run with
-PLATFORM: Final = "x86_64-manylinux_2_36"  # the glibc of the images' Debian
+PYTHON_VERSION: Final = "3.11"  # of the images, and of the tests
+PLATFORM: Final = "x86_64-manylinux_2_36"  # glibc of the images' Debian
 ROLES: Final[Mapping[str, str]] = {
     "build": "build",
     "coordinator": "coordinator",
     "worker-cpu": "worker",
     "worker-cuda": "worker",
 }
-"""By the name of the lock, whose requirements it meets. `build` is what makes our own package."""
+"""Roles by lock; each lock meets their requirements. `build` builds our own package."""
 
 STEP_TIMEOUT_S: Final = 600
-_ASKED_FOR: Final = "requirements.in"  # the file that uv names where we asked for a package ourselves
+_ASKED_FOR: Final = "requirements.in"  # the file that uv names for packages that we asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +49,30 @@ class Pin:
 
     name: str  # canonical
     version: str
-    hashes: tuple[str, ...]  # "sha256:…", one per file that may be taken
+    hashes: tuple[str, ...]  # "sha256:…", one per permitted file
     is_direct: bool  # asked for by us, not only by another package
 
 
+def dependencies(pyproject: Mapping[str, Any]) -> list[str]:
+    """The requirements of all roles: those of every process and the extras, without what only developers need."""
+    extras = pyproject["project"]["optional-dependencies"]
+    own = [text for role in ("coordinator", "worker", "demo", "s3") for text in extras[role]]
+    return pyproject["project"]["dependencies"] + [text for text in own if not text.startswith("outrider[")]
+
+
 def requirements_of(role: str, pyproject: Mapping[str, Any]) -> list[str]:
-    """What a role asks for, as pyproject.toml says it. Raises ValueError for a name that is no dependency."""
+    """Requirements of a role from pyproject.toml. Raises ValueError for a name that is not a dependency."""
     if role == "build":
         return list(pyproject["build-system"]["requires"])
-    known = {canonicalize_name(Requirement(text).name): text for text in pyproject["project"]["dependencies"]}
+    known = {canonicalize_name(Requirement(text).name): text for text in dependencies(pyproject)}
     names = pyproject["tool"]["outrider"]["images"][role]
     if missing := [name for name in names if canonicalize_name(name) not in known]:
-        raise ValueError(f"tool.outrider.images.{role} names what is no dependency: {', '.join(missing)}")
+        raise ValueError(f"tool.outrider.images.{role} names packages that are not dependencies: {', '.join(missing)}")
     return [known[canonicalize_name(name)] for name in names]
 
 
 def parse_lock(text: str) -> list[Pin]:
-    """The packages of a lock. Raises ValueError for anything that is not name==version with sha256 hashes: an option, a
+    """Packages of a lock. Raises ValueError for anything that is not name==version with sha256 hashes: an option, a
     URL, a range."""
     pins: list[Pin] = []
     for entry in re.sub(r" \\\n", " ", text).split("\n"):
@@ -83,12 +91,12 @@ def parse_lock(text: str) -> list[Pin]:
 
 
 def read_lock(name: str) -> list[Pin]:
-    """Raises ValueError as `parse_lock`, OSError where there is none."""
+    """Packages of a lock file. Raises ValueError as `parse_lock`, OSError if there is none."""
     return parse_lock((FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
 
 
 def licence_of(metadata: Mapping[str, Any]) -> str:
-    """What a package's metadata say in the fewest words: an SPDX expression, else classifiers, else a short field."""
+    """Licence from a package's metadata: an SPDX expression, else classifiers, else a short field."""
     if expression := metadata.get("license_expression"):
         return str(expression)
     classifiers = [
@@ -103,7 +111,7 @@ def licence_of(metadata: Mapping[str, Any]) -> str:
 
 
 def compile_lock(name: str, requirements: Sequence[str], arguments: Sequence[str]) -> None:
-    """Asks uv to write one lock. Raises CalledProcessError; uv has said why."""
+    """Lets uv write one lock. Raises CalledProcessError; uv has printed the reason."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / _ASKED_FOR).write_text("\n".join(requirements), encoding="utf-8")
         subprocess.run(
@@ -120,10 +128,10 @@ def compile_lock(name: str, requirements: Sequence[str], arguments: Sequence[str
 
 
 def find_licences(name: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Asks pip for the metadata of a lock's packages. Raises CalledProcessError; pip has said why."""
+    """Lets pip read the metadata of a lock's packages. Raises CalledProcessError; pip has printed the reason."""
     result = subprocess.run(
         [
-            # A pip that reads today's metadata, whatever the environment's own is.
+            # A pip that reads current metadata, whatever the environment's own is.
             *(sys.executable, "-m", "uv", "run", "--isolated", "--no-project", "--no-config", "--quiet"),
             *("--python", sys.executable, "--with", "pip>=26", "python", "-m", "pip", "install", "--quiet"),
             *("--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:", "--require-hashes"),
@@ -145,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cpu-wheels",
         metavar="FOLDER",
         type=lambda text: Path(text).resolve(),
-        help="where the CPU build of torch lies; default: PyTorch's own index",
+        help="index of torch's CPU build; default: PyTorch's own",
     )
     given = parser.parse_args(arguments)
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""What is in the images, as CycloneDX bills of materials: one for each lock file, into `build/sbom/` (`make sbom`).
+"""Bills of materials of the images in CycloneDX's format, one per lock file, in `build/sbom/` (`make sbom`).
 
-Made by cyclonedx-bom from the lock, with the licences that `locks.py` found and what we asked for ourselves. The same
+cyclonedx-bom makes them from the lock, with the licences that `locks.py` found and our own requirements. The same
 lock gives the same bytes, so that two bills can be compared.
 """
 
@@ -22,9 +22,10 @@ STEP_TIMEOUT_S: Final = 60
 
 
 def completed(bill: dict[str, Any], pins: Sequence[Pin], licences: Mapping[str, str]) -> dict[str, Any]:
-    """The bill with each package's licence and with what the root asks for, without the lock's own lines.
+    """The bill with each package's licence and the root's requirements, without the lock's own lines.
 
-    A package that states no licence gets none. Raises KeyError for one that `licences` does not know."""
+    A package that states no licence gets none. Raises KeyError for one that `licences` does not know.
+    """
     direct = {pin.name for pin in pins if pin.is_direct}
     for component in bill["components"]:
         del component["description"]
@@ -43,7 +44,7 @@ def _licence(stated: str) -> dict[str, Any]:
 
 
 def bill_of(lock: Path) -> dict[str, Any]:
-    """Asks cyclonedx-bom. Raises CalledProcessError with what it said."""
+    """The bill of one lock. Raises CalledProcessError with cyclonedx-bom's output."""
     result = subprocess.run(
         [
             *(sys.executable, "-m", "cyclonedx_py", "requirements", "--output-reproducible", "--no-validate"),
@@ -59,7 +60,7 @@ def bill_of(lock: Path) -> dict[str, Any]:
 
 
 def write_bills(folder: Path) -> list[Path]:
-    """Raises CalledProcessError, and KeyError as `completed`."""
+    """Writes all bills. Raises CalledProcessError, and KeyError as `completed`."""
     folder.mkdir(parents=True, exist_ok=True)
     licences = json.loads(LICENCES.read_text(encoding="utf-8"))
     written = []

@@ -4,11 +4,11 @@
 #   docker build --file k8s/images/worker.Dockerfile --build-arg VARIANT=cuda --tag outrider-worker:cuda .
 #
 # The variants differ in the lock file alone: torch brings the CUDA libraries that it was built with, the driver comes
-# with the node. For linux/amd64, as the locks. What a base image is called says which one it was when it was pinned;
+# with the node. For linux/amd64, as the locks. The tag of a base image is the one it had when it was pinned;
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` shows the digest of today's.
 ARG VARIANT=cpu
 
-# A compiler for the CPU kernels, so the large image; nothing but /app of it is kept.
+# The CPU kernels need a compiler, so this stage uses the large image; only /app is kept.
 FROM python:3.11-bookworm@sha256:b99029c95d3d37fb1e4e76d287f7984373dca77c665885986e31b2c95260c13c AS build
 WORKDIR /src
 COPY k8s/images/locks/build.txt ./
@@ -18,10 +18,10 @@ COPY outrider ./outrider
 COPY protos ./protos
 COPY draft_worker ./draft_worker
 COPY target_worker ./target_worker
-# Without its compiler the package installs all the same, only slower: here that is an error.
+# Without a compiler the package installs without the kernels and is slower; here that is an error.
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel . \
     && python -m zipfile -e /wheel/outrider-*.whl /app \
-    && test -f /app/outrider/engine/_kernels.*.so \
+    && test -f /app/outrider/engine/compiled/_kernels.*.so \
     && python -m compileall -q /app
 
 FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
@@ -31,7 +31,7 @@ ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 FROM base AS packages-cuda
 
-# A mirror is named by --build-arg PIP_INDEX_URL=…; what it offers must have the lock's hashes.
+# --build-arg PIP_INDEX_URL=… names a mirror; its packages must have the lock's hashes.
 # hadolint ignore=DL3006
 FROM packages-${VARIANT} AS packages
 ARG VARIANT
@@ -41,13 +41,13 @@ RUN python -m venv --without-pip /venv \
     && pip --python /venv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
         --requirement /locks/worker.txt
 
-# No compiler, no pip among the packages, nothing that is written to but /tmp.
+# The image has no compiler and no pip, and only /tmp is writable.
 FROM base
 RUN groupadd --gid 10001 outrider \
     && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin outrider
 COPY --from=packages /venv /venv
 COPY --from=build /app /app
-# Tokenizers are no secret tokens.
+# The variable names tokenizers, not secret tokens.
 # hadolint ignore=DL3064
 ENV PATH=/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONPATH=/app \

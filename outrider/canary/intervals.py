@@ -1,14 +1,14 @@
-"""How sure a measurement is. Pure.
+"""Confidence intervals and confidence sequences of measurements. Pure.
 
-For a table that is read once: confidence intervals of ratios of sums over clusters (Cochran, Sampling Techniques, 1977,
-6.4) and their differences (Welch, 1947), of shares (Wilson, 1927), and of quantiles, from order statistics.
+For a table that is read once: confidence intervals of ratios of sums over clusters (Cochran, Sampling Techniques,
+1977, 6.4) and their differences (Welch, 1947), of shares (Wilson, 1927), and of quantiles, from order statistics.
 
-For a rule that looks again and again: a test made for one look would find something sooner or later.
+For a rule that is evaluated repeatedly: a test made for a single evaluation would reject sooner or later by chance.
 `contrast_bounds` is a confidence sequence, which holds at all times at once: Robbins' normal mixture (1970) with the
 variance as estimated so far, which is valid in the limit of many clusters (Waudby-Smith et al., 2103.06476; mSPRT,
 Johari et al., 1512.04922, are the same bounds read as a test), with Student's tails where they are few.
 `imbalance_evidence` needs no limit: it is a mixture of likelihood ratios, which under the null hypothesis ever reaches
-1/alpha with a chance of at most alpha (Ville, 1939).
+1/alpha with a probability of at most alpha (Ville, 1939).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Final, Self
 
 _NORMAL: Final = NormalDist()
 DEGREES_MIN: Final = 5.0
-"""Fewer degrees of freedom say nothing of a variance."""
+"""Fewer degrees of freedom do not determine a variance."""
 _TUNED_FOR: Final = 0.025
-"""Standard error of a contrast, of control's mean, at which a confidence sequence is narrowest: it tells a tenth."""
+"""Standard error, relative to the control's mean, at which a confidence sequence is narrowest: it resolves 10 %."""
 _DEVIATIONS_MAX: Final = 12.0
 _EXPONENT_MAX: Final = 700.0
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """None: that side is not known."""
+    """An interval; None where a side is unknown."""
 
     low: float | None
     high: float | None
@@ -43,20 +43,18 @@ _UNKNOWN: Final = Interval(None, None)
 class Ratio:
     """The sum of one quantity over the sum of another, such as milliseconds over requests: a mean, or a rate.
 
-    What is independent is a cluster, a group of request keys: requests of one key resemble each other, so that many
-    requests of few keys say little. The variance is that of a ratio of cluster totals (Cochran, 6.4).
+    The independent units are clusters, groups of request keys: requests of one key resemble each other, so that many
+    requests of few keys tell little. The variance is that of a ratio of cluster totals (Cochran, 6.4).
     """
 
-    whole: float  # sum of the divisor; 0: nothing is known
+    whole: float  # sum of the divisor; 0: no data
     value: float
-    variance: float  # of `value`; 0 of fewer than two clusters
-    degrees: (
-        float  # of freedom of `variance`: the number of clusters less 1, fewer where some outweigh the others
-    )
+    variance: float  # of `value`; 0 with fewer than two clusters
+    degrees: float  # of freedom of `variance`: clusters less 1, fewer where some dominate
 
     @classmethod
     def of_clusters(cls, totals: Iterable[tuple[float, float]]) -> Self:
-        """From dividend and divisor of each cluster."""
+        """Builds a ratio from the dividend and divisor of each cluster."""
         pairs = [pair for pair in totals if pair[1]]
         whole = math.fsum(divisor for _, divisor in pairs)
         if not pairs:
@@ -66,22 +64,22 @@ class Ratio:
             return cls(whole, value, 0.0, 0.0)
         residuals = math.fsum((dividend - value * divisor) ** 2 for dividend, divisor in pairs)
         variance = residuals / whole**2 * len(pairs) / (len(pairs) - 1)
-        # Satterthwaite's, where keys differ in their means: a cluster weighs in the variance by its squared size.
+        # Satterthwaite's, where keys differ in their means: a cluster's weight in the variance is its squared size.
         weights = [divisor**2 for _, divisor in pairs]
         degrees = sum(weights) ** 2 / sum(weight**2 for weight in weights) - 1
         return cls(whole, value, variance, degrees)
 
 
 def student_of_normal(z: float, degrees: float) -> float:
-    """The quantile of Student's t that is as unlikely as `z` of the normal distribution (Wallace, 1959): right to 1 %
-    up to 3 from five degrees of freedom on, and too far out with fewer."""
+    """The quantile of Student's t that corresponds to the normal quantile `z` (Wallace, 1959): accurate to 1 % up to 3
+    from five degrees of freedom on, and too large with fewer."""
     scaled = z * (8 * degrees + 3) / (8 * degrees + 1)
     exponent = min(scaled * scaled / degrees, _EXPONENT_MAX)
     return math.copysign(math.sqrt(degrees * math.expm1(exponent)), z)
 
 
 def ratio_interval(ratio: Ratio, confidence: float) -> Interval:
-    """Of what the clusters were drawn from."""
+    """Confidence interval of the ratio in the population of clusters."""
     if ratio.degrees < DEGREES_MIN:
         return _UNKNOWN
     half = _student_quantile(confidence, ratio.degrees) * math.sqrt(ratio.variance)
@@ -89,7 +87,7 @@ def ratio_interval(ratio: Ratio, confidence: float) -> Interval:
 
 
 def difference_interval(first: Ratio, second: Ratio, confidence: float) -> Interval:
-    """Of the first less the second; their variances need not be the same (Welch)."""
+    """Confidence interval of the first ratio less the second; their variances may differ (Welch)."""
     if min(first.degrees, second.degrees) < DEGREES_MIN:
         return _UNKNOWN
     variance, degrees = _contrast(first, second, 1.0)
@@ -111,7 +109,7 @@ def _contrast(first: Ratio, second: Ratio, factor: float) -> tuple[float, float]
 
 
 def share_interval(num: int, num_all: int, confidence: float) -> Interval:
-    """Of a chance that came true `num` times of `num_all` (Wilson)."""
+    """Confidence interval of the probability of an event that happened `num` times of `num_all` (Wilson)."""
     if not num_all:
         return _UNKNOWN
     z2 = _NORMAL.inv_cdf((1 + confidence) / 2) ** 2
@@ -122,17 +120,17 @@ def share_interval(num: int, num_all: int, confidence: float) -> Interval:
 
 
 def rank_bounds(num: int, share: float, confidence: float) -> tuple[int | None, int | None]:
-    """Ranks, from 1, of the values that enclose a quantile, each missing it with at most half of 1 - confidence.
+    """Ranks, from 1, of the values that enclose a quantile; each misses it with at most half of 1 - confidence.
 
-    How many of `num` values lie below the quantile is binomial. None where even the smallest, or the largest, value
-    might lie on the wrong side.
+    The number of `num` values below the quantile is binomial. None where even the smallest, or the largest, value might
+    be on the wrong side.
     """
     tail = (1 - confidence) / 2
     deviation = math.sqrt(num * share * (1 - share)) + 1
     first = max(math.floor(num * share - _DEVIATIONS_MAX * deviation), 0)
     last = min(math.ceil(num * share + _DEVIATIONS_MAX * deviation), num)
     low, high = None, None
-    below = 0.0  # chance of fewer than `count` values below the quantile; what lies before `first` is nothing
+    below = 0.0  # probability of fewer than `count` values below the quantile; negligible before `first`
     for count in range(first, last + 1):
         # The value of rank r is at most the quantile if r or more are below it.
         if below <= tail and count >= 1:
@@ -151,12 +149,12 @@ def _binomial_chance(num: int, share: float, count: int) -> float:
 
 
 def contrast_bounds(arm: Ratio, control: Ratio, factor: float, alpha: float) -> Interval:
-    """What the arm's mean less `factor` times the control's lies between, at all times at once but for a chance of
-    alpha; each side alone is missed with half of that.
+    """Bounds of the arm's mean less `factor` times the control's, valid at all times at once with probability 1 -
+    alpha; each side alone fails with half of alpha.
 
-    The clock of the confidence sequence is information, the inverse of the contrast's variance: requests of keys that
-    are known already hardly move it, so that the bounds stay apart however many of them there are. Not for the first
-    few clusters: the variance has to be known.
+    The clock of the confidence sequence is information, the inverse of the contrast's variance: further requests of
+    known keys hardly advance it, so that the bounds stay apart however many there are. Unknown for the first few
+    clusters, because the variance has to be known.
     """
     if min(arm.degrees, control.degrees) < DEGREES_MIN or not control.value:
         return _UNKNOWN
@@ -175,11 +173,10 @@ def contrast_bounds(arm: Ratio, control: Ratio, factor: float, alpha: float) -> 
 
 
 def imbalance_evidence(num: int, num_all: int, share: float) -> float:
-    """The logarithm of the evidence that groups of keys that met with a loss are more, or less, often the arm's than
-    its share of all keys.
+    """Log evidence that key groups with a loss fall to the arm more, or less, often than its share of all keys.
 
-    Each is a coin that shows the arm with chance `share` where arms are alike; against that stand all other coins,
-    uniformly. Reaches log(1/alpha) by chance with at most alpha, ever.
+    If the arms are alike, each group is a coin toss with probability `share`; the alternative is a uniform mixture of
+    all other coins. By chance it ever reaches log(1/alpha) with a probability of at most alpha.
     """
     num_others = num_all - num
     mixture = math.lgamma(num + 1) + math.lgamma(num_others + 1) - math.lgamma(num_all + 2)

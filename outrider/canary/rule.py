@@ -1,6 +1,6 @@
-"""When a canary has shown enough: promote it, give it up, or go on. Pure.
+"""Decides about a canary: promote it, end it, or continue. Pure.
 
-| guard         | passed                                           | broken, so that the canary is given up   |
+| guard         | passed                                           | broken, so that the canary is ended      |
 |---------------|--------------------------------------------------|------------------------------------------|
 | divergences   | none; some were audited, if any were to be       | any, at once                             |
 | requests      | `requests_min` of each arm have finished         |                                          |
@@ -9,17 +9,17 @@
 | TPOT, TTFT    | mean certainly below control's × (1 + `margin`)  | certainly above                          |
 | the objective | mean certainly below control's                   | certainly above: it cannot be promoted   |
 
-Promoted where every guard has passed, given up where one is broken or time is over. *Certainly* is meant for all
-times at once: replicas look every few seconds and the operator whenever they like, so the bounds are confidence
-sequences (`outrider.canary.intervals`). Failures, departures and the two times share `alpha` among them, a quarter
-each, which bounds the chance of any wrong decision: giving up an arm that is as good as control, or promoting one that
-is no better (with `Objective.NONE`: one that is worse by the margin). Times are those of requests that finished: an arm
-whose slow requests never do would look fast, which is why departures are a guard.
+It is promoted when every guard has passed, and ended when one is broken or time is over. *Certainly* holds for all
+times at once: replicas evaluate every few seconds and the operator at will, so the bounds are confidence sequences
+(`outrider.canary.intervals`). Failures, departures and the two times share `alpha`, 25 % each, which bounds the
+probability of any wrong decision: ending an arm that is as good as control, or promoting one that is no better (with
+`Objective.NONE`: one that is worse by the margin). Times are those of finished requests: an arm whose slow requests
+never finish would look fast, which is why departures are a guard.
 
-What this rests on: keys are independent, for arms are drawn by key. Requests of one key may be as alike as they like,
-so what counts is how many keys there are and how evenly they send: with few, or with one that sends most of the
-traffic, times stay undecided. By failures and departures an arm is given up as keys meet with them, each group of keys
-once, in the arm where it did so first; when all have, only the rates are left, and they only keep from promoting.
+Assumption: keys are independent, because arms are drawn by key. Requests of one key may resemble each other, so the
+number of keys counts and how evenly they send: with few keys, or one that sends most of the traffic, times stay
+undecided. For failures and departures each group of keys counts once, in the arm where it first had one; once all have,
+only the rates are left, and they only prevent promotion.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Verdict(StrEnum):
 
 
 class Standing(StrEnum):
-    """Of one guard."""
+    """The result of one guard."""
 
     PASSED = "passed"
     OPEN = "open"
@@ -54,33 +54,35 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
+    """One condition of the rule, and whether it is met."""
+
     name: str
     standing: Standing
-    text: str  # what was found, for people
+    text: str  # the finding, for people
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
+    """The decision of the rule at one moment, and the guards that it rests on."""
+
     verdict: Verdict
     guards: tuple[Guard, ...]
     is_out_of_time: bool = False
 
     @property
     def reason(self) -> str:
-        """What decided, in a line."""
+        """The reason of the verdict, in one line."""
         broken = [guard.text for guard in self.guards if guard.standing is Standing.BROKEN]
         if broken:
             return "; ".join(broken)
         if self.verdict is Verdict.PROMOTE:
             return "every guard has passed"
         opened = ", ".join(guard.name for guard in self.guards if guard.standing is Standing.OPEN)
-        return (
-            f"undecided when its time was over; open: {opened}" if self.is_out_of_time else f"open: {opened}"
-        )
+        return f"undecided when its time was over; open: {opened}" if self.is_out_of_time else f"open: {opened}"
 
 
 def judge(plan: CanaryPlan, arms: Mapping[ArmName, ArmStatistics], *, is_out_of_time: bool) -> Judgement:
-    """The verdict on what is known so far. `is_out_of_time`: nothing more will be."""
+    """Returns the verdict on the data so far. `is_out_of_time`: there will be no more."""
     control, canary = arms[ArmName.CONTROL], arms[ArmName.CANARY]
     rule = plan.rule
     guards = [_divergences(canary, plan), _requests(control, canary, rule)]
@@ -101,7 +103,7 @@ def judge(plan: CanaryPlan, arms: Mapping[ArmName, ArmStatistics], *, is_out_of_
 
 def _divergences(canary: ArmStatistics, plan: CanaryPlan) -> Guard:
     num, num_audited = canary.num(Count.DIVERGED), canary.num(Count.AUDITED)
-    text = f"{num} of {num_audited} audited requests say something else without speculation"
+    text = f"{num} of {num_audited} audited requests have another output without speculation"
     if num:
         return Guard("divergences", Standing.BROKEN, text)
     if plan.audit_share and not num_audited:
@@ -131,9 +133,7 @@ def _losses(loss: Loss, control: ArmStatistics, canary: ArmStatistics, plan: Can
     return Guard(loss, standing, text)
 
 
-def _figure(
-    figure: Figure, control: ArmStatistics, canary: ArmStatistics, rule: Rule, *, is_objective: bool
-) -> Guard:
+def _figure(figure: Figure, control: ArmStatistics, canary: ArmStatistics, rule: Rule, *, is_objective: bool) -> Guard:
     arm, other = canary.mean(figure), control.mean(figure)
     name = figure.upper()
     factor = 1.0 if is_objective else 1 + rule.margin
@@ -142,9 +142,7 @@ def _figure(
     if min(arm.whole, other.whole) < rule.requests_min:
         return Guard(guard_name, Standing.OPEN, f"too few requests to compare {name}")
     if min(arm.degrees, other.degrees) < DEGREES_MIN:
-        return Guard(
-            guard_name, Standing.OPEN, f"too few keys to compare {name}, or too few that send most of them"
-        )
+        return Guard(guard_name, Standing.OPEN, f"too few keys to compare {name}, or too few that send most of them")
     bounds = contrast_bounds(arm, other, factor, rule.alpha / _NUM_COMPARISONS)
     standing = _standing(bounds)
     found = {

@@ -1,5 +1,10 @@
-"""One inference engine for both worker kinds: transformers model code over a paged KV cache.
+"""One inference engine for both kinds of worker: transformers' model code over a paged KV cache.
 
-`kv_cache` owns blocks, `attention` reads and writes them inside the model, `linear` keeps every row's bits free
-of its batch, `model` runs a step, `sampling` and `verification` turn logits into tokens.
+kv          ownership of KV blocks; prefix sharing. No tensors
+sampling    from logits to tokens: parameters, randomness, verification of hints
+compiled    our C++ kernels, products compiled by oneDNN, and the numerics line of an engine
+ranks       the ranks of a tensor-parallel group
+layers      attention and linear layers whose rows have the same bits in any batch
+model       runs a step
+loading     reads checkpoints, plans memory, builds the engine
 """

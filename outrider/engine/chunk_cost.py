@@ -1,7 +1,7 @@
-"""What chunks of prompts cost, learned while serving, and so how much of one a step may feed. Pure.
+"""Cost of prompt chunks, learned while serving, and the chunk length that fits a step. Pure.
 
-Whoever decodes beside a long prompt waits for a chunk of it at each step. A token costs the more the more text stands
-before it, all of which it reads. So that late chunks hold nobody up for longer than early ones, they are shorter.
+Sessions that decode beside a long prompt wait for one of its chunks at each step. A token costs more the more tokens
+precede it, all of which it reads. Late chunks are shorter, so that they delay others no longer than early ones.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MIN_CHUNK_LEN = 16
-"""Tokens that a prompt gets on by at least: with fewer, it would take most of its time for what any step costs."""
+"""Least chunk length in tokens: shorter chunks would spend most of their time on the fixed cost of a step."""
 FORGETTING = 0.98
-"""Per step with chunks: what is learned is that of the last fifty or so."""
+"""Decay per step with chunks; it covers about the last fifty."""
 OUTLIER = 3.0
-"""Times the expected: a step that took longer was held up by something else, and counts as this much."""
+"""Most times the expected step time that one step counts: longer ones were delayed by something else."""
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + num_tokens) of a text."""
+    """Tokens [start, start + num_tokens) of a sequence."""
 
     start: int
     num_tokens: int
 
     @property
     def num_read(self) -> float:
-        """Tokens before them, summed over them; in thousands."""
+        """Tokens read, summed over the chunk's tokens; in thousands."""
         return self.num_tokens * (self.start + self.num_tokens / 2) / 1e3
 
 
 @dataclass(slots=True)
 class ChunkCost:
-    """A chunk's time is fitted as a sum: something for each token fed, and for each thousand tokens that one reads.
+    """Fits a chunk's time as a sum of a part per token fed and a part per thousand tokens read.
 
-    Least squares with exponential forgetting; of a weak prior reading costs nothing.
+    Least squares with exponential forgetting, and a weak prior that reading costs nothing.
     """
 
     token_ms: float = 0.0  # 0.0: unknown
@@ -48,7 +48,7 @@ class ChunkCost:
     _read_times_ms: float = 0.0
 
     def observe(self, chunks: Iterable[Chunk], ms: float) -> None:
-        """One step: its chunks, and what it took beyond a step without them."""
+        """Takes one step: its chunks, and its time beyond that of a step without them."""
         chunks = list(chunks)
         if self.token_ms:
             ms = min(ms, OUTLIER * sum(self.ms(chunk) for chunk in chunks))
@@ -61,23 +61,23 @@ class ChunkCost:
         self._solve()
 
     def _solve(self) -> None:
-        prior = 1e-3 * self._tokens_tokens  # as if every token had read thirty, at no cost
+        prior = 1e-3 * self._tokens_tokens  # as if every token had read thirty at no cost
         determinant = self._tokens_tokens * (self._read_read + prior) - self._tokens_read**2
         if determinant <= 0.0:
             return
         read_ms = self._tokens_tokens * self._read_times_ms - self._tokens_read * self._tokens_ms
         mean_ms = self._tokens_ms / self._tokens_tokens
-        # A token costs something where it reads nothing, and reading does not make it cheaper.
+        # A token that reads nothing still costs something, and reading does not make it cheaper.
         self.read_ms = max(read_ms / determinant, 0.0)
         token_ms = mean_ms - self.read_ms * self._tokens_read / self._tokens_tokens
         self.token_ms = max(token_ms, 0.05 * mean_ms, 0.0)
 
     def ms(self, chunk: Chunk) -> float:
-        """Of one chunk; 0.0 while unknown."""
+        """Estimated time of one chunk in milliseconds; 0.0 while unknown."""
         return self.token_ms * chunk.num_tokens + self.read_ms * chunk.num_read
 
     def num_tokens_within(self, ms: float, start: int) -> int:
-        """The longest chunk at `start` that takes at most `ms`. While costs are unknown there is no bound."""
+        """Length of the longest chunk at `start` that takes at most `ms`; unbounded while costs are unknown."""
         if not self.token_ms:
             return 1 << 30
         # read_ms / 2000 * n² + each_ms * n = ms
@@ -85,9 +85,9 @@ class ChunkCost:
         root = math.sqrt(each_ms**2 + self.read_ms * max(ms, 0.0) / 500)
         return int(2 * max(ms, 0.0) / (each_ms + root) + 1e-6)
 
-    def cut(self, chunk: Chunk, ms: float, *, is_first: bool) -> Chunk:
-        """As much of a chunk as takes at most `ms`: all of it, or MIN_CHUNK_LEN tokens and more, or none. The first
-        chunk of a step gets so many in any case."""
+    def shorten(self, chunk: Chunk, ms: float, *, is_first: bool) -> Chunk:
+        """Shortens a chunk to at most `ms`: the whole, at least MIN_CHUNK_LEN tokens, or none. The first chunk of a
+        step gets the minimum in any case."""
         num_tokens = self.num_tokens_within(ms, chunk.start)
         if num_tokens < min(MIN_CHUNK_LEN, chunk.num_tokens):
             num_tokens = MIN_CHUNK_LEN if is_first else 0

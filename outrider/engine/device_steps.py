@@ -1,9 +1,9 @@
-"""Steps on a GPU: small ones as CUDA graphs, the others kernel by kernel; both by the same kernels.
+"""Steps on a GPU: small ones as CUDA graphs, others kernel by kernel, both with the same kernels.
 
 A decoding step of a large model is some hundred short kernels, and launching them one by one takes longer than they
-run. A graph is captured once for each of a few shapes (`PagedShape`) and launched as a whole for every step that the
-shape holds; what differs from step to step lies in one array of numbers on the device. Models that look at their own
-results on the way (experts, by which rows chose them) cannot be captured and run kernel by kernel.
+run. A graph is captured once for each of a few shapes (`PagedShape`) and launched as a whole for every step that fits
+the shape; what differs between steps lies in one array of numbers on the device. Models that read their own results on
+the way (experts, chosen per row) cannot be captured and run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.attention import LayerCache, attending
-from outrider.engine.paged_attention import Attend, PagedStep, window_of
-from outrider.engine.paged_layout import PagedPlan, PagedShape, plan_paged
+from outrider.engine.layers.attention import LayerCache, attending
+from outrider.engine.layers.paged_attention import Attend, PagedStep, window_of
+from outrider.engine.layers.paged_layout import PagedPlan, PagedShape, plan_paged
 from outrider.engine.sequence_chunk import SequenceChunk
 
 logger = logging.getLogger(__name__)
 
 GRAPH_ROWS: Final = (8, 16, 32, 64, 128)
-"""Rows of the steps that become graphs; more would be bound by their arithmetic, and memory is taken by each."""
+"""Row counts of the steps that become graphs; larger steps are bound by arithmetic, and each graph takes memory."""
 
 
 @dataclass(slots=True)
@@ -47,11 +47,9 @@ class DeviceSteps:
         longest: int,
         attend: Attend,
     ) -> None:
-        """longest: entries of a sequence."""
+        """longest: the most KV entries of a sequence."""
         self._model, self._layers, self._block_size, self._attend = model, layers, block_size, attend
-        self._windows = [
-            None if layer.visibility is None else window_of(layer.visibility, longest) for layer in layers
-        ]
+        self._windows = [None if layer.visibility is None else window_of(layer.visibility, longest) for layer in layers]
         self._scratch_block_ids = scratch_block_ids
         num_scratch_entries = len(scratch_block_ids) * block_size
         self._shapes = [
@@ -63,7 +61,7 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk], wanted: Sequence[int]) -> torch.Tensor | None:
-        """float32 logits of the rows `wanted`, [len(wanted), vocab_size]; None where the step does not fit."""
+        """Returns float32 logits of the rows `wanted`, [len(wanted), vocab_size]; None where the step does not fit."""
         plan = plan_paged(
             [chunk.query_block() for chunk in chunks],
             [token_id for chunk in chunks for token_id in chunk.token_ids],
@@ -83,14 +81,14 @@ class DeviceSteps:
         return graph.logits[: len(wanted)].clone()  # the next step overwrites them
 
     def capture(self) -> None:
-        """Makes the graphs. Raises RuntimeError where the model cannot be captured."""
+        """Captures the graphs. Raises RuntimeError where the model cannot be captured."""
         pool = torch.cuda.graph_pool_handle()
-        for shape in reversed(self._shapes):  # the largest first: the others find their memory in its pool
-            numbers = self._upload(empty_step(shape, self._block_size))
+        for shape in reversed(self._shapes):  # the largest first: the others fit into its memory pool
+            numbers = self._upload(empty_step(shape))
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.inference_mode(), torch.cuda.stream(side):
-                # Libraries make their workspaces when they are first called.
+                # Libraries allocate their workspaces at the first call.
                 self._run(numbers, shape, shape.num_rows)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -118,6 +116,6 @@ class DeviceSteps:
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def empty_step(shape: PagedShape, block_size: int) -> npt.NDArray[np.int32]:
-    """A step of nothing but padding."""
-    return PagedPlan([], [], [], [], [], [], block_size).write_down(shape)
+def empty_step(shape: PagedShape) -> npt.NDArray[np.int32]:
+    """Returns a step that is all padding."""
+    return PagedPlan([], [], [], [], [], []).write_down(shape)

@@ -1,4 +1,4 @@
-"""Runs steps of a causal language model over a paged KV cache; `loading.load_model` makes it.
+"""Runs steps of a causal language model over a paged KV cache; `loading.load_model` builds it.
 
 The model code is transformers' own; only its attention (`attention`) and its linear layers (`linear`) are ours.
 """
@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,88 +16,59 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from outrider.engine.attention import LayerCache, attending, padded_rows, plan_step
-from outrider.engine.decoder import FusedDecoder
 from outrider.engine.device_steps import DeviceSteps
-from outrider.engine.kv_cache import BlockAllocator, KVSequence
-from outrider.engine.kv_layout import LayerLayout, bytes_per_token
-from outrider.engine.linear import LinearForms
-from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
-from outrider.engine.paged_attention import BLOCK_SIZE, Attend
-from outrider.engine.rank_group import Order, RankGroup
+from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
+from outrider.engine.layers.decoder import FusedDecoder
+from outrider.engine.layers.kv_layout import LayerLayout, bytes_per_token
+from outrider.engine.layers.linear import LinearForms
+from outrider.engine.layers.paged_attention import BLOCK_SIZE, Attend
+from outrider.engine.options import EngineOptions
+from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pairs, encode_step
+from outrider.engine.ranks.rank_group import RankGroup, RankMessage
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
 from outrider.errors import ConfigurationError
-from outrider.vocabulary_map import VocabularyMap
+from outrider.text.vocabulary_map import VocabularyMap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-QUANTIZATIONS = ("none", "int8", "fp8")
 
 
 class ModelLoadError(ConfigurationError):
-    """The model cannot be served; the message names the cause and the way out."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What an engine is made from."""
-
-    model_dir: Path
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    max_num_seqs: int = 32  # sequences whose KV should fit at once
-    max_model_len: int | None = None  # longest sequence, tokens; None: the model's own limit
-    block_size: int | None = None  # KV entries per block; None: what suits the device
-    kv_cache_bytes: int = 2 * 2**30  # most memory for KV
-    num_threads: int = 1  # torch intra-op threads
-    quantization: str = "none"  # of the linear layers' weights, the output layer's excepted
-    use_kernels: bool = True  # where the model and the machine permit (`decoder`), CUDA graphs included
-    has_trees: bool = False  # hint trees are fed, not texts alone
-
-    def __post_init__(self) -> None:
-        if self.quantization not in QUANTIZATIONS:
-            raise ModelLoadError(
-                f"quantization {self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
-            )
-        if self.quantization != "none" and self.dtype != "bfloat16":
-            raise ModelLoadError(
-                f"{self.quantization} weights are computed in bfloat16: set --dtype bfloat16"
-            )
-        if self.dtype not in DTYPES:
-            raise ModelLoadError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.is_cuda and not torch.cuda.is_available():
-            raise ModelLoadError("torch sees no CUDA device here: set --device cpu, or look at nvidia-smi")
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.startswith("cuda")
+    """The model cannot be served; the message names the cause and a remedy."""
 
 
 def device_for(choice: str) -> str:
-    """torch's name for what `--device` chooses: auto, cpu or cuda, of which every rank has its own."""
+    """torch's name for a choice of `--device`: auto, cpu or cuda; every rank has its own GPU."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
+def check_device(choice: str) -> None:
+    """Raises ModelLoadError if there is no such device here."""
+    if device_for(choice) != "cpu" and not torch.cuda.is_available():
+        raise ModelLoadError("torch sees no CUDA device here: set --device cpu, or look at nvidia-smi")
+
+
 class Engine:
     """A model, its KV cache and the allocator of its blocks. Not thread-safe: one thread runs it.
 
-    In a tensor-parallel group every rank has one, with its shard of the model and of the KV. What is called on rank 0
-    is done on all of them, once `lead` has been called there and `follow` on the others.
+    In a tensor-parallel group every rank has one, with its shard of the model and of the KV. Calls on rank 0 are
+    repeated on all ranks, once `lead` has been called there and `follow` on the others.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        config: EngineConfig,
+        config: EngineOptions,
         layers: Sequence[LayerLayout],
         num_parameters: int,
         group: RankGroup | None = None,
     ) -> None:
-        """layers: what each call of the attention keeps on this rank (`find_layout`). num_parameters: of the whole
-        model."""
+        """layers: KV layout of each attention call on this rank (`find_layout`). num_parameters: of the whole model."""
         self.model = model
         self.config = config
+        self.device = device_for(config.device)
         self.group = group
         self._is_leading = False
         hf_config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -107,28 +77,28 @@ class Engine:
         self.num_layers = len(layers)
         self.num_parameters = num_parameters
         self.numerics = ""
-        """What else than the weights decides the bits of logits (`numerics`); the loader fills it in."""
+        """The line that identifies the engine's arithmetic (`numerics`); the loader sets it."""
         self.eos_token_ids = _eos_token_ids(model)
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = bytes_per_token(layers, dtype)
-        self.block_size = config.block_size or (BLOCK_SIZE if config.is_cuda else BLOCK_SIZE_ON_CPU)
+        self.block_size = config.block_size or (BLOCK_SIZE_ON_CPU if self.device == "cpu" else BLOCK_SIZE)
         num_blocks = _num_blocks(config, self.max_model_len, self.kv_bytes_per_token, self.block_size)
         self.allocator = BlockAllocator(num_blocks, self.block_size)
         self._scratch_block_ids = range(
-            num_blocks, num_blocks + NUM_SCRATCH_BLOCKS * (config.is_cuda and config.has_trees)
+            num_blocks, num_blocks + NUM_SCRATCH_BLOCKS * (self.device != "cpu" and config.has_trees)
         )
         num_slots = self._scratch_block_ids.stop * self.block_size
         self.layers = [
             LayerCache(
-                torch.zeros(num_slots, each.num_kv_heads, each.key_dim, dtype=dtype, device=config.device),
-                torch.zeros(num_slots, each.num_kv_heads, each.value_dim, dtype=dtype, device=config.device),
+                torch.zeros(num_slots, each.num_kv_heads, each.key_dim, dtype=dtype, device=self.device),
+                torch.zeros(num_slots, each.num_kv_heads, each.value_dim, dtype=dtype, device=self.device),
                 each.visibility,
             )
             for each in layers
         ]
         self._fused: FusedDecoder | None = None
         self._device_steps: DeviceSteps | None = None
-        self._language: _Language | None = None
+        self._foreign: _ForeignVocabulary | None = None
 
     @property
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -137,12 +107,11 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """Entries of a sequence, hints included."""
+        """Most KV entries of a sequence, hints included."""
         return self.max_model_len + LOOKAHEAD_ENTRIES
 
     @property
     def is_fused(self) -> bool:
-        """Whether a `FusedDecoder` runs the steps."""
         return self._fused is not None
 
     @property
@@ -155,20 +124,20 @@ class Engine:
         self._fused = FusedDecoder(self.model, self.caches, self.longest, self.block_size, forms)
 
     def attend_paged(self, attend: Attend) -> None:
-        """Steps attend through the block table from then on, where they fit."""
+        """Makes steps attend through the block table, where they fit."""
         self._device_steps = DeviceSteps(
             self.model, self.layers, self.block_size, self._scratch_block_ids, self.longest, attend
         )
 
     def capture_graphs(self) -> None:
-        """Small steps are launched as a whole from then on. Raises RuntimeError where the model does not permit it."""
+        """Captures small steps as graphs. Raises RuntimeError where the model does not permit it."""
         assert self._device_steps is not None
         self._device_steps.capture()
 
-    def speak(self, vocabulary: VocabularyMap, end_of_sequence_ids: frozenset[int]) -> None:
-        """Takes and gives token ids of another vocabulary from now on, of which these end a text."""
-        device = self.config.device
-        self._language = _Language(
+    def set_vocabulary(self, vocabulary: VocabularyMap, end_of_sequence_ids: frozenset[int]) -> None:
+        """Makes the engine take and return token ids of another vocabulary, with these end-of-sequence ids."""
+        device = self.device
+        self._foreign = _ForeignVocabulary(
             vocabulary.own_ids,
             torch.tensor(vocabulary.own_ids, device=device),
             ~torch.tensor(vocabulary.is_shared, device=device),
@@ -178,30 +147,20 @@ class Engine:
     def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Runs one step and returns float32 logits.  # [sum of num_logits, vocab_size]
 
-        Logits come in the order of `chunks`, each chunk's in the order of its tokens. When no chunk wants any, there
-        is one row without meaning.
+        Logits come in the order of `chunks`, each chunk's in the order of its tokens. When no chunk wants any, there is
+        one meaningless row.
         """
-        if self._language is not None:
-            chunks = [self._language.translated(chunk) for chunk in chunks]
+        if self._foreign is not None:
+            chunks = [self._foreign.translated(chunk) for chunk in chunks]
         if self._is_leading:
-            self._order(Order.FORWARD, encode_step(chunks))
+            self._send(RankMessage.FORWARD, encode_step(chunks))
         logits = self._forward(chunks)
-        return logits if self._language is None else self._language.told(logits)
+        return logits if self._foreign is None else self._foreign.selected(logits)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole KV blocks, as `KVSequence.extend` asks for."""
-        if copies and self._is_leading:
-            self._order(
-                Order.COPY_BLOCKS, encode_pairs([pair[0] for pair in copies], [pair[1] for pair in copies])
-            )
-        self._copy_blocks(copies)
-
-    def move_entries(
-        self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]
-    ) -> None:
+    def move_entries(self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]) -> None:
         """Moves KV entries between slots; sources and destinations may overlap."""
         if self._is_leading:
-            self._order(Order.MOVE_ENTRIES, encode_pairs(source_slots, destination_slots))
+            self._send(RankMessage.MOVE_ENTRIES, encode_pairs(source_slots, destination_slots))
         self._move_entries(source_slots, destination_slots)
 
     @torch.inference_mode()
@@ -212,10 +171,8 @@ class Engine:
             logits = self._device_steps.forward(chunks, range(num_rows) if wanted is None else wanted)
             if logits is not None:
                 return logits
-        device = self.config.device
-        token_ids = torch.tensor(
-            [token_id for chunk in chunks for token_id in chunk.token_ids], device=device
-        )
+        device = self.device
+        token_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids], device=device)
         blocks = [chunk.query_block() for chunk in chunks]
         if self._fused is not None:
             rows = None if wanted is None else torch.tensor(wanted)
@@ -231,91 +188,74 @@ class Engine:
                 logits_to_keep=torch.tensor(range(num_tokens) if wanted is None else wanted, device=device),
             ).logits
         if layout.num_calls != self.num_layers:
-            raise ModelLoadError(
-                f"{layout.num_calls} of {self.num_layers} layers attended through the paged cache"
-            )
+            raise ModelLoadError(f"{layout.num_calls} of {self.num_layers} layers attended through the paged cache")
         return all_logits[0].float()
 
     @torch.inference_mode()
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        size = self.block_size
-        for source, destination in copies:
-            for cache in (tensor for layer in self.caches for tensor in layer):
-                cache[destination * size : (destination + 1) * size] = cache[
-                    source * size : (source + 1) * size
-                ]
-
-    @torch.inference_mode()
-    def _move_entries(
-        self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]
-    ) -> None:
-        device = self.config.device
-        sources, destinations = (
-            torch.from_numpy(slots).to(device) for slots in (source_slots, destination_slots)
-        )
+    def _move_entries(self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]) -> None:
+        device = self.device
+        sources, destinations = (torch.from_numpy(slots).to(device) for slots in (source_slots, destination_slots))
         for cache in (tensor for layer in self.caches for tensor in layer):
             cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
-    def _order(self, order: Order, numbers: npt.NDArray[np.int32]) -> None:
+    def _send(self, kind: RankMessage, numbers: npt.NDArray[np.int32]) -> None:
         assert self.group is not None
-        self.group.send(order, numbers)
+        self.group.send(kind, numbers)
 
     def lead(self) -> None:
-        """From now on the other ranks do what is done here; they must have called `follow`."""
+        """Makes the other ranks repeat every call on this one; they must have called `follow`."""
         self._is_leading = self.group is not None
 
-    def rest(self) -> None:
-        """There is nothing to do, and rank 0 lives: to be said now and then, or the other ranks end."""
+    def idle(self) -> None:
+        """Tells the other ranks that rank 0 is alive and idle; must be called regularly, or they end."""
         if self._is_leading:
-            self._order(Order.REST, np.empty(0, dtype=np.int32))
+            self._send(RankMessage.IDLE, np.empty(0, dtype=np.int32))
 
     def dismiss(self) -> None:
-        """Ends the other ranks' `follow`. One that is gone needs no telling."""
+        """Ends the other ranks' `follow`, those that are still there."""
         if self._is_leading:
             self._is_leading = False
             with contextlib.suppress(RuntimeError):
-                self._order(Order.STOP, np.empty(0, dtype=np.int32))
+                self._send(RankMessage.STOP, np.empty(0, dtype=np.int32))
 
     def follow(self) -> None:
-        """Does what rank 0 says until it says that this is the end. Raises RuntimeError when it is gone."""
+        """Repeats rank 0's calls until `dismiss`. Raises RuntimeError when rank 0 is gone."""
         assert self.group is not None
         while True:
-            order, numbers = self.group.receive()
-            match order:
-                case Order.FORWARD:
+            kind, numbers = self.group.receive()
+            match kind:
+                case RankMessage.FORWARD:
                     self._forward(decode_step(numbers, self.allocator))
-                case Order.COPY_BLOCKS:
-                    sources, destinations = decode_pairs(numbers)
-                    self._copy_blocks(list(zip(sources.tolist(), destinations.tolist(), strict=True)))
-                case Order.MOVE_ENTRIES:
+                case RankMessage.MOVE_ENTRIES:
                     self._move_entries(*decode_pairs(numbers))
-                case Order.REST:
+                case RankMessage.IDLE:
                     pass
-                case Order.STOP:
+                case RankMessage.STOP:
                     return
 
     def new_sequence(self) -> KVSequence:
+        """Returns an empty sequence in the engine's KV cache."""
         return KVSequence(self.allocator)
 
 
 @dataclass(frozen=True, slots=True)
-class _Language:
+class _ForeignVocabulary:
     """A vocabulary that is not the model's own (`vocabulary_map`)."""
 
     own_ids: Sequence[int]
     columns: torch.Tensor  # the same, [vocab_size]
-    is_foreign: torch.Tensor  # [vocab_size], what the model has no word for
+    is_foreign: torch.Tensor  # [vocab_size], ids without a counterpart in the model
 
     def translated(self, chunk: SequenceChunk) -> SequenceChunk:
         return replace(chunk, token_ids=[self.own_ids[token_id] for token_id in chunk.token_ids])
 
-    def told(self, logits: torch.Tensor) -> torch.Tensor:
-        """[num_rows, the model's own] -> [num_rows, vocab_size]"""
+    def selected(self, logits: torch.Tensor) -> torch.Tensor:
+        """Maps logits.  # [num_rows, the model's own] -> [num_rows, vocab_size]"""
         return logits.index_select(1, self.columns).masked_fill_(self.is_foreign, float("-inf"))
 
 
 def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
-    """Rows whose logits are wanted, None for all of them."""
+    """Rows whose logits are needed; None for all of them."""
     wanted: list[int] = []
     num_rows = 0
     for chunk in chunks:
@@ -323,7 +263,7 @@ def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
         wanted += range(num_rows - chunk.num_logits, num_rows)
     if len(wanted) == num_rows:
         return None
-    return wanted or [0]  # the output layer wants at least one row
+    return wanted or [0]  # the output layer needs at least one row
 
 
 BLOCK_SIZE_ON_CPU = 16
@@ -333,13 +273,14 @@ LOOKAHEAD_ENTRIES = 256
 
 
 def longest_sequence(hf_config: Any, wanted: int | None) -> int:
+    """Returns the longest sequence to serve, tokens: `wanted`, or else the model's limit. Raises ModelLoadError."""
     longest: int = getattr(hf_config, "max_position_embeddings", None) or 1 << 20
     if wanted is not None and not 2 <= wanted <= longest:
         raise ModelLoadError(f"max_model_len is {wanted}; permitted for this model: 2 to {longest}")
     return wanted or longest
 
 
-def _num_blocks(config: EngineConfig, max_model_len: int, kv_bytes_per_token: int, block_size: int) -> int:
+def _num_blocks(config: EngineOptions, max_model_len: int, kv_bytes_per_token: int, block_size: int) -> int:
     """Blocks for `max_num_seqs` of the longest sequences, or as many as the memory bound permits."""
     per_sequence = -(-(max_model_len + LOOKAHEAD_ENTRIES) // block_size)
     affordable = config.kv_cache_bytes // (kv_bytes_per_token * block_size)

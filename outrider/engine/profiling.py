@@ -1,9 +1,9 @@
-"""Where a step's time goes, and what the device would permit (the roofline model, Williams et al. 2009).
+"""Measures where a step's time goes and what the device would permit (the roofline model, Williams et al. 2009).
 
 A step reads all weights and the KV of all its sequences once, and multiplies every row by every weight. So it takes at
-least as long as the device needs to read, and at least as long as it needs to compute; both speeds are measured on the
-device itself, with nothing but reading and nothing but multiplying. Few rows are bound by reading: that is why several
-tokens can be verified for about the price of one.
+least the device's time to read them, and at least its time to compute; both speeds are measured on the device itself,
+by reading alone and by multiplying alone. Few rows are bound by reading, which is why several tokens can be verified
+for about the price of one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any, Final
 
 import torch
 
-from outrider.engine import decoder, device_steps, model
-from outrider.engine.kv_cache import KVSequence
+from outrider.engine import device_steps, model
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.layers import decoder
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.rank_group import RankGroup
-from outrider.engine.sampling import greedy_choices
+from outrider.engine.ranks.rank_group import RankGroup
+from outrider.engine.sampling.sampling import greedy_choices
 
 READ_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 31}
 PRODUCT_WIDTH: Final = {"cpu": 1024, "cuda": 8192}
@@ -30,7 +31,7 @@ NUM_TRIES: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What the device did when it did nothing else."""
+    """The device's speed when it only reads, and when it only multiplies."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -44,7 +45,7 @@ class StepTimes:
     num_rows: int  # of each sequence
     whole_ms: float
     spread_ms: float  # between the fastest and the slowest quarter
-    plan_ms: float  # laying the step out and handing it over, by the interpreter
+    plan_ms: float  # laying the step out and passing it on, in the interpreter
     ranks_ms: float  # sums and gathering over the ranks
     choice_ms: float  # the most likely token of every row
     read_ms: float  # the least that reading takes
@@ -52,16 +53,17 @@ class StepTimes:
 
     @property
     def model_ms(self) -> float:
-        """All layers and the output layer."""
+        """Time of all layers and the output layer."""
         return max(self.whole_ms - self.plan_ms - self.ranks_ms - self.choice_ms, 0.0)
 
     @property
     def is_bound_by_reading(self) -> bool:
+        """Whether reading weights and KV takes longer than the arithmetic."""
         return self.read_ms >= self.compute_ms
 
     @property
     def share_of_limit(self) -> float:
-        """How near the step is to what the device permits, 0 to 1."""
+        """The least time that the device permits as a share of the step's time, 0 to 1."""
         return max(self.read_ms, self.compute_ms) / self.whole_ms
 
 
@@ -85,7 +87,7 @@ class _Clock:
 
 
 def measure_device(device: str, dtype: torch.dtype) -> DeviceSpeed:
-    """Reads what no cache holds, and multiplies what a cache holds, with the threads that torch has."""
+    """Measures reading of uncached data and multiplication of cached data, with torch's current threads."""
     kind = torch.device(device).type
     synchronize = _synchronizer(device)
     numbers = torch.ones(READ_BYTES[kind] // 4, device=device)
@@ -120,12 +122,12 @@ def profile_steps(
     context_len: int,
     num_steps: int,
 ) -> Iterator[StepTimes]:
-    """Times of decoding steps, for each (number of sequences, rows of each), which have so many tokens behind them.
+    """Times of decoding steps for each (number of sequences, rows of each), with `context_len` tokens before them.
 
-    weight_bytes: that a step reads on this rank.
+    weight_bytes: read by a step on this rank.
     """
     sequences: list[KVSequence] = []
-    synchronize = _synchronizer(engine.config.device)
+    synchronize = _synchronizer(engine.device)
     num_weights = weight_bytes / torch.finfo(engine.caches[0][0].dtype).bits * 8
     try:
         for num_sequences, num_rows in sorted(kinds):
@@ -146,7 +148,7 @@ def profile_steps(
                     ended = time.perf_counter()
                     for kv in own:
                         kv.truncate(context_len)
-                    if step >= 2:  # the first ones find nothing in the caches
+                    if step >= 2:  # the first ones run with cold caches
                         whole.append((ended - started) * 1e3)
                         plan.append(plan_clock.total_s * 1e3)
                         ranks.append(ranks_clock.total_s * 1e3)
@@ -180,7 +182,7 @@ def _filled(engine: Engine, context_len: int) -> KVSequence:
 
 @contextmanager
 def _timing(synchronize: Callable[[], None]) -> Iterator[tuple[_Clock, _Clock]]:
-    """Clocks of what is done to lay a step out, and between the ranks."""
+    """Clocks for laying steps out and for communication between ranks."""
     plan, ranks = _Clock(), _Clock(synchronize=synchronize)
     with ExitStack() as stack:
         for owner, name, clock in (

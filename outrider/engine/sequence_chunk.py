@@ -1,20 +1,20 @@
-"""What one sequence has a step do."""
+"""The part of a step that belongs to one sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.attention import QueryBlock
-from outrider.engine.kv_cache import KVSequence
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.layers.attention import QueryBlock
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
     """New tokens of one sequence for one step.
 
-    Room for them is reserved by `KVSequence.extend` beforehand: they are entries `[kv.length - len(token_ids),
-    kv.length)`. Logits are computed for the last `num_logits` of them.
+    `KVSequence.extend` reserves room for them beforehand: they are entries `[kv.length - len(token_ids), kv.length)`.
+    Logits are computed for the last `num_logits` of them.
     """
 
     kv: KVSequence

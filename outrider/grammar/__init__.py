@@ -1,4 +1,4 @@
-"""Grammars that the output must follow, over llguidance: a compiler for one tokenizer, and where a text stands."""
+"""Grammars for the output, on llguidance: a compiler for one tokenizer, and the state of a sequence in its grammar."""
 
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.position import GrammarViolation

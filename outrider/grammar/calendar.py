@@ -1,8 +1,8 @@
-"""Dates that a calendar has: `date`, `time` and `date-time` of JSON Schema as patterns that know leap years.
+"""Valid calendar dates: JSON Schema's `date`, `time` and `date-time` as patterns that know leap years.
 
-llguidance permits 29 February in every year, year 0, and a second 60 in any minute: texts that no reader of the schema
-accepts. What is permitted here is RFC 3339 without year 0 and leap seconds, which are valid there and which hardly any
-language's own dates can hold.
+llguidance permits 29 February in every year, year 0, and second 60 in any minute, which readers of the schema reject.
+These patterns permit RFC 3339 without year 0 and leap seconds, which are valid there but which hardly any language's
+own dates can hold.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 _YEAR: Final = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR: Final = (
-    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])"  # a multiple of 4 and not of 100
+    "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])"  # a multiple of 4 but not of 100
     "|(?:0[48]|[2468][048]|[13579][26])00)"  # a multiple of 400
 )
 _DATE: Final = (
@@ -30,7 +30,7 @@ _VALUES: Final = frozenset({"const", "enum", "default", "examples"})
 
 
 def replace_formats(schema: Any) -> bool:
-    """In place, in every part of it that is a schema: each of these formats by its pattern. Whether there was one."""
+    """Replaces each of these formats, in every subschema, by its pattern, in place; returns whether there was one."""
     replaced = False
     pending = [schema]
     while pending:
@@ -50,9 +50,9 @@ def replace_formats(schema: Any) -> bool:
 def _replace_format(schema: dict[str, Any]) -> bool:
     name, all_of = schema.get("format"), schema.get("allOf", [])
     if not isinstance(name, str) or name not in PATTERNS or not isinstance(all_of, list):
-        return False  # where the schema is not one, llguidance says what is wrong
+        return False  # llguidance reports invalid schemas
     pattern = {"pattern": PATTERNS[name]}
-    # A pattern of the schema's own stays: both must match.
+    # The schema's own pattern stays: both must match.
     schema.update({"allOf": [*all_of, pattern]} if "pattern" in schema else pattern)
     del schema["format"]
     return True

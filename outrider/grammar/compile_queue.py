@@ -1,8 +1,8 @@
-"""Grammars on their way to being compiled: each one once, a few at a time, the rest in a bounded line.
+"""Queue of grammars to compile: each one once, a few at a time, with bounded waiting.
 
-Invariant: nobody waits for a grammar that somebody else asked for longer than `wait_max_s`, and a caller that leaves
-takes its grammar out of the line unless others want it too. What has begun cannot be stopped (it is one call into
-llguidance), so `outrider.grammar.source` and the parser's limits keep it short, and it holds one slot of a few.
+Invariant: no caller waits longer than `wait_max_s` for a grammar, and a caller that leaves removes its grammar from the
+queue unless others want it too. A compilation that has begun cannot be stopped (it is one call into llguidance), so
+`outrider.grammar.source` and the parser's limits keep it short, and it holds one slot of a few.
 """
 
 from __future__ import annotations
@@ -25,20 +25,16 @@ from outrider.errors import InvalidRequest, OutriderError, Overloaded
 _log = logging.getLogger(__name__)
 
 STACK_BYTES: Final = 512 * 2**20
-MAX_RUNNING: Final = (
-    2  # at once, each with a stack of that size; the processor is needed for other things too
-)
-MAX_CALLERS: Final = 256  # that wait, half of them on behalf of one owner
-TIME_LIMIT_S: Final = 5.0  # that one grammar may take; the worst found took half a second of the processor's
+MAX_RUNNING: Final = 2  # at once, each with a stack of that size; other work needs the processor, too
+MAX_CALLERS: Final = 256  # waiting callers, at most half of them of one owner
+TIME_LIMIT_S: Final = 5.0  # per grammar; the worst one found took 0.5 s of processor time
 WAIT_MAX_S: Final = 10.0  # until a caller has an answer
 
 _NO_ROOM: Final = Overloaded("no room to compile the grammar now", retry_after_s=1.0)  # no thread, no stack
-_FAILED: Final = OutriderError(
-    "compiling the grammar failed; the log has it"
-)  # a defect, ours or llguidance's
+_FAILED: Final = OutriderError("compiling the grammar failed; see the log")  # a bug of ours or llguidance's
 
 _T = TypeVar("_T")
-_stack_size_lock = threading.Lock()  # the size that new threads get belongs to the process
+_stack_size_lock = threading.Lock()  # the stack size of new threads is a setting of the process
 
 
 @dataclass(slots=True, eq=False)
@@ -51,37 +47,25 @@ class _Job(Generic[_T]):
 
 
 class CompileQueue(Generic[_T]):
-    """Builds values by key, on threads of its own with deep stacks, and keeps the latest. Thread-safe."""
+    """Builds values by key, on threads of its own with deep stacks, and caches the latest. Thread-safe."""
 
-    def __init__(
-        self, max_kept: int, *, time_limit_s: float = TIME_LIMIT_S, wait_max_s: float = WAIT_MAX_S
-    ) -> None:
+    def __init__(self, max_kept: int, *, time_limit_s: float = TIME_LIMIT_S, wait_max_s: float = WAIT_MAX_S) -> None:
         self._max_kept = max_kept
         self._time_limit_s = time_limit_s
         self._wait_max_s = wait_max_s
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, _T | InvalidRequest] = OrderedDict()  # least recently used first
         self._jobs: dict[bytes, _Job[_T]] = {}  # waiting or running
-        self._waiting: list[_Job[_T]] = []  # in the order of their coming
+        self._waiting: list[_Job[_T]] = []  # in order of arrival
         self._running: Counter[str] = Counter()  # by owner
         self._num_callers: Counter[str] = Counter()  # by owner
 
-    def get(self, key: bytes, owner: str, build: Callable[[], _T]) -> _T:
-        """What `build` makes, or made before. Blocks; raises as `get_async` does."""
-        future = self._ask(key, owner, build)
-        try:
-            return future.result(self._wait_max_s)
-        except TimeoutError:
-            if not future.cancel():  # it came at the last moment
-                return future.result()
-            raise self._too_late(key) from None
-
     async def get_async(self, key: bytes, owner: str, build: Callable[[], _T]) -> _T:
-        """What `build` makes, or made before. Cancelling gives up the place in the line.
+        """Returns the value for a key, built or cached. Cancelling gives up the place in the queue.
 
-        Raises the OutriderError that `build` raised, or a plain one for what nobody foresaw; InvalidRequest for what
-        takes too long, and Overloaded when the line is full or does not move. `owner` is who asks: the one with the
-        fewest grammars running goes first.
+        Raises the OutriderError that `build` raised, or a plain one for an unexpected error; InvalidRequest for a
+        grammar that takes too long, and Overloaded when the queue is full or does not move. `owner` is the tenant: the
+        one with the fewest running compilations goes first.
         """
         future = self._ask(key, owner, build)
         try:
@@ -91,7 +75,7 @@ class CompileQueue(Generic[_T]):
             raise self._too_late(key) from None
 
     def forget(self, key: bytes) -> None:
-        """The next one who asks has it built again."""
+        """Removes a value, so that the next caller has it built again."""
         with self._lock:
             self._kept.pop(key, None)
 
@@ -107,9 +91,7 @@ class CompileQueue(Generic[_T]):
                 future.set_result(kept)
                 return future
             if self._num_callers.total() >= MAX_CALLERS or self._num_callers[owner] >= MAX_CALLERS // 2:
-                raise Overloaded(
-                    "too many requests wait for their grammars to be compiled", retry_after_s=1.0
-                )
+                raise Overloaded("too many grammars are waiting to be compiled", retry_after_s=1.0)
             job = self._jobs.get(key)
             if job is None:
                 job = self._jobs[key] = _Job(key, owner, build)
@@ -122,7 +104,7 @@ class CompileQueue(Generic[_T]):
         return future
 
     def _leave(self, job: _Job[_T], owner: str, caller: Future[_T]) -> None:
-        """A caller has its answer, or wants none any more."""
+        """Removes a caller that has its answer or has left."""
         with self._lock:
             self._num_callers -= Counter([owner])
             job.callers.discard(caller)
@@ -131,9 +113,10 @@ class CompileQueue(Generic[_T]):
                 del self._jobs[job.key]
 
     def _start_next(self) -> list[_Job[_T]]:
-        """With the lock held: as many as there is room for, one of the owner that has the fewest running first.
+        """Starts as many jobs as there are slots, those of the owner with the fewest running first. The lock must be
+        held.
 
-        Returns those for which there is no thread or no stack to be had.
+        Returns those for which there is no thread or no stack.
         """
         unstarted = []
         while self._waiting and self._running.total() < MAX_RUNNING:
@@ -160,12 +143,10 @@ class CompileQueue(Generic[_T]):
             outcome = error
         except (RuntimeError, MemoryError):
             outcome = _NO_ROOM
-        except (
-            BaseException
-        ):  # llguidance's Rust panics are no Exceptions; whatever it was, its slot comes free
+        except BaseException:  # llguidance's Rust panics are no Exceptions; free the slot in any case
             _log.exception("compiling a grammar failed")
             outcome = _FAILED
-        # The processor's time, so that a machine with too much to do condemns no grammar for good.
+        # Processor time, so that a busy machine condemns no grammar for good.
         if time.thread_time() - began_s > self._time_limit_s:
             outcome = self._too_slow()
         self._finish(job, outcome)
@@ -183,7 +164,7 @@ class CompileQueue(Generic[_T]):
         for caller in callers:
             with contextlib.suppress(InvalidStateError):  # it has left
                 if isinstance(outcome, OutriderError):
-                    caller.set_exception(copy.copy(outcome))  # each one's traceback is its own
+                    caller.set_exception(copy.copy(outcome))  # each caller gets its own traceback
                 else:
                     caller.set_result(outcome)
         self._refuse(unstarted)
@@ -208,10 +189,10 @@ class CompileQueue(Generic[_T]):
 
 
 def start_with_a_deep_stack(function: Callable[[], object]) -> threading.Thread:
-    """Runs the function on a thread of its own.
+    """Runs the function on a new thread with a deep stack.
 
-    llguidance follows references by recursion. A chain of them as long as a grammar may be would overflow a common
-    stack, which ends the process. Only what is touched of this one takes memory.
+    llguidance follows references by recursion. A chain of them as long as a grammar may be would overflow a normal
+    stack, which ends the process. Only touched pages of this one take memory.
     """
     with _stack_size_lock:
         previous_bytes = threading.stack_size(STACK_BYTES)

@@ -1,4 +1,4 @@
-"""The compiler of grammars for one tokenizer: each grammar once, within bounds of size, time and memory."""
+"""Compiles grammars for one tokenizer, each one once, within bounds of size, time and memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,9 @@ from outrider.grammar.tokenizer import load_tokenizer
 from outrider.sampling_params import GrammarSpec
 
 MAX_LEXER_STATES: Final = 50_000  # of one grammar, 1 to 2 kB each
-MAX_GRAMMAR_SIZE: Final = (
-    20_000  # symbols: keeps compiling below a second, where a text of 1 kB could take many
-)
-MAX_ITEMS: Final = (
-    10_000  # of the parser for one mask: 90 ms for the most ambiguous grammar, where 50,000 took 700
-)
-MAX_KEPT: Final = 16  # compiled grammars, the largest of which take tens of megabytes
+MAX_GRAMMAR_SIZE: Final = 20_000  # symbols: keeps compiling below a second, where 1 kB of grammar could take many
+MAX_ITEMS: Final = 10_000  # of the parser for one mask: 90 ms for the most ambiguous grammar; 50,000 took 700
+MAX_KEPT: Final = 16  # compiled grammars, of up to tens of megabytes
 MAX_VERDICTS: Final = 1024  # of grammars that were only checked
 DIGEST_BYTES: Final = 32
 
@@ -35,8 +31,8 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, each one once while it is among the latest. Thread-safe."""
 
     def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`vocab_size` is the number of rows of the model's output layer; the tokenizer may know more or fewer
-        ids. The file is read when the first grammar comes."""
+        """`vocab_size` is the number of rows of the model's output layer; the tokenizer may have more or fewer ids. The
+        file is read when the first grammar comes."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
@@ -45,45 +41,30 @@ class GrammarCompiler:
         self._states = CompileQueue[GrammarState](MAX_KEPT)
         self._verdicts = CompileQueue[bool](MAX_VERDICTS)
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Raises InvalidRequest("grammar") with llguidance's reason when the grammar does not compile."""
-        self._verdicts.get(digest(spec), "", lambda: self._is_good(spec))
-
     async def check_async(self, spec: GrammarSpec, owner: str = "") -> None:
-        """As `check`; what was found is kept and not the grammar. `owner` is on whose behalf, see `CompileQueue`."""
+        """Raises InvalidRequest("grammar") with llguidance's reason when the grammar does not compile.
+
+        Only the result is cached. `owner` is the tenant, see `CompileQueue`.
+        """
         await self._verdicts.get_async(digest(spec), owner, lambda: self._is_good(spec))
 
-    def compile(self, spec: GrammarSpec) -> GrammarState:
-        """The state before the first token, the caller's own. Blocks; raises as `check` does, and Overloaded when
-        there is no room for it."""
-        key = digest(spec)
-        for _ in range(2):
-            start = self._states.get(key, "", lambda: self._build(spec))
-            if not self._must_be_built_again(key, start):
-                break
-        return start.fork()
-
     async def compile_async(self, spec: GrammarSpec, owner: str = "") -> GrammarState:
-        """As `compile`; cancelling gives up the place in the line. `owner` is on whose behalf, see `CompileQueue`."""
+        """Returns the state before the first token, for the caller's exclusive use; raises as `check_async` does, and
+        Overloaded when there is no room for it. Cancelling gives up the place in the queue."""
         key = digest(spec)
         for _ in range(2):
             start = await self._states.get_async(key, owner, lambda: self._build(spec))
-            if not self._must_be_built_again(key, start):
+            if not start.has_failed:
                 break
+            self._states.forget(key)  # other sequences have used up the lexer that all forks share
         return start.fork()
-
-    def _must_be_built_again(self, key: bytes, start: GrammarState) -> bool:
-        """Whether sequences of others have used up the lexer that all forks share."""
-        if start.has_failed:
-            self._states.forget(key)
-        return start.has_failed
 
     def _is_good(self, spec: GrammarSpec) -> bool:
         self._build(spec)
         return True
 
     def _build(self, spec: GrammarSpec) -> GrammarState:
-        """On a thread with a deep stack."""
+        """Builds a state; needs a thread with a deep stack."""
         try:
             vocabulary = self._vocabulary()
         except ConfigurationError as error:
@@ -117,21 +98,20 @@ class GrammarCompiler:
 
 
 def digest(spec: GrammarSpec) -> bytes:
-    """Names a grammar. Nobody can find another one with the same name."""
+    """A collision-resistant key of a grammar."""
     head = f"{spec.kind.value} {int(spec.any_whitespace)} "
     return blake2b((head + spec.text).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _take_a_first_step(position: Position) -> None:
-    """Raises GrammarViolation when no first token would work: the parser's limits on what is possible at one place are
-    looked at when a token is read."""
+    """Raises GrammarViolation when no first token would work: the parser checks its limits when a token is read."""
     permitted = position.mask().nonzero()[0].tolist()
     if permitted:
         position.copy().consume(permitted[0])
 
 
 def _restarted(start: Callable[[], Position]) -> Position:
-    """A new position at the beginning, on a lexer of its own."""
+    """Returns a new position at the beginning, with a lexer of its own."""
     future: Future[Position] = Future()
 
     def run() -> None:

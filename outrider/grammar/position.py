@@ -1,7 +1,7 @@
-"""A place in a grammar: one llguidance matcher, moved forward only.
+"""A position in a grammar: one llguidance matcher that only moves forward.
 
-Invariant: whatever is asked of it, the matcher never enters its error state because of a token id; only a limit of
-the parser, or a text with no way on, makes it fail, as GrammarViolation.
+Invariant: no token id ever puts the matcher into its error state; only a limit of the parser, or a sequence that cannot
+continue, makes it fail, as GrammarViolation.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ MAX_REASON_CHARS: Final = 500
 
 
 class GrammarViolation(Exception):
-    """The sequence cannot go on: a committed token that the grammar forbids, or a limit of the parser.
+    """The sequence cannot continue: the grammar forbids a committed token, or a limit of the parser was reached.
 
-    After a query about guesses the state is as it was; asked without the guesses it may answer.
+    A failed query about hints leaves the state unchanged; without the hints it may succeed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
+    """A tokenizer as the grammar library reads it."""
+
     tokenizer: LLTokenizer
-    num_usable: int  # ids that both tokenizer and model know: [0, num_usable)
+    num_usable: int  # ids known to both tokenizer and model: [0, num_usable)
     vocab_size: int
     eos_token_ids: frozenset[int]
 
 
 class Position:
-    """One llguidance matcher, moved forward only, and whether the sequence has ended.
+    """One llguidance matcher that only moves forward, and whether the sequence has ended.
 
     The end of sequence never reaches the matcher: it would have to be undone, and there may be several ids.
     """
@@ -44,7 +46,7 @@ class Position:
         self.vocabulary = vocabulary
         self._matcher = matcher
         self._is_ended = False
-        # The matcher's answer here, once somebody asked; copies share it until they move on.
+        # The matcher's last answer here; copies share it until they move.
         self._known: dict[str, bytes] = {}
 
     def copy(self) -> Position:
@@ -54,7 +56,7 @@ class Position:
         return position
 
     def consume(self, token_id: int) -> bool:
-        """Steps over a token if it is permitted, else stays."""
+        """Consumes a token if it is permitted; returns whether it was."""
         if self._is_ended:
             return False
         if token_id in self.vocabulary.eos_token_ids:
@@ -64,21 +66,21 @@ class Position:
             return False  # llguidance would never recover from it
         forced = self._forced_token_ids()
         if forced and forced[0] != token_id:
-            return False  # the matcher itself would accept any other way to spell the forced text
+            return False  # the matcher would accept any other tokenization of the forced text
         is_permitted = self._matcher.try_consume_tokens([int(token_id)]) == 1
         self._known = {}
         self.check()
         return is_permitted
 
     def consume_all(self, token_ids: Sequence[int]) -> int:
-        """Steps over tokens up to the first that is not permitted; returns how many."""
+        """Consumes tokens up to the first that is not permitted; returns how many."""
         for index, token_id in enumerate(token_ids):
             if not self.consume(token_id):
                 return index
         return len(token_ids)
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size]. Raises GrammarViolation when nothing may follow although nothing has ended."""
+        """Permitted tokens, [vocab_size]. Raises GrammarViolation when none is although the sequence has not ended."""
         vocabulary = self.vocabulary
         mask = np.zeros(vocabulary.vocab_size, dtype=np.bool_)
         if self._is_ended:
@@ -91,15 +93,14 @@ class Position:
                 self.check()
                 self._known["bits"] = packed
             bits = np.frombuffer(packed, dtype=np.uint8)
-            mask[: vocabulary.num_usable] = np.unpackbits(
-                bits, count=vocabulary.num_usable, bitorder="little"
-            )
+            mask[: vocabulary.num_usable] = np.unpackbits(bits, count=vocabulary.num_usable, bitorder="little")
         mask[list(vocabulary.eos_token_ids)] = is_accepting
         if not is_accepting and not mask.any():
-            raise GrammarViolation("no token of the model can continue the text as the grammar asks")
+            raise GrammarViolation("no token of the model can continue the output within the grammar")
         return mask
 
     def is_complete(self) -> bool:
+        """Whether the output may end here."""
         if self._is_ended or self._matcher.is_stopped():
             self.check()
             return True
@@ -108,7 +109,7 @@ class Position:
         return set(np.flatnonzero(self.mask()).tolist()) <= self.vocabulary.eos_token_ids
 
     def forced_token_id(self) -> int | None:
-        """The only token that may follow, None when there are several or none."""
+        """The only token that may follow; None when there are several or none."""
         if self._is_ended:
             return None
         if self.is_complete():
@@ -118,9 +119,9 @@ class Position:
     def check(self) -> None:
         """Raises GrammarViolation when the matcher has failed."""
         if self._matcher.is_error():
-            # What follows the first marker describes the parser, for its authors.
+            # The text after the first marker describes the parser, for its authors.
             reason = self._matcher.get_error().split("\n<", 1)[0]
-            if len(reason) > MAX_REASON_CHARS:  # it quotes the grammar between what and where
+            if len(reason) > MAX_REASON_CHARS:  # it quotes the grammar in the middle
                 half = MAX_REASON_CHARS // 2
                 reason = f"{reason[:half]} … {reason[-half:]}"
             raise GrammarViolation(reason)

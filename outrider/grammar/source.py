@@ -1,7 +1,7 @@
-"""A request's grammar as llguidance is given it: nothing it would ignore, nothing it could not compile in bounds.
+"""Converts a request's grammar to llguidance's format, and refuses what it would ignore or could not compile in bounds.
 
-llguidance refuses what it does not know and limits its own effort, except where this module does so for it: its
-effort doubles with every pattern that a string must match at once, and grows with the common multiple of `multipleOf`.
+llguidance refuses what it does not know and bounds its own effort, except where this module does so for it: its effort
+doubles with every pattern that a string must match at once, and grows with the common multiple of `multipleOf`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from outrider.sampling_params import GrammarKind, GrammarSpec
 
 MAX_INTERSECTED_PATTERNS: Final = 16  # 40 ms and 40 MB; 22 would take 10 s and 1 GB
 MAX_COMMON_MULTIPLE: Final = 20_000  # 0.1 s; the effort is proportional
-MAX_PROPERTIES: Final = (
-    2000  # 0.1 s where all are required; of one object hardly more than 500 may be optional
-)
-MAX_CHARACTER_CLASSES: Final = (
-    4096  # \w and its like: 0.1 s and 40 MB, for each stands for hundreds of ranges
-)
-MAX_EMBEDDED_SCHEMAS: Final = 1024  # 0.1 s: where one cannot be read, Python counts the lines before it
+MAX_PROPERTIES: Final = 2000  # 0.1 s where all are required; hardly more than 500 of one object may be optional
+MAX_CHARACTER_CLASSES: Final = 4096  # \w and the like: 0.1 s and 40 MB, for each stands for hundreds of ranges
+MAX_EMBEDDED_SCHEMAS: Final = 1024  # 0.1 s: for each unreadable one Python counts the lines before it
 
-# Of llguidance's Lark, whose strings are JSON's: comments, strings, regular expressions, special tokens. One that is
-# not closed ends where nothing more could belong to it, so that reading takes time in proportion to the text.
+# Literals of llguidance's Lark, whose strings are JSON's: comments, strings, regular expressions, special tokens. An
+# unclosed one ends where nothing more could belong to it, so that reading takes time in proportion to the text.
 _LITERAL: Final = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])*+/?|<[^<>\s]+>')
 _CHARACTER_CLASS: Final = re.compile(r"\\[pPwWdDsS]")
 _PATTERNS: Final = frozenset({"pattern", "format"})
@@ -74,7 +70,7 @@ def _whitespace(spec: GrammarSpec) -> Any:
 
 
 def _checked_lark(spec: GrammarSpec) -> str:
-    """The text, its JSON schemas checked and told about whitespace."""
+    """The Lark text with its JSON schemas checked and their whitespace options set."""
     text = spec.text
     num_intersections = _LITERAL.sub("", text).count("&")
     if num_intersections >= MAX_INTERSECTED_PATTERNS:
@@ -97,21 +93,21 @@ def _checked_lark(spec: GrammarSpec) -> str:
                 parts += [text[end : match.end()], told]
                 end = schema_end
         except (ValueError, RecursionError):
-            continue  # llguidance will say what is wrong, if this is a schema at all
+            continue  # llguidance will report the fault, if this is a schema at all
     return "".join([*parts, text[end:]])
 
 
 def _check_schema(schema: Any) -> int:
-    """Returns how many properties it has."""
+    """Checks a JSON schema; returns its number of properties."""
     if isinstance(schema, dict) and "x-guidance" in schema:
-        # Its options could make llguidance ignore what it does not know.
+        # Its options could make llguidance ignore unknown keywords.
         raise InvalidRequest("grammar", "x-guidance in a JSON schema is not supported")
     num_patterns, num_properties, has_intersections, multiples = 0, 0, False, set()
     for node in _objects(schema):
         properties = node.get("properties")
         num_properties += len(properties) if isinstance(properties, dict) else 0
         num_patterns += sum(isinstance(node.get(name), str) for name in _PATTERNS)
-        # Perhaps the name of a property, so that it may be anything.
+        # It may be the name of a property, with any value.
         by_pattern = node.get("patternProperties")
         num_patterns += len(by_pattern) if isinstance(by_pattern, dict) else 0
         all_of = node.get("allOf")
@@ -142,13 +138,11 @@ def _check_schema(schema: Any) -> int:
 
 def _check_num_properties(num_properties: int) -> None:
     if num_properties > MAX_PROPERTIES:
-        raise InvalidRequest(
-            "grammar", f"the JSON schema has {num_properties} properties; permitted: {MAX_PROPERTIES}"
-        )
+        raise InvalidRequest("grammar", f"the JSON schema has {num_properties} properties; permitted: {MAX_PROPERTIES}")
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every JSON object in it, itself included."""
+    """All JSON objects in a schema, the schema included."""
     pending = [schema]
     while pending:
         node = pending.pop()

@@ -1,10 +1,10 @@
-"""Grammars that the output must follow, over llguidance; pure, never imports torch.
+"""The state of one sequence in its grammar, over llguidance. Never imports torch.
 
-Invariant: which tokens may follow is a function of the grammar and the committed tokens. Queries about guesses walk
-on copies, so no guess, however false or hostile, changes what a later query answers.
+Invariant: the permitted tokens are a function of the grammar and the committed tokens. Queries about hints walk on
+copies, so no hint, however wrong or hostile, changes the answer of a later query.
 
-Where the grammar forces text, exactly one token may follow: the one the tokenizer itself would write. So a forced
-token is certain, and a draft that proposes it is always right.
+Where the grammar forces text, exactly one token may follow: the one the tokenizer itself would produce. So a forced
+token is certain, and a draft that proposes it is always accepted.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy.typing as npt
 from outrider.grammar.position import GrammarViolation, Position
 
 FREE_S: Final = 1.0
-"""That a sequence's grammar may take beside `TOKEN_MAX_S` for each of its tokens: others in the batch wait for it."""
+"""Seconds that a sequence's grammar may take beside `TOKEN_MAX_S` per token: the rest of the batch waits for it."""
 TOKEN_MAX_S: Final = 0.025
 
 
 @dataclass(slots=True)
 class _SharedLexer:
-    """What all forks of one compiled grammar have in common."""
+    """The lexer state that all forks of one compiled grammar share."""
 
     has_failed: bool = False
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar. Not thread-safe: one thread at a time.
+    """The state of one sequence in its grammar. Not thread-safe: one thread at a time.
 
-    Token ids may be any integers: what is no token is simply not permitted. Queries raise GrammarViolation when
-    a limit of the parser is reached. `spent_s` is the time that this sequence's queries took, seconds.
+    Token ids may be any integers: invalid ones are simply not permitted. Queries raise GrammarViolation when a limit of
+    the parser is reached. `spent_s` is the time that this sequence's queries took, seconds.
     """
 
     def __init__(self, position: Position, start: Callable[[], Position]) -> None:
@@ -49,22 +49,21 @@ class GrammarState:
 
     @property
     def num_committed(self) -> int:
-        """Tokens that it has read."""
         return len(self._committed_token_ids)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this position's lexer, which forks share, has run into a limit."""
+        """Whether this position's lexer, which forks share, has reached a limit."""
         return self._lexer.has_failed
 
     @property
     def affords_hints(self) -> bool:
-        """Whether there is time to look at more than the next token."""
+        """Whether there is time to look further than the next token."""
         return self.spent_s <= self._may_spend_s / 2
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it has taken more of the whole batch's time than a sequence of its length may."""
+        """Whether the grammar has taken more of the batch's time than a sequence of its length may."""
         return self.spent_s > self._may_spend_s
 
     @property
@@ -72,14 +71,13 @@ class GrammarState:
         return FREE_S + TOKEN_MAX_S * self.num_committed
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Appends committed tokens; raises GrammarViolation, and stays, when one is not permitted."""
+        """Appends committed tokens; raises GrammarViolation and leaves the state unchanged when one is not
+        permitted."""
         with self._walking() as walker:
             num_valid = walker.consume_all(token_ids)
         if num_valid < len(token_ids):
             place = len(self._committed_token_ids) + num_valid
-            raise GrammarViolation(
-                f"the grammar does not permit token {token_ids[num_valid]} at position {place}"
-            )
+            raise GrammarViolation(f"the grammar does not permit token {token_ids[num_valid]} at position {place}")
         self._position = walker
         self._committed_token_ids += token_ids
 
@@ -90,16 +88,16 @@ class GrammarState:
             return walker.is_complete()
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these, one after the other from here, the grammar permits; nothing follows an end."""
+        """How many of these tokens in a row the grammar permits from here; nothing follows an end."""
         with self._walking() as walker:
             return walker.consume_all(token_ids)
 
     def masks(self, continuations: Sequence[Sequence[int]]) -> npt.NDArray[np.bool_]:
-        """[len(continuations), vocab_size], True where a token may follow the current position extended by the
-        continuation. All False after one that is itself not permitted, and after an end of sequence."""
+        """Permitted tokens after each continuation of the current position, [len(continuations), vocab_size]. All False
+        after a continuation that is itself not permitted, and after an end of sequence."""
         rows = np.zeros((len(continuations), self._position.vocabulary.vocab_size), dtype=np.bool_)
         with self._walking() as walker:
-            # Continuations share beginnings: each starts from the longest one that was walked before it.
+            # Each continuation starts from the longest of its prefixes that was walked before.
             reached: dict[tuple[int, ...], Position] = {(): walker}
             for row, continuation in zip(rows, continuations, strict=True):
                 path = tuple(continuation)
@@ -114,8 +112,8 @@ class GrammarState:
         return rows
 
     def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """At most `limit` tokens that must follow the current position extended by `token_ids`; none when that
-        is not permitted. The last one may be the lowest end-of-sequence id."""
+        """The tokens, at most `limit`, that must follow the current position extended by `token_ids`; none when that is
+        not permitted. The last one may be the lowest end-of-sequence id."""
         forced: list[int] = []
         with self._walking() as walker:
             if walker.consume_all(token_ids) == len(token_ids):
@@ -127,7 +125,8 @@ class GrammarState:
         return forced
 
     def fork(self) -> GrammarState:
-        """An independent copy. The two share a lexer until either runs into a limit, which both then report once."""
+        """Returns an independent copy. The two share a lexer until either reaches a limit, which both then report
+        once."""
         state = GrammarState(self._position.copy(), self._start)
         state._committed_token_ids = list(self._committed_token_ids)
         state._is_suspect = self._is_suspect
@@ -138,13 +137,13 @@ class GrammarState:
     def _walking(self) -> Iterator[Position]:
         """A copy of the current position to walk on.
 
-        Copies share one lexer, and an error in it stays. So after one the next walk starts on a new lexer: a
-        guess that ran into a limit must not end a sequence that would never have gone there.
+        Copies share one lexer, and an error in it persists. So after one the next walk starts on a new lexer: a hint
+        that reached a limit must not end a sequence that would never have gone there.
         """
         began_s, cpu_began_s = time.perf_counter(), time.thread_time()
         if self._is_suspect:
             self._restart()
-            # On a thread of its own, so that this one's clock has stood still.
+            # On another thread, so this one's clock did not advance.
             self.spent_s += time.perf_counter() - began_s
             cpu_began_s = time.thread_time()
         try:

@@ -1,6 +1,6 @@
-"""A model's vocabulary as llguidance reads it.
+"""A model's vocabulary in llguidance's format.
 
-Invariant: a token of the model has the same id here, and bytes only where it stands for text. Control tokens have
+Invariant: a token of the model has the same id here, and has bytes only if it stands for text. Control tokens have
 none, whatever they are called, so a grammar that asks for the text `<|eos|>` gets its letters and never the token.
 """
 
@@ -18,31 +18,30 @@ from outrider.errors import ConfigurationError
 
 @lru_cache(maxsize=1)
 def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
-    """The vocabulary, and the number of ids in it that the model knows; the last one is kept.
+    """The vocabulary, and the number of ids in it that the model knows; the last result is cached.
 
-    One more id follows them, which ends a text for llguidance alone: which of the model's tokens do is told to
-    `GrammarCompiler`. Raises ConfigurationError when llguidance cannot read the file or cannot know the bytes
-    of its tokens.
+    One more id follows them, which ends a sequence for llguidance alone: `GrammarCompiler` knows the model's own ids.
+    Raises ConfigurationError when llguidance cannot read the file or cannot know the bytes of its tokens.
     """
     try:
         description = json.loads(tokenizer_json.read_text(encoding="utf-8"))
-        end_id = _make_control_tokens_unspeakable(description)
+        end_id = _make_control_tokens_impossible(description)
         tokenizer = LLTokenizer(json.dumps(description), eos_token=end_id)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # its Rust panics are no Exceptions, its errors are bare ones
+    except BaseException as error:  # its Rust panics are no Exceptions
         raise ConfigurationError(f"llguidance cannot use {tokenizer_json.name}: {error}") from error
     if tokenizer.vocab_size != end_id + 1:
         raise ConfigurationError(f"llguidance cannot use {tokenizer_json.name}: its token ids have gaps")
     return tokenizer, end_id
 
 
-def _make_control_tokens_unspeakable(description: dict[str, Any]) -> int:
-    """Renames the control tokens in place, fills gaps between the ids and appends the end; returns its id.
+def _make_control_tokens_impossible(description: dict[str, Any]) -> int:
+    """Renames control tokens in place, fills gaps between the ids and appends the end; returns its id.
 
-    The text of a control token inside forced text would else be tokenized to that token, which no grammar
-    accepts: the sequence would be stuck. llguidance sees a control token in every added one that is special or
-    looks like `<this>`.
+    Otherwise the text of a control token inside forced text would be tokenized to that token, which no grammar accepts,
+    and the sequence would be stuck. llguidance treats every added token that is special or looks like `<this>` as
+    control.
     """
     vocab = description["model"]["vocab"]
     added = description["added_tokens"]
@@ -56,7 +55,7 @@ def _make_control_tokens_unspeakable(description: dict[str, Any]) -> int:
         text = token["content"]
         if not (token["special"] or (text.startswith("<") and text.endswith(">"))):
             continue
-        token |= {"content": _unspeakable(token["id"]), "special": True}
+        token |= {"content": _impossible(token["id"]), "special": True}
         if isinstance(vocab, dict):
             vocab.pop(text, None)
             vocab[token["content"]] = token["id"]
@@ -66,15 +65,15 @@ def _make_control_tokens_unspeakable(description: dict[str, Any]) -> int:
             description["model"]["unk_token"] = token["content"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for token_id in sorted(set(range(end_id + 1)) - by_id.keys()):
-        added.append({"id": token_id, "content": _unspeakable(token_id), "special": True, **flags})
+        added.append({"id": token_id, "content": _impossible(token_id), "special": True, **flags})
         if isinstance(vocab, dict):
-            vocab[_unspeakable(token_id)] = token_id
+            vocab[_impossible(token_id)] = token_id
     added.sort(key=lambda token: int(token["id"]))
-    # These say nothing about what an id means, and the first one mentions control tokens by name.
+    # These do not affect the meaning of ids, and the first names control tokens.
     description |= {"post_processor": None, "padding": None, "truncation": None}
     return end_id
 
 
-def _unspeakable(token_id: int) -> str:
-    """A name that occurs in no text: U+10FFFF is set aside by Unicode never to be a character."""
+def _impossible(token_id: int) -> str:
+    """A name that occurs in no text: U+10FFFF is a Unicode noncharacter."""
     return f"\U0010ffff{token_id}\U0010ffff"

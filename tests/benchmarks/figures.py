@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.modes import ModeSlice, Window
+from benchmarks.speculation.modes import ModeSlice, Window
 
 
 def window_of(

@@ -1,4 +1,4 @@
-"""The modes that `benchmarks.ahead` compares, and what it makes of slices."""
+"""The modes that `ahead` compares, and what it makes of slices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.ahead import (
+from benchmarks.shared.worker_pair import Generation
+from benchmarks.speculation.ahead import (
     AHEAD,
     ENUMERATE,
     KINDS,
@@ -22,15 +23,14 @@ from benchmarks.ahead import (
     summarize,
     vain_wait_share,
 )
-from benchmarks.bound import expected_tokens
-from benchmarks.modes import ModeSlice, window
-from benchmarks.worker_pair import Generation
+from benchmarks.speculation.bound import expected_tokens
+from benchmarks.speculation.modes import ModeSlice, window
 from draft_worker.__main__ import parse_arguments as draft_arguments
 from draft_worker.limits import DraftLimits
-from draft_worker.messages import AttachSession, CommitHeard, SendHints
+from draft_worker.messages import AttachSession, CommitReceived, SendHints
 from draft_worker.runner import expand
 from draft_worker.scheduler import DraftScheduler
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import ConfigurationError
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2
@@ -45,8 +45,8 @@ RECOVERED, BONUS = common_pb2.TOKEN_ORIGIN_RECOVERED, common_pb2.TOKEN_ORIGIN_BO
 class TestModes:
     def test_workers_understand_every_flag(self) -> None:
         for mode in modes(KINDS, [2, 7]):
-            target_arguments(["--model", "m", *mode.target_arguments])
-            draft_arguments(["--model", "m", *(mode.draft_arguments or ())])
+            assert target_arguments(["--model", "m", *mode.target_arguments]).model == Path("m")
+            assert draft_arguments(["--model", "m", *(mode.draft_arguments or ())]).model == Path("m")
 
     def test_plain_decoding_is_always_measured(self) -> None:
         assert [mode.name for mode in modes([], [3])] == [PLAIN]
@@ -82,8 +82,8 @@ class SynchronousDraft:
             expansions = []
             for item in step.items:
                 logits = torch.zeros(len(item.node_ids), VOCAB_SIZE)
-                for row, said in enumerate(item.text.continuations):
-                    logits[row, sum([*item.text.token_ids, *said]) % VOCAB_SIZE] = 2.0
+                for row, said in enumerate(item.context.continuations):
+                    logits[row, sum([*item.context.token_ids, *said]) % VOCAB_SIZE] = 2.0
                 expansions.append(expand(item, logits, 1 + self.scheduler.limits.max_alternatives))
             for action in self.scheduler.finish_step(step, expansions):
                 assert isinstance(action, SendHints)
@@ -93,7 +93,7 @@ class SynchronousDraft:
     def commit(self, token_ids: list[int], num_tried: int, num_held: int) -> None:
         start = len(self.text)
         self.text += token_ids
-        self.scheduler.handle(CommitHeard("a", start, token_ids, True, False, num_tried, num_held))
+        self.scheduler.handle(CommitReceived("a", start, token_ids, True, False, num_tried, num_held))
 
 
 @pytest.mark.parametrize("num_hints", [1, 2, 3, 5])

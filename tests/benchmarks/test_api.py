@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.api import SYSTEMS, commands, compare, draw, parse, schedule
-from benchmarks.peers.http_servers import HttpServer, ServerCommand, outrider_server, vllm_server
 from benchmarks.peers.process import PeerError
-from outrider.cli.bench.cells import TurnResult, cells
-from outrider.cli.bench.load import Level, Loop
-from outrider.cli.bench.summary import RequestResult, Slo
-from outrider.free_ports import free_ports
+from benchmarks.serving.api import SYSTEMS, commands, compare, draw, parse, schedule
+from benchmarks.serving.http_servers import HttpServer, ServerCommand, outrider_server, vllm_server
+from command_line.bench.cells import TurnResult, cells
+from command_line.load.load import Level, Loop
+from command_line.load.summary import RequestResult, Slo
+from outrider.local.free_ports import free_ports
 
 LEVEL = Level(Loop.CLOSED, 8)
 
@@ -47,14 +47,12 @@ def test_vllm_has_both_cores_and_only_the_speculating_one_a_draft() -> None:
 
 def test_outrider_is_started_by_its_command_line() -> None:
     made = outrider_server(Path("t"), Path("d"), port=5, grpc_port=6)
-    assert made.command[:4] == (sys.executable, "-m", "outrider", "serve")
+    assert made.command[:4] == (sys.executable, "-m", "command_line", "serve")
     assert made.url == "http://127.0.0.1:5"
 
 
 async def test_a_server_that_ends_at_once_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
-    broken = ServerCommand(
-        "broken", free_ports(1)[0], (sys.executable, "-c", "print('no model'); exit(3)"), {}
-    )
+    broken = ServerCommand("broken", free_ports(1)[0], (sys.executable, "-c", "print('no model'); exit(3)"), {})
     with pytest.raises(PeerError, match="broken did not start:\nno model"):
         await HttpServer.start(broken, tmp_path)
 
@@ -78,9 +76,7 @@ def test_ratios_are_taken_within_rounds(tmp_path: Path) -> None:
     ]
     found = cells(list(rates), measured, Slo())
     assert compare(found) == {
-        "concurrency 8": {
-            "outrider-draft / vllm-draft": {"median": 3.0, "quartiles": [3.0, 3.0], "rounds": 2}
-        }
+        "concurrency 8": {"outrider-draft / vllm-draft": {"median": 3.0, "quartiles": [3.0, 3.0], "rounds": 2}}
     }
     draw(tmp_path / "api.svg", found, "Title")
     drawn = (tmp_path / "api.svg").read_text()

@@ -1,4 +1,4 @@
-"""What speculation can gain at the most: formulas against sums, simulation and each other."""
+"""Tests of the upper bound on the gain of speculation: formulas against sums, simulation and each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.bound import (
+from benchmarks.speculation.bound import (
     CostLine,
     acceptance_rate,
     expected_tokens,

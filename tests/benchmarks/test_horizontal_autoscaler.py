@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.horizontal_autoscaler import SYNC_S, Autoscaler, Policy, Rules, Trigger
+from benchmarks.scaling.horizontal_autoscaler import SYNC_S, Autoscaler, Policy, Rules, Trigger
 
 AT_ONCE = Rules(0, (Policy("Percent", 1000, 15),))
 

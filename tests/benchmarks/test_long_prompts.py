@@ -1,4 +1,4 @@
-"""The demo pair made longer, and what `benchmarks.long_prompts` and `benchmarks.prefix_cache` make of their rounds."""
+"""The demo pair made longer, and what `long_prompts` and `prefix_cache` make of their rounds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_prompts, prefix_cache
-from benchmarks.long_models import lengthen
-from benchmarks.worker_pair import Generation
+from benchmarks.serving import long_prompts, prefix_cache
+from benchmarks.serving.long_models import lengthen
+from benchmarks.shared.worker_pair import Generation
+from command_line.checkout import DEMO_TARGET
 from demo.corpus import held_out_prompts
-from outrider.cli.deployment import DEMO_TARGET
-from outrider.engine.loading import load_model
-from outrider.engine.model import EngineConfig, SequenceChunk
+from outrider.engine.loading.loading import load_model
+from outrider.engine.model import SequenceChunk
 from tests import models
 
 IN_CHECKOUT = pytest.mark.skipif(not DEMO_TARGET.is_dir(), reason="the demo pair is not in this checkout")
@@ -22,7 +22,7 @@ IN_CHECKOUT = pytest.mark.skipif(not DEMO_TARGET.is_dir(), reason="the demo pair
 class TestLongModels:
     def test_a_longer_model_takes_longer_texts(self, tmp_path: Path) -> None:
         folder = lengthen(models.model_dir("llama"), tmp_path / "long", 1200)
-        engine = load_model(EngineConfig(folder, "float32", max_num_seqs=1))
+        engine = load_model(models.engine_config(folder, max_num_seqs=1))
         assert engine.max_model_len == 1200
         kv = engine.new_sequence()
         kv.extend(1100)
@@ -40,9 +40,7 @@ class TestLongModels:
 
 
 def round_of(before_ms: float, while_ms: float, chunk_ms: float = 50.0) -> long_prompts.Round:
-    return long_prompts.Round(
-        [before_ms] * 50, [while_ms] * 50, chunk_ms, 400.0, [1000.0, 3000.0], (90.0, 9.0)
-    )
+    return long_prompts.Round([before_ms] * 50, [while_ms] * 50, chunk_ms, 400.0, [1000.0, 3000.0], (90.0, 9.0))
 
 
 class TestLongPrompts:

@@ -1,4 +1,4 @@
-"""The two kinds of requests that `benchmarks.mixed` asks, and what it makes of slices."""
+"""The two kinds of requests that `mixed` asks, and what it makes of slices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mixed import (
+from benchmarks.shared.worker_pair import Generation
+from benchmarks.speculation.mixed import (
     BAD,
     BAD_KINDS,
     GOOD,
@@ -19,8 +20,7 @@ from benchmarks.mixed import (
     draw,
     summarize,
 )
-from benchmarks.modes import ModeSlice
-from benchmarks.worker_pair import Generation
+from benchmarks.speculation.modes import ModeSlice
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2
 from tests.benchmarks.figures import slice_of, window_of

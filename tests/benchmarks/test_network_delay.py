@@ -1,4 +1,4 @@
-"""The delaying proxy with a real echo server on loopback, and what `benchmarks.network_delay` makes of slices."""
+"""The delaying proxy with a real echo server on loopback, and what `network_delay` makes of slices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.delaying_proxy import Delay, proxy
-from benchmarks.modes import Mode, ModeSlice
-from benchmarks.network_delay import DIRECT, PLAIN, draw, modes, parse_arguments, summarize
-from benchmarks.worker_pair import WorkerProcessHandle
+from benchmarks.shared.delaying_proxy import Delay, proxy
+from benchmarks.shared.worker_pair import WorkerProcessHandle
+from benchmarks.speculation.modes import Mode, ModeSlice
+from benchmarks.speculation.network_delay import DIRECT, PLAIN, draw, modes, parse_arguments, summarize
 from tests.benchmarks.figures import slice_of, window_of
 
 
@@ -111,7 +111,7 @@ class TestProxy:
     async def test_it_runs_as_a_process_and_ends_when_told(self) -> None:
         async with echo_server() as server:
             handle = await WorkerProcessHandle.start(
-                "benchmarks.delaying_proxy", "--target-address", server, "--round-trip-ms", "1"
+                "benchmarks.shared.delaying_proxy", "--target-address", server, "--round-trip-ms", "1"
             )
             try:
                 async with connected(handle.address) as (reader, writer):

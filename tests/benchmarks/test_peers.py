@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.machine import machine
-from benchmarks.peers.__main__ import draw, parse
+from benchmarks.peers.peers import draw, parse
 from benchmarks.peers.process import Peer, PeerError, check_vllm, decode_rate
-from benchmarks.peers.summary import Turn, num_differing, spread, summarize
+from benchmarks.peers.summary import Turn, num_differing, summarize
 from benchmarks.peers.systems import (
     DRAFT,
     PLAIN,
@@ -25,6 +24,8 @@ from benchmarks.peers.systems import (
     peer_environment,
     select,
 )
+from benchmarks.shared.figures import spread
+from benchmarks.shared.machine import machine
 
 OURS_PLAIN, OURS = System(Family.OUTRIDER, PLAIN, 1), System(Family.OUTRIDER, DRAFT, 1)
 ON_ONE, ON_TWO = System(Family.VLLM, DRAFT, 1), System(Family.VLLM, DRAFT, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.plot import bars, lines
+from benchmarks.shared.plot import bars, lines
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,9 +33,7 @@ def test_bars_draws_one_bar_per_value_and_names_groups_and_series(tmp_path: Path
 def test_bars_heights_are_proportional_to_values(tmp_path: Path) -> None:
     path = tmp_path / "bars.svg"
     bars(path, "", {"group": {"a": (2.0, 2.0, 2.0), "b": (1.0, 1.0, 1.0)}}, "")
-    first, second = (
-        float(each.get("height", "")) for each in shapes(path, "rect") if each.get("width") == "26"
-    )
+    first, second = (float(each.get("height", "")) for each in shapes(path, "rect") if each.get("width") == "26")
     assert abs(first - 2 * second) < 0.2
 
 
@@ -52,9 +50,7 @@ def test_lines_draws_one_point_per_value_in_the_order_of_x(tmp_path: Path) -> No
     lines(path, "Lines", series, "streams", "tokens/s")
     assert len(shapes(path, "circle")) == 3
     points = shapes(path, "polyline")[0].get("points", "").split()
-    assert [float(point.split(",")[0]) for point in points] == sorted(
-        float(point.split(",")[0]) for point in points
-    )
+    assert [float(point.split(",")[0]) for point in points] == sorted(float(point.split(",")[0]) for point in points)
     assert {"Lines", "a", "b", "streams", "tokens/s", "1", "8", "32"} <= texts(path)
 
 

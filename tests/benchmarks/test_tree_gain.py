@@ -1,25 +1,26 @@
-"""What a whole tree would give a step: counted on real engines, priced by measured steps."""
+"""Tests of the possible gain of a step that verifies a whole hint tree: counted on real engines, priced by measured
+step times."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.tree_gain import PATH, TREE, say, steps_of, summarize
-from outrider.cli.tune.times import StepTimes
+from benchmarks.speculation.tree_gain import PATH, TREE, generate, steps_of, summarize
+from command_line.tune.times import StepTimes
 from tests import models
 from tests.engine.sequences import text
 
 
 def test_a_draft_that_is_never_wrong_gives_all_of_its_path_and_one_token_more() -> None:
     engine = models.engine("llama")
-    said = say(engine, text(12, 1, engine.vocab_size), 30)
+    said = generate(engine, text(12, 1, engine.vocab_size), 30)
     assert set(steps_of(engine, said, 3, 0)) == {(4, 4)}
     engine.allocator.check_integrity([])
 
 
 def test_a_tree_holds_what_its_rows_are_worth_at_the_most() -> None:
     engine, other = models.engine("llama"), models.engine("llama", "float32", 1)
-    said = say(engine, text(12, 1, engine.vocab_size), 60)
+    said = generate(engine, text(12, 1, engine.vocab_size), 60)
     for num_alternatives in (0, 4):
         steps = steps_of(other, said, 6, num_alternatives)
         assert all(7 <= rows <= 8 and 1 <= tokens <= rows for rows, tokens in steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Final
 
-from coordinator.canary import CanaryDesk
+from coordinator.canary.assignment import CanaryDesk
 from outrider.canary.plan import ArmChange, ArmName, Canary, CanaryPlan, CanaryState
 from outrider.canary.store import CanaryView
 

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.environment import Outside
-from coordinator.http_api import create_app
-from coordinator.service import GenerationService
+from coordinator.api.http.application import create_app
+from coordinator.request.environment import Outside
+from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from outrider.registry import RegistryCalls
-from outrider.tokenizer import Tokenizer
-from outrider.worker_record import Pool, Snapshot, WorkerRecord
+from outrider.registry.registry import RegistryCalls
+from outrider.registry.worker_record import Pool, Snapshot, WorkerRecord
+from outrider.text.tokenizer import Tokenizer
 from tests.coordinator.fakes import FakeDraft, FakeTarget, record_of, serving
 from tests.coordinator.tiny_model import write_model_dir
 
@@ -72,9 +72,7 @@ class ClusterFactory:
         drafts = drafts or []
         async with AsyncExitStack() as stack:
 
-            async def started(
-                pool: Pool, workers: Sequence[FakeTarget | FakeDraft]
-            ) -> tuple[WorkerRecord, ...]:
+            async def started(pool: Pool, workers: Sequence[FakeTarget | FakeDraft]) -> tuple[WorkerRecord, ...]:
                 addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
                 fingerprint = self.tokenizer.fingerprint
                 names = [{"model_name": getattr(worker, "model_name", "demo")} for worker in workers]

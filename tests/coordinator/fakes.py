@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.worker_record import Pool, WorkerRecord
+from outrider.registry.worker_record import Pool, WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 ACCEPTED, BONUS, PLAIN = (
@@ -122,7 +122,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         )
 
     def _prompt_chunks(self, request: target_pb2.GenerateRequest) -> list[target_pb2.PromptLogprobs]:
-        """Of two positions each."""
+        """Log probabilities of the prompt, in messages of two positions each."""
         num_top = request.sampling.num_prompt_logprobs
         positions = range(1, request.num_prompt_tokens)
         return [

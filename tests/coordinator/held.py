@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from coordinator.http_api import create_app
+from coordinator.api.http.application import create_app
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget
 from tests.hostile import WAIT_S

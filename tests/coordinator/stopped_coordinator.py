@@ -13,11 +13,11 @@ from pathlib import Path
 
 import uvicorn
 
-from coordinator.environment import Outside
-from coordinator.http_api import create_app
-from coordinator.service import GenerationService
+from coordinator.api.http.application import create_app
+from coordinator.request.environment import Outside
+from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from outrider.worker_record import Snapshot
+from outrider.registry.worker_record import Snapshot
 from tests.coordinator.fakes import record_of
 
 SILENCE_MAX_S = 1.0
@@ -31,13 +31,9 @@ async def serve(model_dir: Path, addresses: list[str]) -> None:
         quarantine_s=60.0,
     )
     outside = replace(Outside.real(settings), registry=None)
-    snapshot = Snapshot(
-        tuple(record_of("target", each, outside.tokenizer.fingerprint) for each in addresses), ()
-    )
+    snapshot = Snapshot(tuple(record_of("target", each, outside.tokenizer.fingerprint) for each in addresses), ())
     async with GenerationService(settings, lambda: snapshot, outside) as service:
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(service), host="127.0.0.1", port=0, log_level="warning")
-        )
+        server = uvicorn.Server(uvicorn.Config(create_app(service), host="127.0.0.1", port=0, log_level="warning"))
         serving = asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110 - it is asked, it does not tell
             await asyncio.sleep(0.01)

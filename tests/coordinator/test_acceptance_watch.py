@@ -8,25 +8,26 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from coordinator.acceptance_watch import NUM_DECIDED_FIRST, NUM_DECIDED_LATER, AcceptanceWatch, Finding
+from coordinator.speculation.acceptance_watch import (
+    NUM_DECIDED_FIRST,
+    NUM_DECIDED_LATER,
+    AcceptanceWatch,
+    Finding,
+)
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, record_of
 
 DRAFT = record_of("draft", "127.0.0.1:1", "f")
 
 
-def observed(
-    watch: AcceptanceWatch, num_steps: int, num_draft_tokens: int, num_accepted: int
-) -> list[Finding]:
+def observed(watch: AcceptanceWatch, num_steps: int, num_draft_tokens: int, num_accepted: int) -> list[Finding]:
     findings = [watch.observe(DRAFT, "m", num_draft_tokens, num_accepted) for _ in range(num_steps)]
     return [each for each in findings if each is not None]
 
 
 def test_a_hundred_hints_of_which_none_holds_raise_the_alarm_once() -> None:
     watch = AcceptanceWatch()
-    assert (
-        observed(watch, NUM_DECIDED_FIRST - 1, 4, 0) == []
-    )  # one hint decided a step, three never looked at
+    assert observed(watch, NUM_DECIDED_FIRST - 1, 4, 0) == []  # one hint decided a step, three never looked at
     (finding,) = observed(watch, 5 * NUM_DECIDED_FIRST, 4, 0)
     assert finding == Finding(DRAFT, "m", NUM_DECIDED_FIRST, 0, is_alarm=True)
     assert watch.alarms == [(DRAFT.worker_id, "m")]
@@ -78,9 +79,7 @@ async def test_a_request_whose_hints_never_hold_is_an_error_in_the_log_and_a_met
         metrics = generate_latest(cluster.service.environment.metrics.registry).decode()
     (error,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "is of no use" in error.getMessage()
-    assert health["useless_drafts"] == [
-        {"worker_id": cluster.service.snapshot().drafts[0].worker_id, "model": "demo"}
-    ]
+    assert health["useless_drafts"] == [{"worker_id": cluster.service.snapshot().drafts[0].worker_id, "model": "demo"}]
     (line,) = [each for each in metrics.splitlines() if each.startswith("outrider_draft_acceptance_alarm{")]
     assert line.endswith(" 1.0")
 
@@ -91,5 +90,5 @@ async def test_a_request_whose_hints_hold_says_nothing(
     target = clusters.target(step_s=0.001, tokens_per_step=2, num_draft_tokens=3)
     async with clusters.open([target], [FakeDraft()]) as cluster:
         await cluster.complete(max_tokens=300, speculation={"always": True})
-        assert cluster.service.environment.watch.alarms == []
+        assert cluster.service.environment.speculation.watch.alarms == []
     assert not [each for each in caplog.records if each.levelno == logging.ERROR]

@@ -1,4 +1,4 @@
-"""The queue for places at targets."""
+"""The queue for slots at targets."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 
-from coordinator.admission import Admission, Place, Wish
-from coordinator.fair_queue import URGENT, Ticket
-from coordinator.reservations import Reservations
-from coordinator.routing import Router
+from coordinator.placement.admission import Admission
+from coordinator.placement.fair_queue import URGENT, Ticket
+from coordinator.placement.reservations import Reservations
+from coordinator.placement.routing import Router
+from coordinator.placement.slot_queue import PlacementRequest, Slot
 from outrider.errors import DeadlineExceeded, Overloaded
-from outrider.worker_record import Snapshot, WorkerRecord
+from outrider.registry.worker_record import Snapshot, WorkerRecord
 from tests.coordinator.fakes import eventually, record_of
 
 FINGERPRINT = "0123456789abcdef"
 
 
-def target(number: int, num_places: int = 1, **changes: Any) -> WorkerRecord:
+def target(number: int, num_slots: int = 1, **changes: Any) -> WorkerRecord:
     record = record_of(
         *("target", f"127.0.0.1:{7000 + number}", FINGERPRINT),
-        max_num_seqs=num_places,
+        max_num_seqs=num_slots,
         max_num_waiting=0,
         **changes,
     )
@@ -59,9 +60,9 @@ class Door:
 
     def ask(
         self, ticket: Ticket | None = None, *, num_tokens: int = 10, deadline_s: float = 60.0
-    ) -> asyncio.Task[Place | None]:
+    ) -> asyncio.Task[Slot | None]:
         now_s = asyncio.get_running_loop().time()
-        wish = Wish(
+        request = PlacementRequest(
             "demo",
             ticket or Ticket(),
             lambda: self.rank(num_tokens),
@@ -72,20 +73,20 @@ class Door:
             num_tokens,
             frozenset,
         )
-        return asyncio.create_task(self.admission.place(wish))
+        return asyncio.create_task(self.admission.reserve(request))
 
-    async def taken(self, *tickets: Ticket) -> list[Place]:
-        places = [await self.ask(ticket) for ticket in tickets or (Ticket(),)]
-        return [place for place in places if place is not None]
+    async def taken(self, *tickets: Ticket) -> list[Slot]:
+        slots = [await self.ask(ticket) for ticket in tickets or (Ticket(),)]
+        return [slot for slot in slots if slot is not None]
 
     async def until_waiting(self, num: int) -> None:
         await eventually(lambda: self.admission.num_waiting == num, f"{num} wait")
 
 
-def given(task: asyncio.Task[Place | None]) -> Place:
-    place = task.result()
-    assert place is not None
-    return place
+def given(task: asyncio.Task[Slot | None]) -> Slot:
+    slot = task.result()
+    assert slot is not None
+    return slot
 
 
 Opened = Callable[..., Any]
@@ -99,9 +100,7 @@ def opened() -> Opened:
     ) -> AsyncIterator[Door]:
         now_s = asyncio.get_running_loop().time
         router = Router(FINGERPRINT, (), random.Random(0), quarantine_s=3.0)
-        admission = Admission(
-            router, Reservations(None, now_s), now_s, wait_max_s=wait_max_s, weights=weights or {}
-        )
+        admission = Admission(router, Reservations(None, now_s), now_s, wait_max_s=wait_max_s, weights=weights or {})
         try:
             yield Door(list(targets), admission, router)
         finally:
@@ -110,10 +109,10 @@ def opened() -> Opened:
     return make
 
 
-async def test_a_place_that_is_free_is_had_at_once(opened: Opened) -> None:
+async def test_a_free_slot_is_had_at_once(opened: Opened) -> None:
     async with opened(target(0)) as door:
-        place = await door.ask()
-        assert place.target == door.targets[0]
+        slot = await door.ask()
+        assert slot.target == door.targets[0]
         assert not door.router.has_room(door.targets[0])
 
 
@@ -124,17 +123,17 @@ async def test_without_any_target_there_is_no_waiting(opened: Opened) -> None:
 
 async def test_one_that_leaves_lets_the_next_one_in(opened: Opened) -> None:
     async with opened(target(0)) as door:
-        (place,) = await door.taken()
+        (slot,) = await door.taken()
         waiting = door.ask()
         await door.until_waiting(1)
-        door.admission.leave("demo", place)
+        door.admission.leave("demo", slot)
         assert (await waiting).target == door.targets[0]
         assert door.admission.num_waiting == 0
 
 
 async def test_priorities_decide_whose_turn_it_is(opened: Opened) -> None:
     async with opened(target(0)) as door:
-        (place,) = await door.taken()
+        (slot,) = await door.taken()
         order: list[str] = []
         waiting = []
 
@@ -147,9 +146,9 @@ async def test_priorities_decide_whose_turn_it_is(opened: Opened) -> None:
             waiting.append(task)
             await door.until_waiting(len(waiting))
         for _ in range(4):
-            door.admission.leave("demo", place)
+            door.admission.leave("demo", slot)
             (done,), pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=5)
-            place, waiting = given(done), list(pending)
+            slot, waiting = given(done), list(pending)
         assert order == ["begun", "early", "usual", "late"]
 
 
@@ -169,7 +168,7 @@ async def test_one_that_no_free_target_suits_does_not_hold_up_others(opened: Ope
         await door.until_waiting(1)
         short = door.ask(num_tokens=5)
         await door.until_waiting(2)
-        small = next(place for place in held if place.target.max_model_len == 10)
+        small = next(slot for slot in held if slot.target.max_model_len == 10)
         door.admission.leave("demo", small)
         assert (await short).target == small.target
         assert not long.done()
@@ -194,12 +193,12 @@ async def test_a_deadline_ends_the_wait(opened: Opened) -> None:
 
 async def test_a_wait_that_would_be_too_long_is_refused_at_once_and_says_how_long(opened: Opened) -> None:
     async with opened(target(0), wait_max_s=2.0) as door:
-        line = door.admission._line("demo")
-        line.turnover.leave(1.5)  # what places are held for
+        line = door.admission._of("demo")
+        line.slots.turnover.leave(1.5)  # how long slots are held
         await door.taken()
         first = door.ask()
         await door.until_waiting(1)
-        with pytest.raises(Overloaded, match=r"1 texts waiting.*3.0 s.*2 s that texts wait") as caught:
+        with pytest.raises(Overloaded, match=r"1 sequences waiting.*3.0 s.*2 s that sequences wait") as caught:
             await door.ask()
         assert caught.value.retry_after_s == pytest.approx(3.0)
         with pytest.raises(Overloaded, match="its deadline allows"):
@@ -220,17 +219,17 @@ async def test_a_text_that_has_begun_is_asked_to_think_again_not_refused(opened:
 
 async def test_who_goes_away_is_forgotten_and_takes_nothing_along(opened: Opened) -> None:
     async with opened(target(0)) as door:
-        (place,) = await door.taken()
+        (slot,) = await door.taken()
         gone, waiting = door.ask(), door.ask()
         await door.until_waiting(2)
         gone.cancel()
         await asyncio.wait([gone])
-        door.admission.leave("demo", place)
-        place = await waiting
+        door.admission.leave("demo", slot)
+        slot = await waiting
         last = door.ask()
         await door.until_waiting(1)
-        # In the same moment: the place that was given is given on.
-        door.admission.leave("demo", place)
+        # In the same moment: the slot that was given is given on.
+        door.admission.leave("demo", slot)
         await asyncio.sleep(0)
         last.cancel()
         await asyncio.wait([last])
@@ -242,12 +241,12 @@ async def test_many_that_come_and_go_leave_nothing_behind(opened: Opened) -> Non
     async with opened(target(0, 2), target(1, 3)) as door:
 
         async def one() -> None:
-            place = await door.ask(Ticket(rng.choice([0, 0, URGENT]), rng.choice("ab")))
+            slot = await door.ask(Ticket(rng.choice([0, 0, URGENT]), rng.choice("ab")))
             try:
                 await asyncio.sleep(rng.uniform(0, 0.01))
             finally:
-                if place is not None:
-                    door.admission.leave("demo", place)
+                if slot is not None:
+                    door.admission.leave("demo", slot)
 
         tasks = [asyncio.create_task(one()) for _ in range(300)]
         for task in tasks:
@@ -265,10 +264,10 @@ async def test_many_that_come_and_go_leave_nothing_behind(opened: Opened) -> Non
 async def test_one_that_has_gone_without_saying_so_does_not_keep_the_loop(opened: Opened) -> None:
     """Its answer is cancelled, and its task has not run since: the next one is tried, and everybody else runs too."""
     async with opened(target(0)) as door:
-        (place,) = await door.taken()
+        (slot,) = await door.taken()
         gone, waiting = door.ask(), door.ask()
         await door.until_waiting(2)
-        door.admission.leave("demo", place)
+        door.admission.leave("demo", slot)
         gone.cancel()  # in the same moment: the queue looks before its task has run
         async with asyncio.timeout(5):
             assert (await waiting).target == door.targets[0]
@@ -296,8 +295,8 @@ class TestShareOfSlots:
             door.admission.count_output("demo", "modest", 10**6)
             modest = [door.ask(Ticket(tenant="modest")) for _ in range(8)]
             await door.until_waiting(16)
-            for place in held[:4]:
-                door.admission.leave("demo", place)
+            for slot in held[:4]:
+                door.admission.leave("demo", slot)
             await eventually(lambda: door.admission.num_waiting == 12, "four slots are given out")
             assert sum(task.done() for task in modest) == 4
             assert not any(task.done() for task in greedy)
@@ -330,9 +329,9 @@ class TestShareOfSlots:
 
     async def test_slots_are_counted_until_they_are_left(self, opened: Opened) -> None:
         async with opened(target(0, 3)) as door:
-            for place in await door.taken(*(Ticket(tenant=name) for name in "aab")):
-                door.admission.leave("demo", place)
-            assert not door.admission._line("demo").queue._num_held_of
+            for slot in await door.taken(*(Ticket(tenant=name) for name in "aab")):
+                door.admission.leave("demo", slot)
+            assert not door.admission._of("demo").slots.queue._num_held_of
 
 
 @pytest.mark.parametrize("lengths", [[500] * 40, list(range(900, 500, -10)), list(range(500, 900, 10))])
@@ -340,7 +339,7 @@ async def test_sequences_that_fit_nowhere_hide_none_that_fits_however_many_they_
     opened: Opened, lengths: list[int]
 ) -> None:
     async with opened(target(0, max_model_len=1000), target(1, max_model_len=10)) as door:
-        held = {place.target.max_model_len: place for place in await door.taken(Ticket(), Ticket())}
+        held = {slot.target.max_model_len: slot for slot in await door.taken(Ticket(), Ticket())}
         long = [door.ask(num_tokens=length) for length in lengths]
         await door.until_waiting(len(long))
         short = door.ask(num_tokens=5)
@@ -357,7 +356,7 @@ async def test_a_long_sequence_has_the_first_slot_that_it_fits_before_short_ones
     opened: Opened,
 ) -> None:
     async with opened(target(0, max_model_len=1000), target(1, max_model_len=10)) as door:
-        held = {place.target.max_model_len: place for place in await door.taken(Ticket(), Ticket())}
+        held = {slot.target.max_model_len: slot for slot in await door.taken(Ticket(), Ticket())}
         long = door.ask(num_tokens=500)
         await door.until_waiting(1)
         short = [door.ask(num_tokens=5) for _ in range(20)]
@@ -374,10 +373,10 @@ async def test_a_long_sequence_has_the_first_slot_that_it_fits_before_short_ones
             task.cancel()
 
 
-def given_by(place: Place | None) -> int:
+def given_by(slot: Slot | None) -> int:
     """The longest context of the target that it is at."""
-    assert place is not None
-    return place.target.max_model_len
+    assert slot is not None
+    return slot.target.max_model_len
 
 
 async def test_room_for_several_is_made_only_where_there_is_enough(opened: Opened) -> None:

@@ -1,4 +1,4 @@
-"""What a whole answer is counted for is at least what writing it takes, and not many times that."""
+"""Tests of the estimated size of a whole answer: at least the memory that writing it takes, and not many times that."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from coordinator.choice_writer import AnswerFormat
-from coordinator.choices import ChoiceNews, RequestFinished
-from coordinator.generation_request import GenerationInput, GenerationSpec
-from coordinator.json_text import to_json_text
-from coordinator.news_queue import size_of
-from coordinator.openai_response import ResponseWriter
-from coordinator.request_session import Finished
-from coordinator.statistics import RequestTimes, SpeculationCounts
-from coordinator.text_output import VisibleOutput
-from coordinator.tool_calls import ToolMode, ToolUse
+from coordinator.api.answer.choice_writer import AnswerFormat
+from coordinator.api.answer.json_text import to_json_text
+from coordinator.api.answer.openai_response import ResponseWriter
+from coordinator.formats.answer_parts import AnswerRules, ReasoningStart, ToolMode, ToolUse
+from coordinator.formats.output_format import AnswerPlan, choose_format
+from coordinator.intake.generation_request import GenerationInput, GenerationSpec
+from coordinator.observability.statistics import RequestTimes, SpeculationCounts
+from coordinator.output.output_queue import size_of
+from coordinator.output.sequence_output import SequenceFinished
+from coordinator.output.text_output import VisibleOutput
+from coordinator.request.choices import ChoiceOutput, RequestFinished
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2
 
@@ -27,7 +28,7 @@ EMOJI = "\U0001f600"
 
 @dataclass
 class Tokens:
-    """A vocabulary of which each token is its number and then the same text."""
+    """A vocabulary whose tokens are each a number followed by the same ending."""
 
     ending: bytes
 
@@ -37,9 +38,9 @@ class Tokens:
 
 def text_of(
     num_top: int | None, ending: str, *, tokens_per_step: int, num_choices: int, has_tools: bool
-) -> list[ChoiceNews]:
-    """News whose first token has a character that makes all text take four bytes a character."""
-    news = []
+) -> list[ChoiceOutput]:
+    """Outputs whose first token has a character that makes all text take four bytes a character."""
+    outputs = []
     for place in range(NUM_TOKENS // tokens_per_step):
         token_ids = tuple(range(place * tokens_per_step, (place + 1) * tokens_per_step))
         pieces = tuple(f"{token_id:05d}{ending}" + ("" if token_id else EMOJI) for token_id in token_ids)
@@ -60,14 +61,14 @@ def text_of(
             pieces,
             tuple(logprobs),
         )
-        news.append(ChoiceNews(place % num_choices, output))
+        outputs.append(ChoiceOutput(place % num_choices, output))
     if has_tools:
-        news.insert(0, ChoiceNews(0, VisibleOutput('<tool_call>\n{"name": "f", "arguments": ', (), (), ())))
-    return news + [ChoiceNews(index, end()) for index in range(num_choices)]
+        outputs.insert(0, ChoiceOutput(0, VisibleOutput('<tool_call>\n{"name": "f", "arguments": "', (), (), ())))
+    return outputs + [ChoiceOutput(index, end()) for index in range(num_choices)]
 
 
-def end() -> Finished:
-    return Finished(
+def end() -> SequenceFinished:
+    return SequenceFinished(
         text="",
         finish_reason="length",
         stop_reason=None,
@@ -89,6 +90,7 @@ def end() -> Finished:
         (None, "\x01" * 3, {"is_detailed": True}),
         (None, " " * 123, {"num_choices": 4}),
         (None, "", {"has_tools": True}),
+        (None, "", {"has_reasoning": True}),
         (0, "", {}),
         (5, "", {}),
         (20, "", {}),
@@ -111,8 +113,11 @@ def test_writing_takes_no_more_memory_than_is_counted_for_it(
         sampling=SamplingParams(num_logprobs=num_top),
         tools=ToolUse((("f", None),), ToolMode.AUTO, False) if options.get("has_tools") and is_chat else None,
     )
+    reasoning = ReasoningStart.OPEN if options.get("has_reasoning") else ReasoningStart.ABSENT
+    plan = AnswerPlan(choose_format("</think>"), AnswerRules(request.tools, reasoning=reasoning))
     spec = GenerationSpec(
         request=request,
+        plan=plan if is_chat and plan.new_parser() else None,
         model="demo",
         prompt_token_ids=(1,),
         max_tokens=NUM_TOKENS,
@@ -125,24 +130,24 @@ def test_writing_takes_no_more_memory_than_is_counted_for_it(
         as_token_ids=bool(options.get("as_token_ids")),
     )
     tokens = Tokens(ending.encode())
-    writer = ResponseWriter(spec, form, tokens, created_s=0, new_call_id=lambda: "call")  # type: ignore[arg-type]
-    news = text_of(
+    writer = ResponseWriter([spec], form, tokens, request_id="r", created_s=0, new_call_id=lambda: "call")  # type: ignore[arg-type]
+    outputs = text_of(
         *(num_top, ending),
         tokens_per_step=options.get("tokens_per_step", 1),
         num_choices=num_choices,
         has_tools=request.tools is not None,
     )
-    counted = sum(map(writer.size_of, news))
+    counted = sum(map(writer.size_of, outputs))
     finished = RequestFinished((end(),) * num_choices)
     gc.collect()
     tracemalloc.start()
     try:
         begin_bytes = tracemalloc.get_traced_memory()[0]
-        text = to_json_text(writer.whole(news, finished))
+        text = to_json_text(writer.whole(outputs, finished))
         taken = tracemalloc.get_traced_memory()[1] - begin_bytes
     finally:
         tracemalloc.stop()
     assert EMOJI in text
     assert taken < counted
-    news_bytes = sum(size_of(each.news) for each in news)
-    assert counted + news_bytes < 2 * (taken + news_bytes), f"{taken} bytes are taken"
+    outputs_bytes = sum(size_of(each.item) for each in outputs)
+    assert counted + outputs_bytes < 2 * (taken + outputs_bytes), f"{taken} bytes are taken"

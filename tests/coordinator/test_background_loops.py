@@ -9,21 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator import service
-from coordinator.concurrency_limits import ConcurrencyLimits
-from coordinator.journal import Journal
-from coordinator.prior_store import PriorStore
-from coordinator.priors import PriorTable
-from coordinator.reservations import Reservations
-from coordinator.service import GenerationService
-from coordinator.worker_identity import WorkerIdentities
+from coordinator.access.concurrency_limits import ConcurrencyLimits
+from coordinator.placement.reservations import Reservations
+from coordinator.recovery.journal import Journal
+from coordinator.service import generation_service
+from coordinator.service.housekeeping import Housekeeping
+from coordinator.speculation.prior_store import PriorStore
+from coordinator.speculation.priors import PriorTable
+from coordinator.workers.worker_identity import WorkerIdentities
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import eventually
 from tests.coordinator.test_resumption import Memory
 
 
 async def nothing(*args: Any, **kwargs: Any) -> None:
-    """What a registry answers here."""
+    """Stands in for every command to the registry; returns None."""
 
 
 def registry() -> Any:
@@ -43,8 +43,8 @@ def clock_s() -> float:
 @pytest.mark.parametrize(
     ("owner", "loop", "opened"),
     [
-        (GenerationService, "_keep_house", replica),
-        (service, "keep_ticking", replica),
+        (Housekeeping, "keep", replica),
+        (generation_service, "keep_ticking", replica),
         (Journal, "_keep", lambda _: Journal(cast(Any, Memory()))),
         (WorkerIdentities, "_keep", lambda _: WorkerIdentities(cast(Any, object()), clock_s)),
         (ConcurrencyLimits, "_keep_renewing", lambda _: ConcurrencyLimits(registry(), clock_s)),

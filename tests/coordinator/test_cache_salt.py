@@ -1,4 +1,5 @@
-"""Whose prompts share KV: a tenant's own, those of keys that say so, and of these what a request's salt leaves."""
+"""Tests of which prompts share KV blocks: those of one tenant, or of all keys that permit sharing, and of these only
+prompts with the same salt."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from coordinator import grpc_api
-from coordinator.cache_salt import cache_salt
-from coordinator.generation_request import Origin
-from coordinator.routing import prefix_key
-from outrider.api_keys import ANYBODY, Caller, Scope, TenantLimits, entry, new_key
-from outrider.engine.prefix_cache import CACHE_SALT_CHARS_MAX
+from coordinator.access.api_keys import ANYBODY, Caller, Scope, TenantLimits, entry, new_key
+from coordinator.api.grpc import grpc_api
+from coordinator.intake.cache_salt import cache_salt
+from coordinator.intake.generation_request import Origin
+from coordinator.placement.routing import prefix_key
+from outrider.engine.kv.prefix_cache import CACHE_SALT_CHARS_MAX
 from outrider.errors import InvalidRequest
-from outrider.tenants import tenant_digest
+from outrider.security.tenants import tenant_digest
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, eventually
-from tests.coordinator.test_request_session import once_attached
+from tests.coordinator.test_sequence_runner import once_attached
 
 
 def tenant(name: str, *, shares_prefixes: bool = False) -> Caller:
@@ -74,9 +75,7 @@ async def test_both_workers_are_told_the_salt_of_the_callers_tenant(
         draft = FakeDraft()
         target = clusters.target(may_step=once_attached(draft))
         async with clusters.open([target], [draft], settings=settings) as cluster:
-            body = {**prompt, "temperature": 0, "max_tokens": 4} | (
-                {} if salt is None else {"cache_salt": salt}
-            )
+            body = {**prompt, "temperature": 0, "max_tokens": 4} | ({} if salt is None else {"cache_salt": salt})
             headers = {"Authorization": f"Bearer {keys[name]}"}
             answer = await cluster.client.post(path, json=body, headers=headers)
             assert answer.status_code == 200, answer.text
@@ -96,7 +95,7 @@ async def test_a_salt_over_grpc_is_the_same_as_over_http(clusters: ClusterFactor
     async with clusters.open([target]) as cluster:
         await cluster.complete(cache_salt="mine", user="not an identity")
         request = generation_pb2.GenerationRequest(
-            prompt="import", cache_salt="mine", sampling=common_pb2.SamplingParams(top_p=1, max_tokens=4)
+            prompt="import", cache_salt="mine", sampling=common_pb2.SamplingParams(temperature=0, max_tokens=4)
         )
         async for _ in grpc_api.generate(cluster.service, request):
             pass

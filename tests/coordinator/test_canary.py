@@ -13,15 +13,16 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator import canary_audit, grpc_api
-from coordinator.canary import CanaryDesk
-from coordinator.generation_request import GenerationInput, GenerationSpec, Origin
+from coordinator.api.grpc import grpc_api
+from coordinator.canary import audit as canary_audit
+from coordinator.canary.assignment import CanaryDesk
+from coordinator.intake.generation_request import GenerationInput, GenerationSpec, Origin
 from outrider.canary.plan import ArmName, Assignment, CanaryPlan, CanaryState
 from outrider.canary.statistics import NUM_CLUSTERS, ArmStatistics, Count, Figure, Loss
 from outrider.canary.store import Batch
 from outrider.errors import SlowReader
+from outrider.observability.tracing import NO_SPAN, Span
 from outrider.sampling_params import SamplingParams
-from outrider.tracing import NO_SPAN, Span
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.canaries import CLOCK_MS, NEW_DRAFT, OFF, SHORT, hear_of, key_in, plan_of
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -52,7 +53,7 @@ def batch_of(desk: CanaryDesk) -> Batch:
 
 
 def counted(cluster: Cluster) -> dict[ArmName, ArmStatistics]:
-    """What the replica would hand over now."""
+    """The statistics of each arm that the replica would send now."""
     return {arm: ArmStatistics(sums) for arm, sums in batch_of(cluster.service.canary).sums.items()}
 
 
@@ -67,9 +68,7 @@ async def metrics_of(cluster: Cluster) -> dict[str, float]:
 
 
 class TestArms:
-    async def test_speculation_is_off_for_one_arm_and_the_text_is_the_same(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_speculation_is_off_for_one_arm_and_the_text_is_the_same(self, clusters: ClusterFactory) -> None:
         target, draft, plan = clusters.target(), FakeDraft(), plan_of(OFF)
         target.may_step = lambda num_tokens: bool(draft.requests)
         async with opened(clusters, target, [draft], plan) as cluster:
@@ -104,9 +103,7 @@ class TestArms:
     ) -> None:
         drafts = [FakeDraft(), FakeDraft(model_name="new")]
         plan, target = plan_of(NEW_DRAFT), clusters.target()
-        target.may_step = lambda num_tokens: (
-            sum(len(draft.requests) for draft in drafts) == len(target.requests)
-        )
+        target.may_step = lambda num_tokens: sum(len(draft.requests) for draft in drafts) == len(target.requests)
         async with opened(clusters, target, drafts, plan, state) as cluster:
             for arm, name in ((CONTROL, control_has), (CANARY, canary_has)):
                 for number in range(4):
@@ -123,9 +120,7 @@ class TestArms:
         assert "canary_arm" not in answer.json()["metrics"]
         assert len(draft.requests) == 1
 
-    @pytest.mark.parametrize(
-        "speculation", [{"enabled": False}, {"always": True}, {"num_speculative_tokens": 5}]
-    )
+    @pytest.mark.parametrize("speculation", [{"enabled": False}, {"always": True}, {"num_speculative_tokens": 5}])
     async def test_a_request_that_says_how_much_to_speculate_takes_no_part(
         self, clusters: ClusterFactory, speculation: dict[str, Any]
     ) -> None:
@@ -143,9 +138,7 @@ class TestArms:
             await cluster.complete(speculation={"always": True})
         assert not drafts[0].requests
 
-    async def test_once_promoted_it_is_everybodys_and_no_longer_compared(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_once_promoted_it_is_everybodys_and_no_longer_compared(self, clusters: ClusterFactory) -> None:
         target, plan = clusters.target(), plan_of(SHORT)
         async with opened(clusters, target, plan=plan, state=CanaryState.PROMOTED) as cluster:
             for number in range(3):
@@ -177,8 +170,7 @@ class TestKeys:
                     for _ in range(2):
                         answer = await cluster.client.post(
                             "/v1/completions",
-                            json={"prompt": "x", "max_tokens": 2}
-                            | {name: keys[of] for name, of in body.items()},
+                            json={"prompt": "x", "max_tokens": 2} | {name: keys[of] for name, of in body.items()},
                             headers={name: keys[of] for name, of in headers.items()},
                         )
                         assert answer.json()["metrics"]["canary_arm"] == arm
@@ -280,9 +272,7 @@ class TestCounting:
             counts = counted(cluster)[CANARY]
         assert (counts.num_ended, counts.num(Count.LEFT)) == (1, 1)
 
-    async def test_a_client_that_does_not_read_is_counted_as_one_that_left(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_client_that_does_not_read_is_counted_as_one_that_left(self, clusters: ClusterFactory) -> None:
         plan = plan_of()
         settings = {"client_stall_max_s": 0.1}
         async with opened(clusters, clusters.target(), plan=plan, settings=settings) as cluster:
@@ -290,7 +280,7 @@ class TestCounting:
             chunks = grpc_api.generate(
                 service,
                 generation_pb2.GenerationRequest(
-                    prompt="x", sampling=common_pb2.SamplingParams(max_tokens=900, top_p=1, ignore_eos=True)
+                    prompt="x", sampling=common_pb2.SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
                 ),
                 Origin(canary_key=key_in(plan, CANARY)),
             )
@@ -317,9 +307,7 @@ class TestCounting:
         assert (first.number, second.number) == (1, 2)
         assert [each.sums[CANARY][Count.FINISHED] for each in (first, second)] == [1, 1]
 
-    async def test_a_request_that_outlives_its_canary_counts_for_no_other(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_request_that_outlives_its_canary_counts_for_no_other(self, clusters: ClusterFactory) -> None:
         plan, target = plan_of(), clusters.target(step_s=0.01)
         async with opened(clusters, target, plan=plan) as cluster:
             running = asyncio.create_task(cluster.complete(user=key_in(plan, CANARY)))
@@ -328,9 +316,7 @@ class TestCounting:
             assert (await running).status_code == 200
             assert cluster.service.canary.take() is None
 
-    async def test_arms_learn_from_their_own_requests_whether_speculation_pays(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_arms_learn_from_their_own_requests_whether_speculation_pays(self, clusters: ClusterFactory) -> None:
         plan = plan_of(NEW_DRAFT, share=0.5)
         target = clusters.target(num_draft_tokens=4, num_accepted=0)
         async with opened(clusters, target, [FakeDraft(), FakeDraft(model_name="new")], plan) as cluster:
@@ -338,14 +324,14 @@ class TestCounting:
                 await cluster.complete(user=key_in(plan, CONTROL, number), max_tokens=30)
             service = cluster.service
             now_s = service.environment.now_s()
-            routes = {key.route: each for key, each in service.environment.priors.summary(now_s).items()}
+            routes = {key.route: each for key, each in service.environment.speculation.priors.summary(now_s).items()}
             assert routes["text/free/greedy"].num_judged >= 16
             target.speculation_calls.clear()
             target.requests.clear()
             await cluster.complete(user=key_in(plan, CANARY))
             await cluster.complete(user=key_in(plan, CONTROL))
             assert target.requests[0].speculation.enabled
-            routes = {key.route: each for key, each in service.environment.priors.summary(now_s).items()}
+            routes = {key.route: each for key, each in service.environment.speculation.priors.summary(now_s).items()}
         assert set(routes) == {"text/free/greedy", "text/free/greedy@abcd1234"}
 
 
@@ -385,14 +371,10 @@ class TestAudits:
         """The canary's counts once so many audits have been decided."""
         assignment = Assignment("abcd1234", CANARY, group=0, is_compared=True)
         own = cluster.service.canary.statistics_of(assignment)
-        await eventually(
-            lambda: own.num(Count.AUDITED) + own.num(Count.UNAUDITED) == num, f"{num} audits are over"
-        )
+        await eventually(lambda: own.num(Count.AUDITED) + own.num(Count.UNAUDITED) == num, f"{num} audits are over")
         return own
 
-    async def test_the_same_text_is_found_by_a_plain_run_behind_everybody_else(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_the_same_text_is_found_by_a_plain_run_behind_everybody_else(self, clusters: ClusterFactory) -> None:
         target, plan = clusters.target(), audited_plan()
         async with opened(clusters, target, [FakeDraft()], plan) as cluster:
             await cluster.complete(user=key_in(plan, CANARY), stop=["return"])
@@ -422,9 +404,7 @@ class TestAudits:
         assert "output token 2" in record.getMessage()
         assert answer.json()["choices"][0]["text"] not in record.getMessage()
 
-    async def test_a_target_that_contradicts_itself_says_nothing_of_speculation(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_target_that_contradicts_itself_says_nothing_of_speculation(self, clusters: ClusterFactory) -> None:
         plan, script = audited_plan(), clusters.script
         numbers = itertools.count()
         target = clusters.target(script_of=lambda request: script[next(numbers) % 3 :] + script)
@@ -433,9 +413,7 @@ class TestAudits:
             counts = await self.audits(cluster, 1)
         assert (counts.num(Count.UNSTABLE), counts.num(Count.DIVERGED)) == (1, 0)
 
-    async def test_only_requests_whose_text_is_settled_and_alone_are_audited(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_only_requests_whose_text_is_settled_and_alone_are_audited(self, clusters: ClusterFactory) -> None:
         target, plan = clusters.target(), audited_plan()
         async with opened(clusters, target, plan=plan) as cluster:
             key = key_in(plan, CANARY)
@@ -454,9 +432,7 @@ class TestAudits:
             await asyncio.sleep(0.1)
         assert len(target.requests) == 1
 
-    async def test_one_audit_runs_at_a_time_and_what_finds_no_room_is_counted(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_one_audit_runs_at_a_time_and_what_finds_no_room_is_counted(self, clusters: ClusterFactory) -> None:
         class SlowForAudits(FakeTarget):
             async def _events(self, request: Any, context: Any) -> AsyncIterator[target_pb2.GenerateEvent]:
                 if request.priority == 1000:
@@ -484,7 +460,7 @@ class TestAudits:
                 async for chunk in grpc_api.generate(
                     cluster.service,
                     generation_pb2.GenerationRequest(
-                        prompt="x", sampling=common_pb2.SamplingParams(top_p=1, max_tokens=4)
+                        prompt="x", sampling=common_pb2.SamplingParams(temperature=0, max_tokens=4)
                     ),
                     Origin(canary_key=key_in(plan, CANARY)),
                 )

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from coordinator.canary import CanaryDesk
-from coordinator.canary_keeper import CanaryKeeper
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.service import GenerationService
+from coordinator.canary.assignment import CanaryDesk
+from coordinator.canary.keeper import CanaryKeeper
+from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
 from outrider.canary import plan as plan_module
 from outrider.canary.plan import NUM_GROUPS, ArmName, Assignment, Canary, CanaryState
 from outrider.canary.statistics import ArmStatistics, Count, RequestFigures
 from outrider.canary.store import Batch, CanaryStore, CanaryView
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
 from tests.coordinator.canaries import NEW_DRAFT, SHORT, key_in, plan_of
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import eventually
@@ -71,7 +71,7 @@ class Replica:
         return self.desk.share(self.now_s)
 
     def knows(self, arm: ArmName) -> int:
-        return self.desk.view.arms[arm].num_ended
+        return self.desk._view.arms[arm].num_ended
 
 
 @contextlib.asynccontextmanager
@@ -103,9 +103,7 @@ class TestTogether:
         async with replicas(redis_url) as (first, second):
             await begun(store, [first, second])
             assert first.canary == second.canary
-            assert first.desk.clock_ms(first.now_s) == pytest.approx(
-                second.desk.clock_ms(second.now_s), abs=500
-            )
+            assert first.desk.clock_ms(first.now_s) == pytest.approx(second.desk.clock_ms(second.now_s), abs=500)
             assert first.share == second.share == 0.5
 
     async def test_a_canary_begins_at_the_same_moment_for_those_that_heard_of_it_early_and_late(
@@ -259,9 +257,7 @@ class TestDecisions:
             assert replica.canary.state is CanaryState.ABORTED
             assert replica.canary.reason.startswith("undecided when its time was over; open: requests")
 
-    async def test_a_recommendation_that_nobody_followed_is_told(
-        self, redis_url: str, store: CanaryStore
-    ) -> None:
+    async def test_a_recommendation_that_nobody_followed_is_told(self, redis_url: str, store: CanaryStore) -> None:
         async with replicas(redis_url, 1) as (replica,):
             await begun(store, [replica], duration_s=1.0)
             replica.see(CONTROL, 1000)
@@ -344,11 +340,9 @@ async def test_a_service_follows_the_canary_of_its_redis_and_refuses_nobody_with
         server.stop()
 
 
-async def test_news_bring_the_next_exchange_at_once(
-    redis_url: str, store: CanaryStore, registry: Registry
-) -> None:
+async def test_news_bring_the_next_exchange_at_once(redis_url: str, store: CanaryStore, registry: Registry) -> None:
     async with replicas(redis_url, 1) as (replica,), replica.keeper:
-        await eventually(lambda: replica.desk.view.clock_ms > 0, "the first exchange is over")
+        await eventually(lambda: replica.desk._view.clock_ms > 0, "the first exchange is over")
         await store.begin(plan_of(SHORT))
         replica.keeper.hurry()
         await eventually(lambda: replica.desk.canary is not None, "it has heard of the canary", 2.0)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from coordinator.client_connection import PART_BYTES_MAX, ClientConnection
-from coordinator.client_pace import CUT_AFTER, PACE_BYTES, PaceWatch
+from coordinator.api.http.client_connection import PART_BYTES_MAX, ClientConnection
+from coordinator.output.client_pace import CUT_AFTER, PACE_BYTES, PaceWatch
 
 
 @dataclass
@@ -61,7 +61,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
 
 
 class Measured:
-    """What is watched, with a limit of 30 s."""
+    """A watch with a limit of 30 s, and the interval that it measures."""
 
     def __init__(self, timers: Timers) -> None:
         self.since_s: float | None = None
@@ -120,7 +120,8 @@ def test_nothing_is_told_once_it_is_stopped(timers: Timers) -> None:
 
 
 class Server:
-    """What a connection sees of uvicorn: the client takes a part every `part_s` seconds."""
+    """The parts of a uvicorn server that a client's connection uses; the client reads one part every `part_s`
+    seconds."""
 
     def __init__(self, timers: Timers, part_s: float) -> None:
         self.cut_s: float | None = None

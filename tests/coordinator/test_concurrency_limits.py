@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import concurrency_limits
-from coordinator.concurrency_limits import ConcurrencyLimits, Held
-from outrider.api_keys import Caller, Scope, TenantLimits
+from coordinator.access import concurrency_limits
+from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.access.concurrency_limits import ConcurrencyLimits, Held
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
 from tests.coordinator.fakes import eventually
 
 SEARCH = Caller("search", frozenset(Scope), TenantLimits(max_concurrent_sequences=4))

@@ -45,18 +45,14 @@ def test_an_integer_of_400_digits_is_refused_by_the_name_of_its_field(
     clusters: ClusterFactory, name: str, value: str
 ) -> None:
     with held(clusters) as cluster:
-        answer = cluster.send(
-            "POST", "/v1/completions", content=f'{{"prompt": "x", "{name}": {value}}}'.encode()
-        )
+        answer = cluster.send("POST", "/v1/completions", content=f'{{"prompt": "x", "{name}": {value}}}'.encode())
         assert answer.status_code == 400
         error = error_of(answer)
         assert error["param"] == name
         assert len(error["message"].encode()) <= MESSAGE_BYTES_MAX
 
 
-@pytest.mark.parametrize(
-    "header", ["Last-Event-ID", "X-Request-Id", "X-Canary-Key", "traceparent", "Content-Length"]
-)
+@pytest.mark.parametrize("header", ["Last-Event-ID", "X-Request-Id", "X-Canary-Key", "traceparent", "Content-Length"])
 @pytest.mark.parametrize("value", ["9" * 400, "-1", "1e400", "\u00b2", "0x10", "+1", ""])
 def test_no_number_in_a_header_is_a_fault_of_ours(clusters: ClusterFactory, header: str, value: str) -> None:
     with held(clusters) as cluster:
@@ -65,12 +61,12 @@ def test_no_number_in_a_header_is_a_fault_of_ours(clusters: ClusterFactory, head
                 '{"messages": [{"role": "user", "content": "x"}], "stream": true}'
             )  # fmt: skip
             answer = cluster.send("POST", path, content=body, headers={header: value.encode("latin-1")})
-            assert answer.status_code in (200, 400, 404), answer.text[:300]
+            assert answer.status_code in (200, 400, 404, 413), answer.text[:300]
 
 
 @pytest.mark.parametrize("deadline_ms", [1, 2**32 - 1, 2**63, 2**64 - 1])
 def test_no_deadline_over_grpc_is_a_fault_of_ours(deadline_ms: int) -> None:
-    from coordinator.grpc_api import read_request
+    from coordinator.api.grpc.grpc_api import read_request
 
     field = generation_pb2.GenerationRequest.DESCRIPTOR.fields_by_name["deadline_ms"]
     try:

@@ -1,4 +1,4 @@
-"""Whose turn it is."""
+"""Tests of the fair queue: which request is served next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from coordinator.fair_queue import OUTPUT_TOKEN_PRICE, TENANTS_MAX, URGENT, FairQueue, Siblings, Ticket
+from coordinator.placement.fair_queue import (
+    OUTPUT_TOKEN_PRICE,
+    TENANTS_MAX,
+    URGENT,
+    FairQueue,
+    Siblings,
+    Ticket,
+)
 
 ARRIVALS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=60)
 
@@ -22,10 +29,10 @@ def pushed(queue: FairQueue, *tickets: Ticket) -> list[Ticket]:
 
 
 def served(queue: FairQueue, num: int, output_len: int = 10) -> list[Ticket]:
-    """Gives so many their turns, each of which generates as many tokens."""
+    """Serves `num` tickets one after the other, each of which generates `output_len` tokens."""
     found = []
     for _ in range(num):
-        (ticket,) = queue.turns(1)
+        (ticket,) = queue.in_order(1)
         queue.remove(ticket)
         queue.begin(ticket)
         queue.count_output(ticket.tenant, output_len)
@@ -36,7 +43,7 @@ def served(queue: FairQueue, num: int, output_len: int = 10) -> list[Ticket]:
 def test_equals_of_one_tenant_come_in_the_order_of_their_arrival() -> None:
     queue = FairQueue()
     tickets = pushed(queue, *(Ticket(num_prompt_tokens=number) for number in range(5)))
-    assert queue.turns(10) == tickets
+    assert queue.in_order(10) == tickets
     assert served(queue, 5) == tickets
     assert not queue
 
@@ -44,7 +51,7 @@ def test_equals_of_one_tenant_come_in_the_order_of_their_arrival() -> None:
 def test_lower_priority_numbers_go_first_and_texts_that_have_begun_before_all() -> None:
     queue = FairQueue()
     late, usual, early, begun = pushed(queue, Ticket(5), Ticket(0), Ticket(-5), Ticket(URGENT))
-    assert queue.turns(10) == [begun, early, usual, late]
+    assert queue.in_order(10) == [begun, early, usual, late]
 
 
 def test_one_that_comes_back_has_the_turn_that_it_had() -> None:
@@ -52,7 +59,7 @@ def test_one_that_comes_back_has_the_turn_that_it_had() -> None:
     first, second = pushed(queue, Ticket(), Ticket())
     queue.remove(first)
     queue.push(first)
-    assert queue.turns(2) == [first, second]
+    assert queue.in_order(2) == [first, second]
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 3.0])
@@ -101,7 +108,7 @@ def test_a_repeated_attempt_is_charged_once() -> None:
     queue.begin(ticket)
     queue.begin(ticket)
     pushed(queue, Ticket(tenant="b", num_prompt_tokens=10), ticket)
-    assert [each.tenant for each in queue.turns(2)] == ["b", "a"]
+    assert [each.tenant for each in queue.in_order(2)] == ["b", "a"]
 
 
 @given(ARRIVALS, st.integers(-1, 1), st.sampled_from("abc"))
@@ -134,7 +141,7 @@ class TestShareOfSlots:
         queue.count_output("modest", 10**6)  # by tokens alone it would be the last
         (late,) = pushed(queue, Ticket(tenant="modest"))
         self.held(queue, greedy=4, modest=1)
-        assert queue.turns() == [late, *first]
+        assert queue.in_order() == [late, *first]
 
     def test_within_its_share_tokens_decide(self) -> None:
         queue = FairQueue()
@@ -142,9 +149,9 @@ class TestShareOfSlots:
         (modest,) = pushed(queue, Ticket(tenant="modest"))
         queue.count_output("modest", 1000)
         self.held(queue, greedy=2, modest=2)  # of five, the free one included
-        assert queue.turns() == [greedy, modest]
+        assert queue.in_order() == [greedy, modest]
         self.held(queue, greedy=1)
-        assert queue.turns() == [modest, greedy]
+        assert queue.in_order() == [modest, greedy]
 
     def test_weights_make_shares(self) -> None:
         queue = FairQueue({"gold": 3.0})
@@ -152,9 +159,9 @@ class TestShareOfSlots:
         (lead,) = pushed(queue, Ticket(tenant="lead"))
         queue.count_output("gold", 1000)
         self.held(queue, gold=5, lead=1)
-        assert queue.turns() == [lead, gold]
+        assert queue.in_order() == [lead, gold]
         self.held(queue, lead=1)  # shares of eight: six and two
-        assert queue.turns() == [gold, lead]
+        assert queue.in_order() == [gold, lead]
 
     def test_who_does_not_wait_takes_nothing_from_the_shares_of_those_who_do(self) -> None:
         queue = FairQueue()
@@ -162,13 +169,13 @@ class TestShareOfSlots:
         (b,) = pushed(queue, Ticket(tenant="b"))
         self.held(queue, a=2, b=5, satisfied=50)
         queue.count_output("a", 10)
-        assert queue.turns() == [a, b]
+        assert queue.in_order() == [a, b]
 
     def test_a_tenant_alone_and_one_that_returns_slots_may_have_everything(self) -> None:
         queue = FairQueue()
         tickets = pushed(queue, Ticket(tenant="a"), Ticket(tenant="a"))
         self.held(queue, a=100)
-        assert queue.turns() == tickets
+        assert queue.in_order() == tickets
         for _ in range(100):
             queue.leave_slot("a")
         assert not queue._num_held_of
@@ -180,7 +187,7 @@ class TestShareOfSlots:
         begun = pushed(queue, Ticket(URGENT, "greedy"), Ticket(URGENT, "modest"))
         self.held(queue, greedy=9)
         queue.count_output("modest", 10)
-        assert queue.turns() == [*begun, early, late]
+        assert queue.in_order() == [*begun, early, late]
 
     @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 20)), max_size=20), st.randoms())
     def test_somebody_who_waits_is_always_within_its_share(
@@ -280,12 +287,12 @@ class QueueMachine(RuleBasedStateMachine):
     def everybody_has_a_turn_and_nobody_is_passed_by_a_lesser_one(self) -> None:
         assert len(self.queue) == len(self.inside)
         assert all(ticket in self.queue for ticket in self.inside)
-        turns = self.queue.turns(100)
-        assert {id(ticket) for ticket in turns} == {id(ticket) for ticket in self.inside}
-        assert [ticket.priority for ticket in turns] == sorted(ticket.priority for ticket in turns)
+        in_order = self.queue.in_order(100)
+        assert {id(ticket) for ticket in in_order} == {id(ticket) for ticket in self.inside}
+        assert [ticket.priority for ticket in in_order] == sorted(ticket.priority for ticket in in_order)
         for tenant in "abc":
             for priority in (URGENT, -1, 0, 1):
-                own = [each.arrival for each in turns if (each.tenant, each.priority) == (tenant, priority)]
+                own = [each.arrival for each in in_order if (each.tenant, each.priority) == (tenant, priority)]
                 assert own == sorted(own)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fallback import (
+from coordinator.speculation.fallback import (
     _TRANSITIONS,
     ALWAYS,
     FallbackAction,
@@ -19,11 +19,11 @@ from coordinator.fallback import (
     IllegalTransition,
     Trigger,
 )
-from coordinator.priors import NOTHING, StartingMode
+from coordinator.speculation.priors import NOTHING, StartingMode
 
 POLICY = FallbackPolicy()
-GIVE_UP = (FallbackAction.DETACH, FallbackAction.STOP_LISTENING)
-RESUME = (FallbackAction.START_LISTENING, FallbackAction.ATTACH)
+GIVE_UP = (FallbackAction.DETACH, FallbackAction.STOP_ACCEPTING_HINTS)
+RESUME = (FallbackAction.START_ACCEPTING_HINTS, FallbackAction.ATTACH)
 
 
 def controller(*, is_enabled: bool = True) -> FallbackController:
@@ -56,7 +56,7 @@ def test_a_request_begins_by_attaching() -> None:
 def test_a_request_without_speculation_never_acts() -> None:
     made = FallbackController(POLICY, is_enabled=False)
     assert made.start() == ()
-    assert not made.is_listening
+    assert not made.accepts_hints
     assert all(made.on_step(1, 5, 0) == () for _ in range(1000))
     assert made.state is FallbackState.DISABLED
 
@@ -66,7 +66,7 @@ def test_low_acceptance_pauses_after_eight_steps_and_frees_the_draft() -> None:
     actions = [made.on_step(1, 5, 0) for _ in range(8)]
     assert actions == [()] * 7 + [GIVE_UP]
     assert made.state is FallbackState.PAUSED
-    assert not made.is_listening
+    assert not made.accepts_hints
 
 
 def test_a_draft_that_is_right_every_other_time_is_kept_whatever_the_block_length() -> None:
@@ -75,7 +75,7 @@ def test_a_draft_that_is_right_every_other_time_is_kept_whatever_the_block_lengt
         # Blocks of six at one in two: on average one accepted, 0.16 of the verified hints, but 0.5 of the decided.
         made.on_step(2, 6, (0, 1, 0, 3, 1, 1)[step % 6])
     assert made.state is FallbackState.SPECULATING
-    assert made.acceptance == pytest.approx(0.5, abs=0.1)
+    assert made._blocks.rate == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_draft_that_turns_bad_is_noticed_within_a_few_steps() -> None:
@@ -96,7 +96,7 @@ def test_a_pause_ends_with_a_probe() -> None:
     made = paused()
     assert [made.on_step(1, 0, 0) for _ in range(POLICY.pause_min_tokens)][-1] == RESUME
     assert made.state is FallbackState.PROBING
-    assert made.is_listening
+    assert made.accepts_hints
 
 
 def test_a_probe_that_pays_resumes() -> None:
@@ -207,7 +207,7 @@ def test_uneven_gaps_rarely_fail_a_probe_that_pays() -> None:
 def test_steps_of_a_target_that_rests_are_not_counted() -> None:
     made = controller()
     for _ in range(10 * POLICY.starved_after_steps):
-        assert made.on_step(1, 0, 0, is_resting=True) == ()
+        assert made.on_step(1, 0, 0, is_paused=True) == ()
     assert made.state is FallbackState.SPECULATING
     for _ in range(POLICY.starved_after_steps - 1):
         assert made.on_step(1, 0, 0) == ()
@@ -218,7 +218,7 @@ def test_a_probe_waits_for_a_target_that_rests() -> None:
     made = paused()
     steps_until(made, FallbackState.PROBING, (1, 0, 0))
     for _ in range(5 * POLICY.starved_after_steps):
-        assert made.on_step(1, 0, 0, is_resting=True) == ()
+        assert made.on_step(1, 0, 0, is_paused=True) == ()
     assert steps_until(made, FallbackState.SPECULATING, (4, 5, 3)) == POLICY.probe_spec_steps
 
 
@@ -277,8 +277,8 @@ def test_attach_and_detach_always_alternate(blocks: list[tuple[int, int]]) -> No
             elif action is FallbackAction.DETACH:
                 assert is_attached
                 is_attached = False
-        assert is_attached == made.is_listening
-        assert 0 <= made.acceptance <= 1
+        assert is_attached == made.accepts_hints
+        assert 0 <= made._blocks.rate <= 1
 
 
 def test_a_request_that_speculates_always_is_paused_only_for_want_of_hints() -> None:

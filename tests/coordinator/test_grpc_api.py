@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import grpc_api
+from coordinator.api.grpc import grpc_api
 from outrider.errors import InvalidRequest, NotFound
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import ClusterFactory
@@ -29,13 +29,56 @@ async def test_unset_fields_mean_the_documented_defaults(clusters: ClusterFactor
     assert chunks[-1].finished.num_output_tokens == 16
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"top_k": 4}, {"temperature": 0.0}, {"top_p": 0.5}, {"max_tokens": 5}, {"temperature": 0.5, "max_tokens": 5}],
+    ids=str,
+)
+async def test_each_unset_field_has_the_default_that_it_has_over_http(
+    clusters: ClusterFactory, given: dict[str, Any]
+) -> None:
+    """0 is a value like any other: an unset temperature samples, a temperature of 0 does not."""
+    target = clusters.target()
+    asked = request(sampling=common_pb2.SamplingParams(**given))
+    async with clusters.open([target]) as cluster:
+        chunks = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+        answer = await cluster.client.post("/v1/completions", json={"prompt": "import"} | given)
+        assert answer.status_code == 200
+    by_grpc, by_http = (each.sampling for each in target.requests)
+    assert by_grpc == by_http
+    assert all(by_grpc.HasField(name) for name in ("temperature", "top_p", "max_tokens"))
+    is_greedy = given.get("temperature") == 0.0
+    assert (chunks[-1].finished.decoding_mode == common_pb2.DECODING_MODE_GREEDY) == is_greedy
+
+
+async def test_a_chat_without_max_tokens_has_what_the_context_leaves(clusters: ClusterFactory) -> None:
+    target = clusters.target(eos_at=3)
+    chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    asked = [
+        generation_pb2.GenerationRequest(chat=chat),
+        generation_pb2.GenerationRequest(chat=chat, sampling=common_pb2.SamplingParams(temperature=0)),
+    ]
+    async with clusters.open([target]) as cluster:
+        for each in asked:
+            assert [chunk async for chunk in grpc_api.generate(cluster.service, each)]
+    assert [each.sampling.max_tokens for each in target.requests] == [1024 - len(target.requests[0].token_ids)] * 2
+
+
+async def test_speculation_is_on_unless_it_is_turned_off(clusters: ClusterFactory) -> None:
+    target, draft = clusters.target(), FakeDraft()
+    async with clusters.open([target], [draft]) as cluster:
+        for given in ({"num_speculative_tokens": 3}, {"enabled": True}, {"enabled": False}):
+            asked = request(speculation=common_pb2.SpeculationParams(**given))
+            assert [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
+    assert [each.speculation.enabled for each in target.requests] == [True, True, False]
+    assert target.requests[0].speculation.num_speculative_tokens == 3
+
+
 async def test_chunks_carry_text_tokens_and_origins_and_the_last_one_the_statistics(
     clusters: ClusterFactory,
 ) -> None:
     target = clusters.target(tokens_per_step=3, num_draft_tokens=4)
-    asked = request(
-        sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=9), request_id="mine"
-    )
+    asked = request(sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=9), request_id="mine")
     async with clusters.open([target]) as cluster:
         chunks = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
     *steps, last = chunks
@@ -54,9 +97,7 @@ async def test_chunks_carry_text_tokens_and_origins_and_the_last_one_the_statist
 
 async def test_token_prompts_and_chats_are_understood(clusters: ClusterFactory) -> None:
     target = clusters.target()
-    token_prompt = generation_pb2.GenerationRequest(
-        prompt_token_ids=generation_pb2.TokenPrompt(token_ids=[5, 6])
-    )
+    token_prompt = generation_pb2.GenerationRequest(prompt_token_ids=generation_pb2.TokenPrompt(token_ids=[5, 6]))
     chat = generation_pb2.GenerationRequest(
         chat=generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
     )
@@ -70,9 +111,9 @@ async def test_token_prompts_and_chats_are_understood(clusters: ClusterFactory) 
 @pytest.mark.parametrize(
     ("fields", "parameter"),
     [
-        ({"sampling": common_pb2.SamplingParams(top_p=1)}, "max_tokens"),
-        ({"sampling": common_pb2.SamplingParams(max_tokens=5)}, "top_p"),
-        ({"sampling": common_pb2.SamplingParams(max_tokens=5, top_p=1, temperature=5)}, "temperature"),
+        ({"sampling": common_pb2.SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": common_pb2.SamplingParams(top_p=0)}, "top_p"),
+        ({"sampling": common_pb2.SamplingParams(temperature=5)}, "temperature"),
         ({"stop": ["x" * 257]}, "stop"),
         ({"deadline_ms": 4_000_000_000}, "deadline_ms"),
         ({"request_id": "x" * 65}, "request_id"),

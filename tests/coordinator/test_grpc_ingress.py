@@ -1,8 +1,7 @@
-"""What Serve's gRPC server does with bytes that are no request: it refuses them by their cause."""
+"""Tests of Ray Serve's gRPC server with bytes that are not a request: it refuses them and names the cause."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -11,27 +10,18 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from coordinator.grpc_ingress import add_GenerationServicer_to_server
-from coordinator.ingress import GRPC_HOST_VARIABLE
-from coordinator.listeners import MESSAGE_BYTES_MAX, listen_on_one_address
-from outrider.free_ports import free_ports
+from coordinator.api.grpc.grpc_ingress import add_GenerationServicer_to_server
+from coordinator.hosting.listeners import MESSAGE_BYTES_MAX
 from protos.outrider.v1 import generation_pb2
+from tests.coordinator import serve_grpc
+from tests.coordinator.serve_grpc import serving
 
-TIMEOUT_S = 20.0
 METHODS = ["Generate", "ListModels"]
 
 
 @pytest_asyncio.fixture
 async def channel(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[grpc.aio.Channel]:
-    """To a server of Serve's whose methods answer everything that they get."""
-    from ray.serve._private import default_impl, grpc_util
-    from ray.serve.config import gRPCOptions
-
-    monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
-    for name in ("gRPCGenericServer", "DEFAULT_GRPC_SERVER_OPTIONS"):
-        monkeypatch.setattr(grpc_util, name, getattr(grpc_util, name))
-    monkeypatch.setenv(GRPC_HOST_VARIABLE, "127.0.0.1")
-    listen_on_one_address()
+    """A channel to a gRPC server of Ray Serve whose methods answer every request that they receive."""
 
     def handler(service_method: str, streaming_type: Any) -> Any:
         async def one(request: Any, context: Any) -> bytes:
@@ -42,29 +32,21 @@ async def channel(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[grpc.aio.Cha
 
         return many if streaming_type.name == "UNARY_STREAM" else one
 
-    (port,) = free_ports(1)
-    name = f"{add_GenerationServicer_to_server.__module__}.{add_GenerationServicer_to_server.__name__}"
-    options = gRPCOptions(port=port, grpc_servicer_functions=[name])
-    task, server = await grpc_util.start_grpc_server(handler, options, event_loop=asyncio.get_running_loop())
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
-            yield opened
-    finally:
-        await server.stop(None)
-        await task
+    async with (
+        serving(monkeypatch, handler, add_GenerationServicer_to_server) as address,
+        grpc.aio.insecure_channel(address) as opened,
+    ):
+        yield opened
 
 
 async def ask(channel: grpc.aio.Channel, method: str, raw: bytes) -> list[bytes]:
-    call = channel.unary_stream(f"/outrider.v1.Generation/{method}", None, None)
-    return [message async for message in call(raw, timeout=TIMEOUT_S)]
+    return await serve_grpc.ask(channel, f"/outrider.v1.Generation/{method}", raw)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "raw", [b"\xff", b"\x12\x02\xff\xfe" * 2, b"\x5c" * 1000], ids=["key", "UTF-8", "groups"]
-)
+@pytest.mark.parametrize("raw", [b"\xff", b"\x12\x02\xff\xfe" * 2, b"\x5c" * 1000], ids=["key", "UTF-8", "groups"])
 async def test_bytes_that_are_no_request_are_the_clients_mistake(
-    channel: grpc.aio.Channel, method: str, raw: bytes
+    channel: grpc.aio.Channel, method: str, raw: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     if method == "ListModels" and raw.startswith(b"\x12"):
         pytest.skip("a field that it does not know may hold anything")
@@ -72,6 +54,7 @@ async def test_bytes_that_are_no_request_are_the_clients_mistake(
         await ask(channel, method, raw)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details()
+    assert not caplog.records
 
 
 async def test_a_request_is_read_as_ever(channel: grpc.aio.Channel) -> None:

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from coordinator import grpc_api
+from coordinator.api.grpc import grpc_api
 from outrider.errors import InvalidRequest, OutriderError
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import ClusterFactory
@@ -77,7 +77,7 @@ def test_any_message_is_answered(clusters: ClusterFactory, effort: int) -> None:
 async def answer(
     cluster: HeldCluster, request: generation_pb2.GenerationRequest
 ) -> tuple[OutriderError | None, list[int]]:
-    """What a request was refused with, and else the texts that came to their end."""
+    """Returns the error that a request was refused with, or None, and the indices of the sequences that finished."""
     finished: list[int] = []
     try:
         async with (

@@ -13,7 +13,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from coordinator.openai_schema import DEPTH_MAX, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from coordinator.api.schema.openai_schema import (
+    DEPTH_MAX,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from outrider.errors import MESSAGE_BYTES_MAX
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.held import HeldCluster, held
@@ -77,9 +83,7 @@ SCALARS = st.sampled_from(
 def values(names: SearchStrategy[str]) -> SearchStrategy[str]:
     return st.recursive(
         SCALARS,
-        lambda inner: (
-            st.lists(inner, max_size=4).map(lambda each: f"[{','.join(each)}]") | objects(names, inner)
-        ),
+        lambda inner: st.lists(inner, max_size=4).map(lambda each: f"[{','.join(each)}]") | objects(names, inner),
         max_leaves=6,
     )
 
@@ -118,12 +122,8 @@ def test_any_json_is_answered(clusters: ClusterFactory, path: str, effort: int) 
 @EFFORTS
 @pytest.mark.parametrize("path", BODIES)
 def test_any_bytes_under_any_headers_are_answered(clusters: ClusterFactory, path: str, effort: int) -> None:
-    encodings = st.sampled_from(
-        ["utf-16", "utf-16-le", "utf-32-be", "utf-8-sig", "utf-7", "latin-1", "cp037"]
-    )
-    encoded = st.builds(
-        lambda text, encoding: text.encode(encoding, errors="replace"), body_texts(path), encodings
-    )
+    encodings = st.sampled_from(["utf-16", "utf-16-le", "utf-32-be", "utf-8-sig", "utf-7", "latin-1", "cp037"])
+    encoded = st.builds(lambda text, encoding: text.encode(encoding, errors="replace"), body_texts(path), encodings)
     header = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=80)
     kinds = st.sampled_from(
         [
@@ -260,7 +260,7 @@ def test_json_in_other_encodings_cannot_bring_half_a_pair_in(clusters: ClusterFa
             assert "JSON" in error_of(answer)["message"]
 
 
-@pytest.mark.parametrize("body", [{"priority": False}, {"store": 0}, {"echo": 0}, {"length_penalty": True}])
+@pytest.mark.parametrize("body", [{"priority": False}, {"use_beam_search": 0}, {"echo": 0}, {"length_penalty": True}])
 def test_a_value_that_only_python_takes_for_a_neutral_one_is_refused(
     clusters: ClusterFactory, body: dict[str, Any]
 ) -> None:

@@ -48,9 +48,7 @@ LOGPROBS = st.lists(
 )
 ANYTHING = messages(
     target_pb2.GenerateEvent,
-    step=messages(
-        target_pb2.StepOutput, token_ids=TOKEN_IDS, origins=st.lists(ENUM, max_size=6), logprobs=LOGPROBS
-    ),
+    step=messages(target_pb2.StepOutput, token_ids=TOKEN_IDS, origins=st.lists(ENUM, max_size=6), logprobs=LOGPROBS),
     prompt=messages(target_pb2.PromptLogprobs, logprobs=LOGPROBS),
 )
 COUNTS = st.sampled_from([0, 1, 5, 1024, 1025, 2**32 - 1])
@@ -92,9 +90,7 @@ STORIES = st.builds(
 
 @EFFORTS
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_whatever_a_target_says_the_client_is_answered(
-    clusters: ClusterFactory, stream: bool, effort: int
-) -> None:
+def test_whatever_a_target_says_the_client_is_answered(clusters: ClusterFactory, stream: bool, effort: int) -> None:
     target = LyingTarget(clusters.script, tokens_per_step=5)
     # It is not passed over for long, so that its next lie is heard too.
     with held(clusters, target=target, settings={"quarantine_s": 1e-6}) as cluster:

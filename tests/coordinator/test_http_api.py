@@ -14,10 +14,11 @@ import openai
 import pytest
 import uvicorn
 
-from coordinator.http_api import create_app
+from coordinator.api.http.application import create_app
 from tests.coordinator.conftest import TEXT, Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeDraft, eventually
 
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -85,7 +86,7 @@ class TestOpenAIPackage:
         assert chunks[-2].choices[0].finish_reason == "stop"
         usage = chunks[-1].usage
         assert usage is not None
-        assert usage.completion_tokens == len(clusters.script)
+        assert usage.completion_tokens == len(clusters.script) + 1, "the end-of-sequence token was generated too"
         metrics = chunks[-1].model_extra["metrics"] if chunks[-1].model_extra else {}
         assert metrics["decoding_mode"] == "rejection"
         assert metrics["speculative_decoding"]["num_spec_steps"] == -(-len(clusters.script) // 3)
@@ -105,9 +106,7 @@ class TestOpenAIPackage:
             assert [model.id async for model in client.models.list()] == ["demo"]
             assert (await client.models.retrieve("demo")).id == "demo"
 
-    async def test_an_unknown_model_is_not_found_and_those_served_are_named(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_an_unknown_model_is_not_found_and_those_served_are_named(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster, openai_client(cluster) as client:
             with pytest.raises(openai.NotFoundError, match="demo") as caught:
                 await client.completions.create(model="gpt", prompt="x")
@@ -143,9 +142,7 @@ class TestStreams:
         async with clusters.open([target]) as cluster, listening(cluster) as url:
             async with (
                 httpx.AsyncClient() as client,
-                client.stream(
-                    "POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}
-                ) as response,
+                client.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as response,
             ):
                 async for line in response.aiter_lines():
                     assert json.loads(line.removeprefix("data: "))["choices"][0]["text"]
@@ -161,9 +158,7 @@ class TestStreams:
     async def test_usage_comes_only_when_asked_for(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             without = events_of(await cluster.complete(stream=True))
-            with_usage = events_of(
-                await cluster.complete(stream=True, stream_options={"include_usage": True})
-            )
+            with_usage = events_of(await cluster.complete(stream=True, stream_options={"include_usage": True}))
         assert all("usage" not in event for event in without)
         assert [event["usage"] for event in with_usage[:-1]] == [None] * (len(with_usage) - 1)
         assert with_usage[-1]["choices"] == []
@@ -179,9 +174,9 @@ class TestStreams:
             )
         details = [event["outrider"] for event in events if "outrider" in event]
         assert details[0]["origins"] == ["accepted", "accepted", "bonus"]
-        assert "".join(
-            piece for detail in details for piece in detail["pieces"]
-        ) == clusters.tokenizer.decode([token_id for detail in details for token_id in detail["token_ids"]])
+        assert "".join(piece for detail in details for piece in detail["pieces"]) == clusters.tokenizer.decode(
+            [token_id for detail in details for token_id in detail["token_ids"]]
+        )
         speculation = events[-1]["metrics"]["speculative_decoding"]
         assert speculation["per_step_accepted"] == [2, 2, 2, 2]
         assert speculation["per_step_drafted"] == [4, 4, 4, 4]
@@ -193,9 +188,7 @@ class TestStreams:
         assert whole["token_ids"] == clusters.script[:12]
         assert whole["prompt_token_ids"] == clusters.tokenizer.encode("import")
         choices = [event["choices"][0] for event in events]
-        assert [
-            token_id for choice in choices for token_id in choice.get("token_ids", [])
-        ] == clusters.script[:12]
+        assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == clusters.script[:12]
         assert choices[0]["prompt_token_ids"] == clusters.tokenizer.encode("import")
 
 
@@ -210,13 +203,21 @@ class TestRefusals:
             ({"top_p": 0}, "top_p"),
             ({"top_k": -2}, "top_k"),
             ({"min_p": 1.5}, "min_p"),
-            ({"seed": -1}, "seed"),
+            ({"seed": -(1 << 63) - 1}, "seed"),
             ({"max_tokens": 0}, "max_tokens"),
-            ({"max_tokens": 5000}, "max_tokens"),
-            ({"stop": ["x"] * 17}, "stop"),
+            ({"stop": ["x"] * 65}, "stop"),
             ({"stop": ""}, "stop"),
             ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
-            ({"prompt": ["a", "b"]}, "prompt"),
+            ({"prompt": ["a", [1]]}, "prompt"),
+            ({"prompt": ["a"] * 1025}, "prompt"),
+            ({"prompt": ["a", ""]}, "prompt"),
+            (
+                {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_event_ids": True}},
+                "stream_options.include_event_ids",
+            ),
+            ({"stream_options": {"include_usage": True}}, "stream_options"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+            ({"truncate_prompt_tokens": 5000}, "truncate_prompt_tokens"),
             ({"prompt": []}, "prompt"),
             ({"prompt": ""}, "prompt"),
             ({"prompt": [1, 99999]}, "prompt"),
@@ -243,8 +244,8 @@ class TestRefusals:
             ({"seed": 10**400}, "seed"),
             ({"logprobs": 10**400}, "logprobs"),
             ({"n": 0}, "n"),
-            ({"n": 65}, "n"),
-            ({"best_of": 65}, "best_of"),
+            ({"n": 129}, "n"),
+            ({"best_of": 129}, "best_of"),
             ({"n": 3, "best_of": 2}, "best_of"),
             ({"best_of": 2, "stream": True}, "best_of"),
             ({"logprobs": 21}, "logprobs"),
@@ -298,17 +299,18 @@ class TestRefusals:
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
             ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-            ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+                "messages[0].content[0].type",
+            ),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
             (
                 {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
                 "messages[0].tool_calls",
             ),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
-            ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-            (
-                {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
-                "messages[0].tool_call_id",
-            ),
+            ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+            ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
             ({"tools": [{"type": "function"}]}, "tools[0].function"),
             ({"tools": [TOOL, TOOL]}, "tools"),
             ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
@@ -316,10 +318,11 @@ class TestRefusals:
                 {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
                 "tool_choice",
             ),
-            ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
             ({"tool_choice": "required"}, "tool_choice"),
-            ({"functions": [{"name": "f"}]}, "functions"),
-            ({"echo": True}, "echo"),
+            ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+            ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "tool_choice"),
+            ({"continue_final_message": True}, "continue_final_message"),
+            ({"modalities": ["audio"]}, "modalities"),
             ({"best_of": 2}, "best_of"),
             ({"top_logprobs": 3}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -353,9 +356,7 @@ class TestRefusals:
             b'{"prompt": "x", "structured_outputs": {"choice": ["\\udfff"]}}',
         ],
     )  # fmt: skip
-    async def test_a_body_that_is_no_json_object_is_refused(
-        self, clusters: ClusterFactory, content: bytes
-    ) -> None:
+    async def test_a_body_that_is_no_json_object_is_refused(self, clusters: ClusterFactory, content: bytes) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             response = await cluster.client.post("/v1/completions", content=content)
         assert response.status_code == 400
@@ -372,7 +373,7 @@ class TestRefusals:
     async def test_a_body_beyond_all_bounds_is_refused(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             response = await cluster.client.post("/v1/completions", content=b" " * (9 << 20))
-        assert response.status_code == 400
+        assert response.status_code == 413
 
     async def test_a_prompt_too_long_is_refused_with_both_numbers(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()], max_model_len=100) as cluster:
@@ -380,7 +381,8 @@ class TestRefusals:
         assert response.status_code == 400
         message = response.json()["error"]["message"]
         assert "123" in message
-        assert "100" in message
+        assert message.startswith("This model's maximum context length is 100 tokens"), "clients look for these words"
+        assert response.json()["error"]["code"] == "context_length_exceeded"
 
     async def test_a_default_bound_gives_way_to_a_long_prompt(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()], max_model_len=100) as cluster:
@@ -413,6 +415,14 @@ class TestRefusals:
             for weights, count in (("ab", 2), ("cd", 1))
         ]
 
+    @pytest.mark.parametrize("name", ["max_tokenz", "Temperature", "top-k", "int", ""])
+    async def test_an_unknown_parameter_is_refused_by_its_name(self, clusters: ClusterFactory, name: str) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            response = await cluster.complete(**{name: 1})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == f"unknown parameter {name!r}"
+        assert response.json()["error"]["param"] == name
+
     async def test_an_unknown_path_answers_as_openai_does(self, clusters: ClusterFactory) -> None:
         async with clusters.open([]) as cluster:
             response = await cluster.client.get("/v2/models")
@@ -437,15 +447,40 @@ class TestAround:
     async def test_tokenize_and_detokenize_reverse_each_other(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             tokens = (await cluster.client.post("/tokenize", json={"prompt": "naïve 中文"})).json()
-            chat = await cluster.client.post(
-                "/tokenize", json={"messages": [{"role": "user", "content": "x"}]}
-            )
+            chat = await cluster.client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})
             text = await cluster.client.post("/detokenize", json={"tokens": tokens["tokens"]})
             wrong = await cluster.client.post("/detokenize", json={"tokens": [99999]})
         assert tokens["count"] == len(tokens["tokens"])
         assert text.json() == {"prompt": "naïve 中文"}
         assert chat.json()["count"] == 2
         assert wrong.status_code == 400
+
+    async def test_tokenize_returns_entries_of_the_vocabulary_if_requested(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            answer = await cluster.client.post("/tokenize", json={"prompt": "naïve", "return_token_strs": True})
+        tokenizer = clusters.tokenizer
+        assert answer.json()["token_strs"] == [tokenizer.vocabulary_entry(each) for each in answer.json()["tokens"]]
+        assert all(answer.json()["token_strs"])
+
+    async def test_tokenize_renders_a_conversation_as_a_chat_does(self, clusters: ClusterFactory) -> None:
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yes"}]
+        common = {"messages": messages, "tools": [TOOL], "add_generation_prompt": False}
+        async with clusters.open([clusters.target()]) as cluster:
+            for more in ({}, {"continue_final_message": True}):
+                tokens = await cluster.client.post("/tokenize", json=common | more)
+                chat = await cluster.client.post("/v1/chat/completions", json=common | more)
+                assert tokens.json()["count"] == chat.json()["usage"]["prompt_tokens"]
+            wrong = {"messages": messages, "continue_final_message": True}
+            refused = await cluster.client.post("/tokenize", json=wrong)
+        assert refused.json()["error"]["param"] == "continue_final_message"
+
+    async def test_tokenize_and_detokenize_know_the_names_of_models(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+                known = await cluster.client.post(path, json=body | {"model": "demo"})
+                unknown = await cluster.client.post(path, json=body | {"model": "other"})
+                assert (known.status_code, unknown.status_code) == (200, 404)
+                assert unknown.json()["error"]["code"] == "model_not_found"
 
     async def test_metrics_count_what_happened(self, clusters: ClusterFactory) -> None:
         target = clusters.target(tokens_per_step=3, num_draft_tokens=4)
@@ -466,9 +501,7 @@ class TestAround:
             'outrider_request_failure_total{code="INVALID_ARGUMENT"} 1.0',
         ):
             assert line in text
-        position = (
-            'outrider_spec_decode_num_accepted_tokens_per_pos_total{engine="coordinator",model_name="demo",'
-        )
+        position = 'outrider_spec_decode_num_accepted_tokens_per_pos_total{engine="coordinator",model_name="demo",'
         assert position + 'position="0"} 4.0' in text
         assert position + 'position="1"} 4.0' in text
         assert 'finished_reason="length"' in text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http_transport import EventStream
+from coordinator.api.http.http_transport import EventStream
 
 
 async def test_a_stream_that_is_cancelled_twice_ends_what_it_is_made_from_first() -> None:
@@ -58,7 +58,7 @@ async def test_a_stream_that_is_cancelled_twice_ends_what_it_is_made_from_first(
 def test_a_body_is_read_without_opening_a_file() -> None:
     """Found: the first body that a replica read loaded a codec, and where it had no descriptor left that was a 500."""
     code = (
-        "import sys, coordinator.openai_schema as schema\n"
+        "import sys, coordinator.api.schema.openai_schema as schema\n"
         "known = set(sys.modules)\n"
         'for raw in (b\'{"a": 1}\', b\'\\xef\\xbb\\xbf{"a": "\\\\ud83d\\\\ude00"}\'):\n'
         "    schema._read_object(raw)\n"

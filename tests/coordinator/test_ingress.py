@@ -22,12 +22,19 @@ import httpx
 import pytest
 from cryptography import x509
 
-from coordinator import ingress
-from coordinator.haproxy_launcher import _contents, hand_over, rewritten
-from coordinator.ingress import FOLDER_BYTES_MAX, GRPC_HOST_VARIABLE, Ingress, Proxy, ProxyUnusable, choose
-from outrider.certificate_authority import CertificateAuthority
-from outrider.free_ports import free_ports
-from outrider.tls import Role
+from coordinator.hosting import ingress
+from coordinator.hosting.haproxy_launcher import _contents, hand_over, rewritten
+from coordinator.hosting.ingress import (
+    FOLDER_BYTES_MAX,
+    GRPC_HOST_VARIABLE,
+    Ingress,
+    ProxyUnusable,
+    choose,
+)
+from coordinator.settings import Proxy
+from outrider.local.free_ports import free_ports
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role
 
 PUBLIC = Ingress(host="10.0.0.5", port=8000, grpc_port=9000, requests_max=300, generation_max_s=3600)
 CONFIGURATION = """\
@@ -142,7 +149,7 @@ class TestEnvironment:
     def test_a_system_without_many_descriptors_gets_fewer_connections(
         self, folder: Path, other_program: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("coordinator.ingress.resource.getrlimit", lambda _: (256, 1024))
+        monkeypatch.setattr("coordinator.hosting.ingress.resource.getrlimit", lambda _: (256, 1024))
         assert choose(None, PUBLIC, folder, 2).environment["RAY_SERVE_HAPROXY_MAXCONN"] == "412"
 
 
@@ -224,9 +231,7 @@ class TestLauncher:
         path = folder / "haproxy.cfg"
         path.write_text(CONFIGURATION)
         code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code, launcher, "-f", path], stdout=subprocess.PIPE, text=True
-        )
+        parent = subprocess.Popen([sys.executable, "-c", code, launcher, "-f", path], stdout=subprocess.PIPE, text=True)
         assert parent.stdout is not None
         with parent.stdout as output:
             pid = int(output.readline())
@@ -241,7 +246,7 @@ async def test_two_systems_do_not_share_a_replicas_grpc_port(monkeypatch: pytest
     from ray.serve._private import default_impl, grpc_util
     from ray.serve.config import gRPCOptions
 
-    from coordinator.listeners import listen_on_one_address
+    from coordinator.hosting.listeners import listen_on_one_address
 
     monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
     for name in ("gRPCGenericServer", "DEFAULT_GRPC_SERVER_OPTIONS"):
@@ -266,7 +271,7 @@ async def test_two_systems_do_not_share_a_replicas_grpc_port(monkeypatch: pytest
 
 
 class TestErrorsOfTheProxy:
-    """What an HAProxy that runs says in a replica's place, or over its parser's words."""
+    """Errors that a running HAProxy sends in place of a replica or of its HTTP parser's message."""
 
     @pytest.fixture
     def ports(self, folder: Path) -> Iterator[dict[str, int]]:
@@ -301,12 +306,8 @@ class TestErrorsOfTheProxy:
             process.kill()
             process.wait()
 
-    @pytest.mark.parametrize(
-        ("path", "status"), [("/dead", 503), ("/words", 400), ("/x", 503), ("/-/routes", 404)]
-    )
-    def test_they_have_the_shape_of_ours_and_a_cause(
-        self, ports: dict[str, int], path: str, status: int
-    ) -> None:
+    @pytest.mark.parametrize(("path", "status"), [("/dead", 503), ("/words", 400), ("/x", 503), ("/-/routes", 404)])
+    def test_they_have_the_shape_of_ours_and_a_cause(self, ports: dict[str, int], path: str, status: int) -> None:
         answer = httpx.get(f"http://127.0.0.1:{ports['http']}{path}", trust_env=False)
         assert answer.status_code == status
         (error,) = answer.json().values()
@@ -352,7 +353,7 @@ class TestErrorsOfTheProxy:
 
 
 class TestHandingOver:
-    """Of certificates, to an HAProxy that runs."""
+    """Handover of new certificates to a running HAProxy."""
 
     @pytest.fixture
     def authority(self, folder: Path) -> CertificateAuthority:
@@ -415,9 +416,7 @@ class TestHandingOver:
     ) -> None:
         context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         with httpx.Client(base_url=f"https://localhost:{port}", verify=context) as client:
-            codes = [
-                client.get(path).status_code for path in ("/-/routes", "/%2D/routes", "/-/%72outes", "/x")
-            ]
+            codes = [client.get(path).status_code for path in ("/-/routes", "/%2D/routes", "/-/%72outes", "/x")]
         assert codes == [404, 404, 404, 200]
 
 

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from coordinator.journal import (
+from coordinator.recovery.journal import PAYLOAD_BYTES_MAX, Journal
+from coordinator.recovery.journal_entry import (
     LIFE_AFTER_END_S,
     PART_FIELDS_MAX,
-    PAYLOAD_BYTES_MAX,
-    Journal,
     JournalEntry,
-    _header,
+    header_of,
     pack,
 )
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalUpdate, JournalWriter, Registry
+from outrider.registry.registry import JournalUpdate, JournalWriter, Registry
 from tests.coordinator.fakes import eventually
 
 ENTRY = JournalEntry("chat", b'{"prompt": "\xc3\xa9"}', seed=7)
@@ -59,7 +58,7 @@ async def test_an_entry_outlives_its_stream_for_a_while_only(registry: Registry,
             assert 1000 < await client.ttl("or:journal:r1") <= 1060
             stream.end()
             async with asyncio.timeout(5):
-                while journal.num_streams:  # noqa: ASYNC110 - it tells nobody
+                while journal._streams:  # noqa: ASYNC110 - it tells nobody
                     await asyncio.sleep(0.01)
             assert 0 < await client.ttl("or:journal:r1") <= 60
 
@@ -81,9 +80,7 @@ async def test_what_is_too_long_is_not_kept(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("name", ["kind", "payload", "request", "seed", "weights", "losses", "0:0"])
-async def test_bytes_that_are_no_text_are_an_error_of_no_reader(
-    registry: Registry, redis_url: str, name: str
-) -> None:
+async def test_bytes_that_are_no_text_are_an_error_of_no_reader(registry: Registry, redis_url: str, name: str) -> None:
     async with Journal(registry, 0.01) as journal:
         stream = journal.begin("r1", ENTRY, deadline_s=10)
         assert stream is not None
@@ -151,7 +148,7 @@ async def test_an_entry_that_was_damaged_is_no_entry(registry: Registry, name: s
 
 
 async def test_an_entry_is_of_one_writer(registry: Registry) -> None:
-    """What one that was superseded still has to say does not mix with what the other says."""
+    """Late writes of a superseded writer do not mix with those of the writer that replaced it."""
     async with Journal(registry, 0.01) as before, Journal(registry, 0.01) as after:
         old = before.begin("r1", ENTRY, deadline_s=10)
         assert old is not None
@@ -163,7 +160,7 @@ async def test_an_entry_is_of_one_writer(registry: Registry) -> None:
         await after._flush()
         assert (await loaded(after, "r1", 2)).seed == 8
         old.add(0, [7] * 40)
-        await eventually(lambda: not before.num_streams, "the old writer hears that it was superseded")
+        await eventually(lambda: not before._streams, "the old writer hears that it was superseded")
         entry = await loaded(after, "r1", 2)
         assert [list(each) for each in entry.token_ids] == [[1, 2]]
 
@@ -257,7 +254,7 @@ async def test_streams_that_end_while_redis_is_away_do_not_pile_up(registry: Reg
             assert stream is not None
             stream.end()
         await journal._flush()
-        assert journal.num_streams == 0
+        assert len(journal._streams) == 0
 
 
 async def test_the_end_of_a_stream_leaves_alone_the_one_that_took_its_place(registry: Registry) -> None:
@@ -310,7 +307,7 @@ async def test_requests_beyond_a_replicas_share_of_redis_are_not_kept_until_othe
     registry: Registry,
 ) -> None:
     now_s = 0.0
-    size = sum(len(name) + len(value) for name, value in _header(ENTRY).items())
+    size = sum(len(name) + len(value) for name, value in header_of(ENTRY).items())
     async with Journal(registry, 0.01, now_s=lambda: now_s, bytes_max=2 * size) as journal:
         first, second = (journal.begin(f"r{number}", ENTRY, deadline_s=10) for number in range(2))
         assert first is not None
@@ -341,13 +338,13 @@ async def test_a_writer_that_was_superseded_does_not_take_an_entry_back(registry
         await after._flush()
         absent.is_away = False
         await before._flush()
-        assert not before.num_streams
+        assert not before._streams
         new.add(0, [3])
         await after._flush()
         entry = await after.load("r1")
         assert entry is not None
         assert (entry.seed, [list(each) for each in entry.token_ids]) == (99, [[1, 2, 3]])
-        assert after.num_streams
+        assert after._streams
 
 
 @pytest.mark.parametrize("is_later", [True, False])
@@ -374,7 +371,7 @@ async def test_a_first_write_that_did_not_arrive_replaces_what_is_older_alone(
         entry = await one.load("r1")
         assert entry is not None
         assert entry.seed == (7 if is_later else 99)
-        assert one.num_streams == is_later
+        assert len(one._streams) == is_later
 
 
 async def test_what_was_added_while_redis_was_away_is_written_later(registry: Registry) -> None:
@@ -426,7 +423,7 @@ async def test_a_run_that_is_not_kept_leaves_nothing_of_an_earlier_one(registry:
         other.forget("r1", deadline_s=10)
         await other._flush()
         assert await other.load("r1") is None
-        assert other.num_streams == 0
+        assert len(other._streams) == 0
         earlier.add(0, [1])
         await one._flush()
         assert await other.load("r1") is None

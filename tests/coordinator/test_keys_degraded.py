@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import service as service_module
-from outrider import api_keys, watched_files
-from outrider.api_keys import Scope, entry, new_key
+from coordinator.access import api_keys
+from coordinator.access.api_keys import Scope, entry, new_key
+from coordinator.service import housekeeping
+from outrider.security import watched_files
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import eventually
 
@@ -17,7 +18,7 @@ from tests.coordinator.fakes import eventually
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(watched_files, "SETTLED_S", 0.0)
-    monkeypatch.setattr(service_module, "_HOUSEKEEPING_S", 0.01)
+    monkeypatch.setattr(housekeeping, "EVERY_S", 0.01)
 
 
 def gauge(cluster: Cluster) -> float | None:
@@ -29,9 +30,7 @@ async def status(cluster: Cluster, key: str) -> int:
     return answer.status_code
 
 
-async def test_damage_closes_one_key_is_told_by_the_metric_and_ends(
-    clusters: ClusterFactory, tmp_path: Path
-) -> None:
+async def test_damage_closes_one_key_is_told_by_the_metric_and_ends(clusters: ClusterFactory, tmp_path: Path) -> None:
     path, keys = tmp_path / "keys.toml", [new_key() for _ in range(2)]
     entries = [entry(key, f"t{i}", frozenset({Scope.GENERATE}), None, "") for i, key in enumerate(keys)]
     path.write_text("\n".join(entries))

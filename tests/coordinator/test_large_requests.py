@@ -13,19 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import grpc_api, http_api, http_transport, preparation
-from coordinator.choice_writer import ChoiceWriter
-from coordinator.generation_request import PROMPT_LOGPROBS_MAX, PROMPT_TOKENS_MAX
-from coordinator.grpc_api import generate
-from coordinator.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
-from coordinator.json_text import to_json_text
-from coordinator.openai_response import ResponseWriter
-from coordinator.preparation import RequestPreparation
-from coordinator.request_session import LONG_PROMPT_TOKENS, REPEATED_TOKENS, RequestSession
-from coordinator.text_output import TextOutput, VisibleOutput
-from coordinator.worker_threads import WorkerThreads
+from coordinator.api.answer.choice_writer import ChoiceWriter
+from coordinator.api.answer.json_text import to_json_text
+from coordinator.api.answer.openai_response import ResponseWriter
+from coordinator.api.grpc import grpc_api
+from coordinator.api.grpc.grpc_api import generate
+from coordinator.api.http import application, calls, http_api, http_transport
+from coordinator.api.schema.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
+from coordinator.intake import preparation
+from coordinator.intake.generation_request import PROMPT_LOGPROBS_MAX, PROMPT_TOKENS_MAX
+from coordinator.intake.preparation import RequestPreparation
+from coordinator.intake.worker_threads import WorkerThreads
+from coordinator.output.text_output import TextOutput, VisibleOutput
+from coordinator.request.sequence import REPEATED_TOKENS, SequenceMachine
+from coordinator.request.sequence_runner import LONG_PROMPT_TOKENS
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.tokenizer import Tokenizer
+from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import eventually
@@ -39,8 +42,8 @@ PROMPT = {"prompt": LONG_TEXT, "max_tokens": 2}
 @pytest.mark.parametrize(
     ("path", "body", "owner", "name"),
     [
-        ("/v1/completions", PROMPT, http_api, "parse_body"),
-        ("/v1/chat/completions", CHAT, http_api, "parse_body"),
+        ("/v1/completions", PROMPT, calls, "parse_body"),
+        ("/v1/chat/completions", CHAT, calls, "parse_body"),
         ("/tokenize", {"prompt": LONG_TEXT}, http_api, "parse_body"),
         ("/detokenize", {"tokens": [65] * 20_000}, http_api, "parse_body"),
         ("/v1/completions", PROMPT, Tokenizer, "encode"),
@@ -75,9 +78,9 @@ async def test_what_may_take_long_runs_beside_the_event_loop(
 async def test_sequences_of_a_long_prompt_are_made_messages_one_in_a_turn_of_the_loop(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_turns, turns, committed = 0, list[int](), RequestSession._committed
+    num_turns, turns, committed = 0, list[int](), SequenceMachine.committed
 
-    def seen(session: RequestSession) -> list[int]:
+    def seen(session: SequenceMachine) -> list[int]:
         turns.append(num_turns)
         return committed(session)
 
@@ -87,7 +90,7 @@ async def test_sequences_of_a_long_prompt_are_made_messages_one_in_a_turn_of_the
             await asyncio.sleep(0)
             num_turns += 1
 
-    monkeypatch.setattr(RequestSession, "_committed", seen)
+    monkeypatch.setattr(SequenceMachine, "committed", seen)
     async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
         counting = asyncio.create_task(count_turns())
         answer = await cluster.complete(prompt=[65] * (LONG_PROMPT_TOKENS + 1), n=16, max_tokens=2)
@@ -119,7 +122,7 @@ async def test_what_clients_have_of_long_streams_is_made_text_again_a_part_in_a_
     async with clusters.open([target], max_model_len=1 << 20, registry=memory) as cluster:  # type: ignore[arg-type]
         answer = await cluster.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
         position = events_of(answer.text)[0][0].rpartition(":")[0] + ":" + ".".join([str(num_tokens)] * 8)
-        await cluster.service._journal._flush()  # type: ignore[union-attr]
+        await cluster.service.streams.journal._flush()  # type: ignore[union-attr]
         monkeypatch.setattr(TextOutput, "push", seen)
         counting = asyncio.create_task(count_turns())
         rest = await cluster.client.get("/v1/streams/r1", headers={"Last-Event-ID": position})
@@ -163,7 +166,7 @@ class TestBodies:
             "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
             "query_string": b"", "headers": list(headers), "scheme": "http", "server": ("test", 80),
         }  # fmt: skip
-        await http_api.create_app(cluster.service)(scope, receive, send)
+        await application.create_app(cluster.service)(scope, receive, send)
         body = b"".join(message.get("body", b"") for message in sent)
         return sent[0]["status"], json.loads(body) if body else None
 
@@ -176,7 +179,7 @@ class TestBodies:
 
         async with clusters.open([clusters.target()]) as cluster:
             status, answer = await self.asgi(cluster, receive, (b"content-length", length.encode()))
-        assert status == 400
+        assert status == 413
         assert "longer than 8388608 bytes" in answer["error"]["message"]
 
     async def test_a_tenant_that_has_used_up_its_share_is_refused_before_its_body_is_read(
@@ -189,7 +192,7 @@ class TestBodies:
             raise Overloaded("used up", 1.0)
 
         async with clusters.open([clusters.target()]) as cluster:
-            monkeypatch.setattr(cluster.service.environment.limits, "check", used_up)
+            monkeypatch.setattr(cluster.service.environment.limits.rates, "check", used_up)
             status, _ = await self.asgi(cluster, receive)
         assert status == 429
 
@@ -207,9 +210,7 @@ class TestBodies:
         assert status == 408
         assert answer["error"]["code"] == "request_timeout"
 
-    async def test_a_client_that_leaves_while_it_sends_is_no_defect_of_ours(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_client_that_leaves_while_it_sends_is_no_defect_of_ours(self, clusters: ClusterFactory) -> None:
         async def receive() -> Any:
             return {"type": "http.disconnect"}
 
@@ -261,16 +262,14 @@ class TestBounds:
         check_json_size(json.dumps({"prompt": [123456] * PROMPT_TOKENS_MAX}).encode())
 
     def test_json_within_json_is_bounded_as_well(self, clusters: ClusterFactory) -> None:
-        from coordinator.tool_schema import CalledFunction, ToolCall
+        from coordinator.api.schema.tool_schema import CalledFunction, ToolCall
 
         call = ToolCall(id="1", function=CalledFunction(name="f", arguments="[" + "[]," * PARTS_MAX + "1]"))
         with pytest.raises(InvalidRequest, match="too much JSON") as caught:
             call.to_template()
         assert caught.value.parameter == "messages"
 
-    async def test_more_token_ids_than_a_prompt_may_have_are_refused_over_grpc(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_more_token_ids_than_a_prompt_may_have_are_refused_over_grpc(self, clusters: ClusterFactory) -> None:
         prompt = generation_pb2.TokenPrompt(token_ids=[1] * (PROMPT_TOKENS_MAX + 1))
         asked = generation_pb2.GenerationRequest(prompt_token_ids=prompt)
         async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
@@ -293,9 +292,7 @@ class TestBounds:
         assert not target.requests
 
 
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 LONG_LISTS = st.builds(lambda value, count: [value] * count, SCALARS, st.sampled_from([256, 257, 513]))
 
 
@@ -341,7 +338,7 @@ class TestThreads:
         # A long answer in one piece, or the long log probabilities of a prompt.
         body = {"prompt": [65] * 2500, "prompt_logprobs": 1, "max_tokens": 2, "stream": is_streaming}
         async with clusters.open([clusters.target()], max_model_len=1 << 20) as cluster:
-            threads = cluster.service.environment.threads
+            threads = cluster.service.threads
             target = cluster.targets[0]
             asking = asyncio.create_task(cluster.client.post("/v1/completions", json=body))
             target.may_step = lambda num_tokens: bool(held)

@@ -9,10 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from coordinator import grpc_api, logprobs
-from coordinator.generation_request import GenerationInput
-from coordinator.logprobs import TokenNames
-from coordinator.prompt_scores import PromptScores
+from coordinator.api.grpc import grpc_api
+from coordinator.intake.generation_request import GenerationInput
+from coordinator.output import logprobs
+from coordinator.output.logprobs import TokenNames
+from coordinator.output.prompt_scores import PromptScores
 from outrider.errors import WorkerFailed
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
@@ -102,9 +103,7 @@ class TestCompletions:
         assert [len(top) for top in shown.top_logprobs] == [3] * 7
 
     @pytest.mark.parametrize("stop", [[], ["+ 1"]])
-    async def test_in_a_stream_they_come_with_their_tokens(
-        self, clusters: ClusterFactory, stop: list[str]
-    ) -> None:
+    async def test_in_a_stream_they_come_with_their_tokens(self, clusters: ClusterFactory, stop: list[str]) -> None:
         body = {"max_tokens": 30, "logprobs": 1, "return_token_ids": True, "stop": stop}
         async with clusters.open([clusters.target(tokens_per_step=3)]) as cluster:
             whole = (await cluster.complete(**body)).json()["choices"][0]
@@ -119,9 +118,7 @@ class TestCompletions:
         assert len(whole["logprobs"]["tokens"]) == len(whole["token_ids"])
         assert bool(stop) == (len(whole["token_ids"]) < 30)
 
-    async def test_an_echo_puts_the_prompt_first_and_the_first_token_has_none(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_an_echo_puts_the_prompt_first_and_the_first_token_has_none(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             choice = (await cluster.complete(echo=True, logprobs=1, max_tokens=4)).json()["choices"][0]
             silent = (await cluster.complete(echo=True, logprobs=1, max_tokens=0)).json()["choices"][0]

@@ -1,4 +1,4 @@
-"""What clients see when replicas of a coordinator under Ray Serve and HAProxy are lost, or leave."""
+"""Tests of what clients see when replicas of a coordinator under Ray Serve and HAProxy are lost or leave."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coordinator.ingress import Proxy
-from outrider.free_ports import free_ports
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
-from outrider.worker_lease import WorkerLease
-from outrider.worker_record import WorkerLoad
+from coordinator.settings import Proxy
+from outrider.local.free_ports import free_ports
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
+from outrider.registry.worker_lease import WorkerLease
+from outrider.registry.worker_record import WorkerLoad
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually, record_of, serving
@@ -57,7 +57,7 @@ class Running:
         return found
 
     def replica_of(self, peer: str) -> psutil.Process:
-        """The one that has asked the target, by the address that it asked from."""
+        """The replica that has called the target from this address."""
         port = int(peer.rpartition(":")[2])
         for each in self.replicas():
             if port in {connection.laddr.port for connection in each.net_connections("tcp")}:
@@ -65,7 +65,7 @@ class Running:
         raise AssertionError("no replica has this connection")
 
     async def until_whole(self) -> None:
-        """Until HAProxy has every replica, for HTTP and for gRPC."""
+        """Waits until HAProxy has every replica, for HTTP and for gRPC."""
         await eventually(lambda: self._num_up() == 2 * NUM_REPLICAS, "HAProxy has all replicas", 60)
 
     def _num_up(self) -> int:
@@ -82,10 +82,7 @@ class Running:
         header, *lines = answer.removeprefix("# ").splitlines() or [""]
         rows = [dict(zip(header.split(","), line.split(","), strict=False)) for line in lines if line]
         return sum(
-            row["type"] == "2"
-            and row["bck"] == "0"
-            and row["status"] == "UP"
-            and "fallback" not in row["pxname"]
+            row["type"] == "2" and row["bck"] == "0" and row["status"] == "UP" and "fallback" not in row["pxname"]
             for row in rows
         )
 
@@ -104,9 +101,7 @@ class Watched(FakeTarget):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(
-    clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Running]:
+async def running(clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     target = Watched(clusters.script)
     redis = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
     url = redis.start()
@@ -155,7 +150,6 @@ def held(running: Running) -> Iterator[Watched]:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),
     pytest.mark.timeout(180),
     pytest.mark.asyncio(loop_scope="module"),
 ]
@@ -178,9 +172,7 @@ async def test_a_stranger_notices_nothing_where_no_byte_of_the_answer_had_come(
     await eventually(lambda: held.num_open == 0, "what the lost one had begun has ended", 20)
 
 
-async def test_a_stranger_whose_answer_had_begun_knows_that_it_broke_off(
-    running: Running, held: Watched
-) -> None:
+async def test_a_stranger_whose_answer_had_begun_knows_that_it_broke_off(running: Running, held: Watched) -> None:
     await running.until_whole()
     held.may_step = lambda num_tokens: num_tokens < 3
     async with stranger_of(running) as stranger:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import grpc
@@ -27,17 +27,21 @@ import openai
 import psutil
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
+from coordinator import __main__ as entry
 from coordinator.__main__ import _parse
-from coordinator.ingress import Proxy
-from coordinator.ray_processes import NAMES as RAY_PROCESSES
-from outrider import tether
-from outrider.free_ports import free_ports
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
-from outrider.worker_lease import WorkerLease
-from outrider.worker_record import WorkerLoad
+from coordinator.hosting.ray_processes import NAMES as RAY_PROCESSES
+from coordinator.settings import Proxy
+from outrider.local import tether
+from outrider.local.free_ports import free_ports
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
+from outrider.registry.worker_lease import WorkerLease
+from outrider.registry.worker_record import WorkerLoad
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.coordinator import serve_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of, serving
 
@@ -56,6 +60,21 @@ class TestRefusalsAtStart:
         done = run("--tokenizer", str(clusters.model_dir))
         assert done.returncode == 2
         assert "OUTRIDER_REDIS_URL" in done.stderr
+
+    def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def time_out(**_: object) -> None:
+            raise Exception("The node timed out\nduring startup.")  # as Ray raises it
+
+        for name in ("_check_before_start", "_stop_on_signals", "_prepare_ray_environment"):
+            monkeypatch.setattr(entry, name, lambda *_: None)
+        monkeypatch.setattr("ray.init", time_out)
+        words = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
+        assert entry.main(words) == 1
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith("coordinator: Ray did not start; is the machine overloaded")
+        assert told.endswith("Ray says: The node timed out during startup.")
 
     def test_flags_become_settings(self, clusters: ClusterFactory) -> None:
         given = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
@@ -111,9 +130,7 @@ class TestRefusalsAtStart:
             taken.listen()
             port = str(taken.getsockname()[1])
             try:
-                done = run(
-                    "--tokenizer", str(clusters.model_dir), "--redis-url", redis.start(), "--port", port
-                )
+                done = run("--tokenizer", str(clusters.model_dir), "--redis-url", redis.start(), "--port", port)
             finally:
                 redis.stop()
         assert done.returncode == 1
@@ -121,7 +138,7 @@ class TestRefusalsAtStart:
 
     def test_importing_everything_but_ray_imports_neither_torch_nor_ray(self) -> None:
         program = (
-            "import sys, coordinator.http_api, coordinator.grpc_api, coordinator.__main__; "
+            "import sys, coordinator.api.http.application, coordinator.api.grpc.grpc_api, coordinator.__main__; "
             "sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
         )
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=60)
@@ -140,6 +157,19 @@ def raw_request(address: tuple[str, int], body: dict[str, Any]) -> Iterator[sock
         yield connection
 
 
+async def stopped_stream(running: Running, client: httpx.AsyncClient, num_tokens: int) -> str:
+    """A stream of 60 tokens a second; the coordinator is told to stop as soon as it has begun."""
+    running.target.step_s = 0.05
+    body = {"prompt": "x", "temperature": 0, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        parts: list[str] = []
+        async for part in answer.aiter_text():
+            if not parts:
+                running.process.send_signal(signal.SIGTERM)
+            parts.append(part)
+    return "".join(parts)
+
+
 async def rest_of(call: Any) -> None:
     while isinstance(await call.read(), generation_pb2.GenerationChunk):
         pass
@@ -154,6 +184,7 @@ class Running:
     ready: dict[str, Any]
     target: FakeTarget
     draft: FakeDraft
+    leases: dict[str, WorkerLease]  # by pool
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(Proxy))
@@ -163,7 +194,7 @@ async def running(
     target, draft = clusters.target(tokens_per_step=3, num_draft_tokens=4), FakeDraft()
     redis = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
     url = redis.start()
-    fingerprint = clusters.tokenizer.fingerprint
+    fingerprint, leases = clusters.tokenizer.fingerprint, {}
     async with AsyncExitStack() as stack:
         stack.callback(redis.stop)
         registry = Registry(url)
@@ -171,7 +202,7 @@ async def running(
         for pool, worker in (("target", target), ("draft", draft)):
             address = await stack.enter_async_context(serving(worker))
             record = record_of("target" if pool == "target" else "draft", address, fingerprint)
-            await stack.enter_async_context(WorkerLease(registry, record, WorkerLoad))
+            leases[pool] = await stack.enter_async_context(WorkerLease(registry, record, WorkerLoad))
         temp_dir = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # short, for Ray's sockets
         stack.callback(shutil.rmtree, temp_dir, ignore_errors=True)
         port, grpc_port = map(str, free_ports(2))  # asked for one by one they could be the same
@@ -185,7 +216,7 @@ async def running(
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await process.stdout.readline()
-            yield Running(process, temp_dir, json.loads(line), target, draft)
+            yield Running(process, temp_dir, json.loads(line), target, draft, leases)
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -194,7 +225,6 @@ async def running(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(180)
 @pytest.mark.asyncio(loop_scope="module")
 class TestUnderRayServe:
@@ -238,23 +268,69 @@ class TestUnderRayServe:
         assert "data: [DONE]" in begun.text
         assert "data: [DONE]" in answer.text
 
-    async def test_grpc_streams_and_keeps_status_codes(
-        self, running: Running, clusters: ClusterFactory
-    ) -> None:
+    async def test_grpc_streams_and_keeps_status_codes(self, running: Running, clusters: ClusterFactory) -> None:
         async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             models = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=10)
             assert [model.id for model in models.models] == ["demo"]
             call = stub.Generate(generation_pb2.GenerationRequest(prompt="import"), timeout=10)
             chunks = [chunk async for chunk in call]
-            assert "".join(chunk.text for chunk in chunks) == clusters.tokenizer.decode(
-                (clusters.script * 2)[:16]
-            )
+            assert "".join(chunk.text for chunk in chunks) == clusters.tokenizer.decode((clusters.script * 2)[:16])
             with pytest.raises(grpc.aio.AioRpcError, match="demo") as caught:
-                await stub.Generate(
-                    generation_pb2.GenerationRequest(prompt="import", model="x"), timeout=10
-                ).read()
+                await stub.Generate(generation_pb2.GenerationRequest(prompt="import", model="x"), timeout=10).read()
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    async def test_grpc_health_follows_the_targets(self, running: Running) -> None:
+        async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
+            stub, status = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
+
+            async def check(service: str = "") -> Any:
+                return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status
+
+            assert [await check(name) for name in ("", "outrider.v1.Generation", "liveness")] == [status.SERVING] * 3
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service="outrider.v1.Generation"), timeout=30)
+            assert (await watch.read()).status == status.SERVING
+            try:
+                running.leases["target"].set_state("draining")
+                assert (await watch.read()).status == status.NOT_SERVING
+                assert [await check(), await check("liveness")] == [status.NOT_SERVING, status.SERVING]
+            finally:
+                running.leases["target"].set_state("ready")
+            assert (await watch.read()).status == status.SERVING
+            watch.cancel()
+
+    @pytest.mark.parametrize("version", ["v1", "v1alpha"])
+    async def test_grpc_reflection_answers_one_question_after_the_other(self, running: Running, version: str) -> None:
+        """As grpcurl asks: it goes on when it has the answer, and ends its stream at the end."""
+        async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
+            call = cast(Any, channel).stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )(timeout=10)
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            services = [each.name for each in (await call.read()).list_services_response.service]
+            assert {"outrider.v1.Generation", "grpc.health.v1.Health"} < set(services)
+            for name in services:
+                await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name))
+                assert (await call.read()).file_descriptor_response.file_descriptor_proto
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+
+    @pytest.mark.parametrize(
+        "path", ["outrider.v1.Generation/Generate", "outrider.v1.Generation/ListModels", "grpc.health.v1.Health/Check"]
+    )
+    async def test_bytes_that_are_no_message_leave_no_trace_in_the_logs(self, running: Running, path: str) -> None:
+        def traces() -> int:
+            files = (running.temp_dir / "session_latest" / "logs").rglob("*")
+            return sum(file.read_bytes().count(b"Traceback") for file in files if file.is_file())
+
+        num_before = traces()
+        async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await serve_grpc.ask(channel, f"/{path}", b"\xff")
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert traces() == num_before
 
     async def test_clients_that_leave_free_both_workers(self, running: Running) -> None:
         running.target.step_s = 0.02
@@ -266,16 +342,14 @@ class TestUnderRayServe:
                 client.stream("POST", "/v1/completions", json=body) as response,
             ):
                 await anext(response.aiter_lines())
-            sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1)
+            sampling = common_pb2.SamplingParams(temperature=0, max_tokens=900)
             asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling)
             async with grpc.aio.insecure_channel(running.ready["grpc"]) as channel:
                 for _ in range(40):  # Serve's proxy alone loses one in five of these
                     call = generation_pb2_grpc.GenerationStub(channel).Generate(asked, timeout=10)
                     await call.read()
                     call.cancel()
-            await eventually(
-                lambda: running.target.num_open + running.draft.num_open == 0, "both workers are free"
-            )
+            await eventually(lambda: running.target.num_open + running.draft.num_open == 0, "both workers are free")
             assert running.target.num_cancelled == num_before + 41
         finally:
             running.target.step_s = 0.0
@@ -342,7 +416,7 @@ class TestUnderRayServe:
         body = {"prompt": "x", "temperature": 0, "max_tokens": 900, "n": 32, "logprobs": 20, "stream": True}
         address = ("127.0.0.1", int(running.ready["http"].rpartition(":")[2]))
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
-        sampling = common_pb2.SamplingParams(max_tokens=900, top_p=1, num_logprobs=20)
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=900, num_logprobs=20)
         asked = generation_pb2.GenerationRequest(prompt="import", sampling=sampling, n=32)
 
         async def num_slow() -> list[float]:
@@ -352,9 +426,13 @@ class TestUnderRayServe:
             assert len(found) == 2, text
             return [float(value) for value in found]
 
+        async def load() -> int:
+            return int((await client.get("/load")).json()["server_load"])
+
         async def until_let_go(num: int) -> None:
+            """Until the replica has no request either: what a target has generated is still to be written."""
             async with asyncio.timeout(60):
-                while await num_slow() != [num * is_held_up] * 2 or running.target.num_open:  # noqa: ASYNC110
+                while await num_slow() != [num * is_held_up] * 2 or running.target.num_open or await load():  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
 
         async with httpx.AsyncClient(base_url=running.ready["http"], timeout=30) as client:
@@ -372,6 +450,7 @@ class TestUnderRayServe:
                     assert "resume_from" in (caught.value.details() or "")
 
     async def test_it_stops_with_status_zero_and_leaves_no_process(self, running: Running) -> None:
+        """Requests finish where they can, and end with an error where they cannot."""
         family = psutil.Process(running.process.pid).children(recursive=True)
         names = set()
         for process in family:
@@ -379,7 +458,11 @@ class TestUnderRayServe:
                 names.add(process.name())
         assert "raylet" in names
         assert ("haproxy" in names) is (running.ready["proxy"] == "haproxy")
-        running.process.send_signal(signal.SIGTERM)
+        async with httpx.AsyncClient(base_url=running.ready["http"], timeout=60) as client:
+            short, endless = await asyncio.gather(*(stopped_stream(running, client, num) for num in (60, 3000)))
+        assert short.endswith("data: [DONE]\n\n")
+        assert "error" not in short
+        assert '"code":"unavailable"' in endless.replace(" ", "")
         async with asyncio.timeout(60):
             assert await running.process.wait() == 0
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
@@ -389,7 +472,6 @@ class TestUnderRayServe:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", RAY_PROCESSES)
 def test_a_coordinator_ends_with_its_ray_and_takes_all_of_it_along(
@@ -400,7 +482,7 @@ def test_a_coordinator_ends_with_its_ray_and_takes_all_of_it_along(
     url = redis.start()
     port, grpc_port = map(str, free_ports(2))
     words = [
-        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), "10"),
+        *tether.words(10),
         *(sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir)),
         *("--port", port, "--grpc-port", grpc_port),
     ]

@@ -19,16 +19,16 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator import metrics as metrics_module
-from coordinator.fallback import FallbackState
-from coordinator.metrics import CoordinatorMetrics, serve_replica
-from coordinator.openai_response import ResponseWriter
+from coordinator.api.answer.openai_response import ResponseWriter
+from coordinator.observability import metrics as metrics_module
+from coordinator.observability.metrics import CoordinatorMetrics, serve_replica
 from coordinator.settings import METRICS_PORTS, CoordinatorSettings
+from coordinator.speculation.fallback import FallbackState
 from outrider import errors
-from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import AnotherLife, ConfigurationError, OutriderError, WorkerLeaves
-from outrider.free_ports import free_ports
-from outrider.tls import Role
+from outrider.local.free_ports import free_ports
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role
 from tests.coordinator.conftest import ClusterFactory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,9 +54,7 @@ def scrape(port: int) -> str:
 
 
 def test_failures_of_every_kind_are_counted_from_zero_on() -> None:
-    kinds = [
-        each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, OutriderError)
-    ]
+    kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, OutriderError)]
     metrics = CoordinatorMetrics()
     counted = {
         sample.labels["code"]: sample.value
@@ -85,6 +83,22 @@ async def test_a_defect_of_ours_counts_as_internal(
                 await cluster.complete(stream=False)
         metrics = cluster.service.environment.metrics
     assert metrics.registry.get_sample_value("outrider_request_failure_total", {"code": "INTERNAL"}) == 1.0
+
+
+async def test_a_load_tool_that_knows_vllm_finds_its_names_where_it_sends_requests(clusters: ClusterFactory) -> None:
+    async with clusters.open([clusters.target()]) as cluster:
+        await cluster.complete(stream=False)
+        text = (await cluster.client.get("http://coordinator/metrics")).text
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("vllm:") and sample.labels.get("finished_reason") in (None, "length")
+    }
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    assert found["vllm:request_success_total"] == found["vllm:e2e_request_latency_seconds_count"] == 1
+    assert found["vllm:prompt_tokens_total"] > 0
+    assert found["vllm:generation_tokens_total"] > 0
 
 
 def test_without_a_port_there_is_none() -> None:
@@ -132,17 +146,14 @@ def test_where_callers_need_keys_the_port_needs_certificates() -> None:
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_port_without_others_behind_it_is_refused(port: int) -> None:
-    with pytest.raises(ValueError, match="metrics_port"):
+    with pytest.raises(ValueError, match="--metrics-port"):
         settings(port)
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(180)
-async def test_what_two_replicas_behind_one_door_count_adds_up(
-    clusters: ClusterFactory, redis_url: str
-) -> None:
+async def test_what_two_replicas_behind_one_door_count_adds_up(clusters: ClusterFactory, redis_url: str) -> None:
     door, grpc_door, first = free_ports(3)
     temp_dir = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # short, for Ray's sockets
     process = await asyncio.create_subprocess_exec(

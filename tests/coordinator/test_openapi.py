@@ -17,8 +17,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from coordinator.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from coordinator.openapi import openapi_document, openapi_json
+from coordinator.api.anthropic.message_body import CountTokensBody, MessageBody
+from coordinator.api.http.openapi import openapi_document, openapi_json
+from coordinator.api.responses.response_body import ResponseBody
+from coordinator.api.schema.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.held import held, routes
 from tests.hostile import EFFORTS, LATE_MS, try_out
@@ -48,9 +50,10 @@ def test_its_schemas_are_schemas_and_name_every_field() -> None:
     schemas = openapi_document()["components"]["schemas"]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    for model in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
+    bodies = (CompletionBody, ChatBody, ResponseBody, MessageBody, CountTokensBody, TokenizeBody, DetokenizeBody)
+    for model in bodies:
         named = {field.alias or name for name, field in model.model_fields.items()}
-        assert named | set(model.neutral) == set(schemas[model.__name__]["properties"])
+        assert named | set(model.neutral) | set(model.unused) == set(schemas[model.__name__]["properties"])
 
 
 @EFFORTS
@@ -60,8 +63,11 @@ def test_answers_are_as_documented(
     clusters: ClusterFactory, method: str, path: str, mode: GenerationMode, effort: int
 ) -> None:
     operation = schemathesis.openapi.from_dict(openapi_document())[path][method]
-    if mode is GenerationMode.NEGATIVE and method == "GET":
+    body = openapi_document()["paths"][path][method.lower()].get("requestBody")
+    if mode is GenerationMode.NEGATIVE and body is None:
         pytest.skip("there is nothing to get wrong")
+    if body is not None and "multipart/form-data" in body["content"]:
+        pytest.skip("schemathesis reads no streamed request; tests/coordinator/batches has wrong forms")
     checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
     with held(clusters) as cluster:
 

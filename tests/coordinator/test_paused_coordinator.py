@@ -14,9 +14,10 @@ import grpc
 import httpx
 import pytest
 
-from coordinator.admission import Admission, Place
-from coordinator.silence import SilenceWatch
-from outrider.loop_lag import TICK_S, LoopLag
+from coordinator.placement.admission import Admission
+from coordinator.placement.slot_queue import Slot
+from coordinator.workers.silence import SilenceWatch
+from outrider.observability.loop_lag import TICK_S, LoopLag
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, eventually, serving
 from tests.coordinator.stopped_coordinator import SILENCE_MAX_S
@@ -56,7 +57,7 @@ async def test_a_target_is_not_left_because_this_process_was_stopped(clusters: C
         await begun(answer, steps)
         hold_up()
         assert (await answer).json()["usage"]["completion_tokens"] == NUM_TOKENS
-        assert cluster.service.exclusions() == []
+        assert cluster.service.catalog.exclusions() == []
     assert sum(len(target.requests) for target in targets) == 1
 
 
@@ -70,7 +71,7 @@ async def test_a_draft_worker_is_not_let_go_because_this_process_was_stopped(
         await begun(answer, steps)
         hold_up()
         assert (await answer).status_code == 200
-        assert cluster.service.exclusions() == []
+        assert cluster.service.catalog.exclusions() == []
     assert len(draft.requests) == 1
 
 
@@ -99,7 +100,7 @@ async def test_a_connection_that_broke_during_a_pause_is_no_fault_of_the_target(
 ) -> None:
     mortal, heir = clusters.target(dies_at=4), clusters.target()
     async with clusters.open([mortal, heir], settings={"quarantine_s": 60.0}) as cluster:
-        lag, now_s = cluster.service.environment.lag, asyncio.get_running_loop().time()
+        lag, now_s = cluster.service.environment.loop.lag, asyncio.get_running_loop().time()
         if has_been_stopped:
             lag.tick(now_s - 10.0)
             lag.tick(now_s)
@@ -109,7 +110,7 @@ async def test_a_connection_that_broke_during_a_pause_is_no_fault_of_the_target(
             if mortal.num_died:
                 break
         assert mortal.num_died
-        assert bool(cluster.service.exclusions()) != has_been_stopped
+        assert bool(cluster.service.catalog.exclusions()) != has_been_stopped
 
 
 async def test_a_coordinator_stopped_and_continued_replays_nothing(clusters: ClusterFactory) -> None:
@@ -144,7 +145,7 @@ async def test_a_coordinator_stopped_and_continued_replays_nothing(clusters: Clu
 
 
 def test_a_loss_by_our_own_pause_is_told_from_a_workers_death(clusters: ClusterFactory) -> None:
-    from coordinator.silence import is_own_loss
+    from coordinator.workers.silence import is_own_loss
 
     def lost(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
         nothing = grpc.aio.Metadata()
@@ -156,9 +157,7 @@ def test_a_loss_by_our_own_pause_is_told_from_a_workers_death(clusters: ClusterF
         before = is_own_loss(broken, lag)
         lag.tick(now_s - 60.0)
         lag.tick(now_s)
-        unreachable = lost(
-            grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: refused"
-        )
+        unreachable = lost(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: refused")
         failed = lost(grpc.StatusCode.INTERNAL, "a bug")
         return [before, *(is_own_loss(each, lag) for each in (broken, unreachable, failed))]
 
@@ -170,13 +169,11 @@ async def test_a_slot_that_came_with_the_end_of_the_wait_is_taken(
 ) -> None:
     """Both lie ready when a loop that was held up goes on, and the timer is looked at first."""
     target = clusters.target(step_s=0.02)
-    async with clusters.open(
-        [target], settings={"queue_wait_max_s": QUEUE_WAIT_S}, max_num_seqs=1
-    ) as cluster:
+    async with clusters.open([target], settings={"queue_wait_max_s": QUEUE_WAIT_S}, max_num_seqs=1) as cluster:
         leave = Admission.leave
 
-        def leave_and_be_held_up(self: Admission, model: str, place: Place) -> None:
-            leave(self, model, place)
+        def leave_and_be_held_up(self: Admission, model: str, slot: Slot) -> None:
+            leave(self, model, slot)
             hold_up(QUEUE_WAIT_S + 0.2)
 
         monkeypatch.setattr(Admission, "leave", leave_and_be_held_up)

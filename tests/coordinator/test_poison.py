@@ -1,4 +1,5 @@
-"""What is remembered of requests that bring workers down, and whom their neighbours are kept apart from."""
+"""Tests of the record of requests that bring workers down, and of the trials that keep suspects apart from each
+other."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from random import Random
 
 import pytest
 
-from coordinator.poison import (
+from coordinator.intake.run_identity import WorkerLife
+from coordinator.recovery.poison import (
     AGAIN_AFTER_S,
     BACK_S,
     CONVICTED_S,
     CONVICTIONS_MAX,
     LIVES_MAX,
     LOSSES_MAX,
-    NEWS_MAX,
+    NEW_FACTS_MAX,
     NOTED_MAX,
     NOTED_S,
     SUSPECTS_MAX,
@@ -24,8 +26,7 @@ from coordinator.poison import (
     Trials,
     probability_of_at_least,
 )
-from coordinator.run_identity import WorkerLife
-from outrider.worker_record import WorkerRecord, WorkerState
+from outrider.registry.worker_record import WorkerRecord, WorkerState
 from tests.coordinator.fakes import record_of
 
 NOW = 2.0
@@ -83,19 +84,17 @@ class TestRecord:
         assert record.convicted(2 * CONVICTED_S + 1.0) == []
         assert not record
         for number in range(SUSPECTS_MAX + 1):
-            record.suspect(
-                str(number), {WorkerLife(f"t{number}-{life}", "1") for life in range(LIVES_MAX + 1)}, 0.0
-            )
+            record.suspect(str(number), {WorkerLife(f"t{number}-{life}", "1") for life in range(LIVES_MAX + 1)}, 0.0)
         assert len(record) == SUSPECTS_MAX
         assert record.num_killed("0", 0.0) == 0
         assert record.num_killed("1", 0.0) == LIVES_MAX
 
 
 class TestHearsay:
-    """What one replica tells is known to another one."""
+    """Facts about poisonous requests that one replica reports are known to the others."""
 
     def told(self, record: PoisonRecord, at_s: float) -> dict[Fact, float]:
-        return dict.fromkeys(record.take_news(), at_s)
+        return dict.fromkeys(record.take_new_facts(), at_s)
 
     def test_losses_suspicions_and_convictions_are_known_everywhere(self) -> None:
         one, other = Blamed(4), Blamed(4)
@@ -103,24 +102,25 @@ class TestHearsay:
         one.record.suspect("c", {WorkerLife("t1", "1")}, 0.0)
         one.record.convict("d", 0.0)
         facts = self.told(one.record, 0.0)
-        other.record.hear(facts, 1.0)
+        other.record.merge(facts, 1.0)
         assert not other.at(4, 1.0), "a worker was lost to another prompt"
         assert other.at(5, 1.0)
         assert other.record.num_killed("c", 1.0) == 1
         assert other.record.time_left_s("d", 1.0) == CONVICTED_S - 1.0
-        assert other.record.take_news() == [], "it is told once"
+        assert other.record.take_new_facts() == [], "it is told once"
         changes = other.record.num_changes
-        other.record.hear(facts, 2.0)
+        other.record.merge(facts, 2.0)
         assert other.record.num_changes == changes
 
     def test_what_was_lost_to_a_prompt_elsewhere_is_no_chance(self) -> None:
-        """Found: each replica took for chance what a prompt had cost at the others, and let it cost more."""
+        """Found: each replica attributed to chance the losses that a prompt had caused at the others, and let it cause
+        more."""
         one, other = Blamed(4), Blamed(4)
         for life in "12":
             one.lose(life, "a", 0.0)
             other.lose(life, "b", 0.0)
         assert not other.at(3)
-        other.record.hear(self.told(one.record, 0.0), 1.0)
+        other.record.merge(self.told(one.record, 0.0), 1.0)
         assert other.at(3)
 
     def test_whoever_completes_a_prompt_clears_it_everywhere_of_what_was_before(self) -> None:
@@ -131,30 +131,30 @@ class TestHearsay:
         earlier = self.told(other, 0.0)
         for prompt in "ab":
             assert one.acquit(prompt, 5.0)
-        other.hear(earlier | self.told(one, 5.0), 5.0)
+        other.merge(earlier | self.told(one, 5.0), 5.0)
         assert other.num_killed("a", 6.0) == 0
         assert other.time_left_s("b", 6.0) == 0
-        other.hear(earlier, 6.0)
+        other.merge(earlier, 6.0)
         assert other.num_killed("a", 6.0) == 0, "that was before"
         other.convict("b", 7.0)
-        other.hear(self.told(one, 5.0), 7.0)
+        other.merge(self.told(one, 5.0), 7.0)
         assert other.time_left_s("b", 7.0) == CONVICTED_S, "and this is after"
 
     def test_a_loss_that_a_run_went_beyond_is_one_of_the_others(self) -> None:
         one, other = Blamed(4), Blamed(4)
         one.lose("1", "a", 0.0)
         facts = self.told(one.record, 0.0)
-        other.record.hear(facts, 0.0)
+        other.record.merge(facts, 0.0)
         assert other.at(3)
         one.record.excuse("a", {WorkerLife("t0", "1"), WorkerLife("t0", "2")})
-        other.record.hear(self.told(one.record, 0.0), 0.0)
+        other.record.merge(self.told(one.record, 0.0), 0.0)
         for blamed in (one, other):
             assert not blamed.at(4)
             assert blamed.at(5)
-            blamed.record.hear(facts, 0.0)
+            blamed.record.merge(facts, 0.0)
             assert not blamed.at(4), "whatever is told of it again"
         one.record.excuse("a", {WorkerLife("t0", "1")})
-        assert one.record.take_news() == [], "it is told once"
+        assert one.record.take_new_facts() == [], "it is told once"
 
     def test_a_target_that_is_registered_for_long_after_its_loss_is_there(self) -> None:
         blamed = Blamed(4)
@@ -166,7 +166,7 @@ class TestHearsay:
         assert not blamed.at(3)
         blamed.record.look(there, BACK_S + 1.0)
         assert blamed.at(3)
-        blamed.record.hear(facts, BACK_S + 2.0)
+        blamed.record.merge(facts, BACK_S + 2.0)
         assert blamed.at(3), "as others still say"
 
     def test_unless_its_model_stands_still(self) -> None:
@@ -181,16 +181,16 @@ class TestHearsay:
     )  # fmt: skip
     def test_what_makes_no_sense_says_nothing(self, fact: Fact) -> None:
         record = PoisonRecord()
-        record.hear({fact: 0.0}, 0.0)
+        record.merge({fact: 0.0}, 0.0)
         assert not record
 
     def test_no_more_is_kept_to_be_told_than_a_bound(self) -> None:
         record = PoisonRecord()
-        for number in range(NEWS_MAX + 3):
+        for number in range(NEW_FACTS_MAX + 3):
             record.convict(str(number), 0.0)
-        news = record.take_news()
-        assert (len(news), news[0]) == (NEWS_MAX, ("convicted", "3"))
-        assert record.take_news() == []
+        new_facts = record.take_new_facts()
+        assert (len(new_facts), new_facts[0]) == (NEW_FACTS_MAX, ("convicted", "3"))
+        assert record.take_new_facts() == []
 
 
 class Blamed:
@@ -244,9 +244,7 @@ class TestChance:
         blamed.targets, blamed.others = {"t0", "t1"}, {"t2", "t3"}
         assert not blamed.at(7, has_passed_trial=True)
 
-    @pytest.mark.parametrize(
-        ("num_targets", "num_losses"), [(1, LOSSES_MAX), (2, LOSSES_MAX), (4, 5), (11, 3)]
-    )
+    @pytest.mark.parametrize(("num_targets", "num_losses"), [(1, LOSSES_MAX), (2, LOSSES_MAX), (4, 5), (11, 3)])
     def test_one_that_had_passed_its_trial_is_ended_when_hardly_any_chance_is_left(
         self, num_targets: int, num_losses: int
     ) -> None:
@@ -300,9 +298,7 @@ class TestChance:
         [("1", "a", 0.0), ("1", "b", -NOTED_S), ("1", "b", 0.0, "another model")],
         ids=["with the same prompt", "long ago", "of another model"],
     )
-    def test_what_says_nothing_about_the_run_does_not_count_for_it(
-        self, loss: tuple[str, str, float]
-    ) -> None:
+    def test_what_says_nothing_about_the_run_does_not_count_for_it(self, loss: tuple[str, str, float]) -> None:
         blamed = Blamed(4)
         blamed.lose(*loss)
         assert blamed.at(3)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from coordinator import prior_store as store_module
-from coordinator.prior_store import LIFE_S, PriorStore
-from coordinator.priors import HALF_LIFE_S, Evidence, PriorKey, PriorTable, StartingMode
-from coordinator.service import GenerationService
+from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
+from coordinator.speculation import prior_store as store_module
+from coordinator.speculation.prior_store import LIFE_S, PriorStore
+from coordinator.speculation.priors import HALF_LIFE_S, Evidence, PriorKey, PriorTable, StartingMode
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import eventually
 
@@ -45,7 +45,7 @@ class Replica:
             self.table.record(key, evidence, 0.0)
 
     def knows(self, key: PriorKey = KEY) -> tuple[float, ...]:
-        return self.table.evidence(key, 0.0).counts
+        return self.table.evidence(key, 0.0)
 
 
 @contextlib.asynccontextmanager
@@ -62,9 +62,7 @@ async def server_time_s(client: redis.asyncio.Redis) -> float:
 
 
 class TestSharing:
-    async def test_what_one_replica_learns_another_starts_by(
-        self, redis_url: str, client: redis.asyncio.Redis
-    ) -> None:
+    async def test_what_one_replica_learns_another_starts_by(self, redis_url: str, client: redis.asyncio.Redis) -> None:
         async with replicas(redis_url) as (first, second):
             first.learn(BAD, 30)
             assert await first.store.sync()
@@ -89,9 +87,7 @@ class TestSharing:
         assert results[0] == pytest.approx((6, 3, 30, 21.75, 9), rel=1e-2)
         assert results[0] == pytest.approx(results[1], rel=1e-2)
 
-    async def test_writes_at_the_same_time_lose_nothing(
-        self, redis_url: str, client: redis.asyncio.Redis
-    ) -> None:
+    async def test_writes_at_the_same_time_lose_nothing(self, redis_url: str, client: redis.asyncio.Redis) -> None:
         async with replicas(redis_url, 8) as made:
             for _ in range(5):
                 for replica in made:
@@ -110,9 +106,7 @@ class TestSharing:
             await second.store.sync()
             assert second.knows()[0] == pytest.approx(3, rel=1e-2)
 
-    async def test_the_background_task_reads_by_itself(
-        self, redis_url: str, client: redis.asyncio.Redis
-    ) -> None:
+    async def test_the_background_task_reads_by_itself(self, redis_url: str, client: redis.asyncio.Redis) -> None:
         async with replicas(redis_url, 1) as (writer,):
             writer.learn(BAD, 30)
             await writer.store.sync()
@@ -130,25 +124,22 @@ class TestSharing:
         )
         async with GenerationService(settings) as first:
             for _ in range(30):
-                first.environment.priors.record(KEY, BAD, first.environment.now_s())
+                first.environment.speculation.priors.record(KEY, BAD, first.environment.now_s())
         async with GenerationService(settings) as second:
             environment = second.environment
             if uses_priors:
                 await eventually(
-                    lambda: environment.priors.is_doubted(KEY, environment.now_s()), "the second knows"
+                    lambda: environment.speculation.priors.is_doubted(KEY, environment.now_s()),
+                    "the second knows",
                 )
         assert await client.exists(VALUES) == uses_priors
 
-    async def test_no_cancellation_is_lost_in_a_call(
-        self, redis_url: str, client: redis.asyncio.Redis
-    ) -> None:
+    async def test_no_cancellation_is_lost_in_a_call(self, redis_url: str, client: redis.asyncio.Redis) -> None:
         async def ask_and_go_on(registry: Registry) -> None:
             await registry.ping()
             await asyncio.Event().wait()
 
-        for num_turns in range(
-            0, 200, 5
-        ):  # of the loop, so that it meets every stage of connecting and asking
+        for num_turns in range(0, 200, 5):  # of the loop, so that it meets every stage of connecting and asking
             registry = Registry(redis_url)
             task = asyncio.create_task(ask_and_go_on(registry))
             for _ in range(num_turns):
@@ -160,9 +151,7 @@ class TestSharing:
 
 
 class TestWhatIsStored:
-    async def test_evidence_fades_by_the_servers_clock(
-        self, redis_url: str, client: redis.asyncio.Redis
-    ) -> None:
+    async def test_evidence_fades_by_the_servers_clock(self, redis_url: str, client: redis.asyncio.Redis) -> None:
         then_s = await server_time_s(client) - HALF_LIFE_S
         await client.hset(VALUES, str(KEY), f"{then_s:.3f} 8 4 20 10 6")
         await client.zadd(TIMES, {str(KEY): then_s})
@@ -173,9 +162,7 @@ class TestWhatIsStored:
             await replica.store.sync()
             assert replica.knows() == pytest.approx((5, 3, 11, 6, 4), rel=1e-2)
 
-    async def test_both_keys_share_a_slot_and_expire(
-        self, redis_url: str, client: redis.asyncio.Redis
-    ) -> None:
+    async def test_both_keys_share_a_slot_and_expire(self, redis_url: str, client: redis.asyncio.Redis) -> None:
         async with replicas(redis_url, 1) as (replica,):
             replica.learn(BAD)
             await replica.store.sync()

@@ -1,4 +1,4 @@
-"""What earlier requests say about a new one."""
+"""Tests of priors: statistics of earlier requests that decide whether a new one begins with speculation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import priors as priors_module
-from coordinator.generation_request import GenerationInput, GenerationSpec
-from coordinator.priors import (
+from coordinator.intake.generation_request import GenerationInput, GenerationSpec
+from coordinator.speculation import priors as priors_module
+from coordinator.speculation.priors import (
     DOUBT_ABOVE,
     DOUBT_BELOW,
     EXPLORED_ONE_IN,
@@ -67,13 +67,13 @@ class TestEvidence:
 
     @given(evidences, st.floats(0, 1000), st.floats(0, 1000))
     def test_fading_twice_is_fading_once_for_both(self, each: Evidence, first: float, second: float) -> None:
-        assert each.faded(first).faded(second).counts == pytest.approx(each.faded(first + second).counts)
+        assert each.faded(first).faded(second) == pytest.approx(each.faded(first + second))
 
     @given(evidences, evidences, st.floats(0, 1000))
     def test_fading_and_adding_commute(self, one: Evidence, other: Evidence, elapsed_s: float) -> None:
-        assert one.plus(other).counts == other.plus(one).counts
+        assert one.plus(other) == other.plus(one)
         together = one.plus(other).faded(elapsed_s)
-        assert together.counts == pytest.approx(one.faded(elapsed_s).plus(other.faded(elapsed_s)).counts)
+        assert together == pytest.approx(one.faded(elapsed_s).plus(other.faded(elapsed_s)))
 
     @given(st.lists(st.tuples(st.floats(0, 900), evidences, st.integers(0, 2)), max_size=12), st.randoms())
     def test_replicas_sum_to_the_same_whoever_wrote_first(
@@ -87,7 +87,7 @@ class TestEvidence:
         shared = NOTHING
         for each in replicas:
             shared = shared.plus(each.take(1000.0).get(KEY, NOTHING))
-        assert shared.counts == pytest.approx(alone.evidence(KEY, 1000.0).counts)
+        assert shared == pytest.approx(alone.evidence(KEY, 1000.0))
 
 
 class TestKeys:
@@ -151,9 +151,7 @@ class TestStart:
     def test_what_is_known_fades_until_all_speculate_again(self) -> None:
         made = table((BAD, 64))
         assert made.is_doubted(KEY, 0.0)
-        assert made.is_doubted(KEY, 3 * HALF_LIFE_S), (
-            "eight verdicts left: not enough to begin, enough to stay"
-        )
+        assert made.is_doubted(KEY, 3 * HALF_LIFE_S), "eight verdicts left: not enough to begin, enough to stay"
         assert not made.is_doubted(KEY, 5 * HALF_LIFE_S)
         assert not made.is_doubted(KEY, 3 * HALF_LIFE_S)
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator import grpc_api
+from coordinator.api.grpc import grpc_api
 from outrider.errors import InvalidRequest
 from protos.outrider.v1 import generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -79,7 +79,7 @@ async def test_a_wait_beyond_the_bound_ends_with_429_and_a_time_to_come_back(
         refused = await cluster.complete()
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
-        assert "none had a place within 0.2 s" in refused.json()["error"]["message"]
+        assert "none had a slot within 0.2 s" in refused.json()["error"]["message"]
         first.cancel()
 
 

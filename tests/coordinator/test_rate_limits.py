@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import rate_limits
-from coordinator.rate_limits import BEGUN, CERTAIN, NEW, Bucket, RateLimits
-from outrider.api_keys import Caller, Scope, TenantLimits
+from coordinator.access import rate_limits
+from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.access.rate_limits import BEGUN, CERTAIN, NEW, Bucket, RateLimits
 from outrider.errors import Overloaded
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import Registry
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.registry import Registry
 
 LIMITS = TenantLimits(requests_per_minute=60, tokens_per_minute=6000)
 SEARCH = Caller("search", frozenset(Scope), LIMITS)
@@ -47,17 +47,12 @@ class TestBucket:
             max_size=200,
         )
     )
-    def test_no_minute_lets_more_in_than_two_minutes_worth(
-        self, charges: list[tuple[float, int, int, bool]]
-    ) -> None:
+    def test_no_minute_lets_more_in_than_two_minutes_worth(self, charges: list[tuple[float, int, int, bool]]) -> None:
         """A full bucket and what flows in meanwhile, and the one request that empties it."""
         bucket, now_s, let_in = Bucket.full(LIMITS, 0.0), 0.0, list[float]()
         for pause_s, requests, tokens, is_certain in charges:
             now_s += pause_s
-            if (
-                bucket.charge(LIMITS, now_s, requests, tokens, CERTAIN if is_certain else NEW) == 0
-                and not is_certain
-            ):
+            if bucket.charge(LIMITS, now_s, requests, tokens, CERTAIN if is_certain else NEW) == 0 and not is_certain:
                 let_in += [now_s] * requests
         for start_s in let_in:
             assert sum(start_s <= at_s < start_s + 60 for at_s in let_in) <= 2 * 60 + 3
@@ -84,9 +79,7 @@ class TestBucket:
 class TestShared:
     async def test_replicas_keep_to_one_limit_together(self, registry: Registry) -> None:
         replicas = [RateLimits(registry, lambda: 0.0) for _ in range(3)]
-        outcomes = await asyncio.gather(
-            *(replicas[i % 3].admit(SEARCH, 1) for i in range(90)), return_exceptions=True
-        )
+        outcomes = await asyncio.gather(*(replicas[i % 3].admit(SEARCH, 1) for i in range(90)), return_exceptions=True)
         refused = [each for each in outcomes if each is not None]
         assert all(isinstance(each, Overloaded) for each in refused)
         assert len(refused) in (29, 30)  # a request a second flows in meanwhile
@@ -96,9 +89,7 @@ class TestShared:
         await limits.admit(SEARCH, 10)
         limits.owe(SEARCH, 9000)
         await limits.charge_outputs()
-        with pytest.raises(
-            Overloaded, match="tenant search has used up its 60 requests or 6000 tokens"
-        ) as caught:
+        with pytest.raises(Overloaded, match="tenant search has used up its 60 requests or 6000 tokens") as caught:
             await RateLimits(registry, lambda: 0.0).admit(SEARCH, 1)
         assert 29 < caught.value.retry_after_s < 31
 
@@ -164,9 +155,7 @@ class TestWithoutRedis:
 
 
 class TestTold:
-    async def test_who_was_refused_is_refused_at_once_until_its_time_has_come(
-        self, registry: Registry
-    ) -> None:
+    async def test_who_was_refused_is_refused_at_once_until_its_time_has_come(self, registry: Registry) -> None:
         now_s = 0.0
         limits = RateLimits(registry, lambda: now_s)
         limits.check(SEARCH)

@@ -1,4 +1,4 @@
-"""What Ray's processes inherit: no value from outside opens a port of theirs."""
+"""Tests of the environment that Ray's processes inherit: no value from outside opens one of their ports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from coordinator import __main__ as main
-from coordinator.ingress import Chosen, Proxy
-from coordinator.ray_environment import ray_environment
+from coordinator.hosting.ingress import Chosen
+from coordinator.hosting.ray_environment import ray_environment
+from coordinator.settings import Proxy
 
 TOKEN = "n" * 64
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import __main__
-from coordinator.ray_processes import NAMES, RayProcesses
+from coordinator.hosting.ray_processes import NAMES, RayProcesses
 from tests.e2e.system import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="they are watched on Linux alone")

@@ -20,10 +20,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from coordinator import ingress
-from coordinator.haproxy_launcher import REQUEST_BYTES_MAX, RETRIES, rewritten
-from coordinator.ingress import ProxyUnusable
-from outrider.free_ports import free_ports
+from coordinator.hosting import ingress
+from coordinator.hosting.haproxy_launcher import REQUEST_BYTES_MAX, RETRIES, rewritten
+from coordinator.hosting.ingress import ProxyUnusable
+from outrider.local.free_ports import free_ports
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.fake_coordinators import FakeCoordinators, Fate, fake_coordinators
 
@@ -136,9 +136,7 @@ def the_first_dies(number: int) -> Fate:
 
 
 @pytest.mark.parametrize("num_bytes", [100, REQUEST_BYTES_MAX - 4096])
-async def test_another_replica_answers_where_nothing_of_the_answer_was_said(
-    front: Front, num_bytes: int
-) -> None:
+async def test_another_replica_answers_where_nothing_of_the_answer_was_said(front: Front, num_bytes: int) -> None:
     front.fakes.fate_of = the_first_dies
     async with client_of(front.port) as client:
         answer = await client.post("/v1/completions", content=b"x" * num_bytes)
@@ -184,7 +182,7 @@ async def test_the_client_of_a_request_too_long_to_be_kept_is_told(front: Front)
 
 @pytest.mark.parametrize("told", ["Content-Length: 100000", "Transfer-Encoding: chunked"])
 async def test_a_body_that_is_not_kept_is_not_waited_for(front: Front, told: str) -> None:
-    """Who may not ask is told so before the body has come."""
+    """A client without permission is refused before its request's body has arrived."""
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
     try:
         writer.write(f"POST /refused HTTP/1.1\r\nHost: x\r\n{told}\r\n\r\n".encode() + b"5\r\nhello\r\n")

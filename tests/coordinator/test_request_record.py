@@ -1,4 +1,5 @@
-"""What the log and the trace say of a request: how it ended, and nothing that a client has made up."""
+"""Tests of a request's line in the log and of its trace span: they show how it ended, and nothing that a client has
+made up."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from coordinator.choices import RequestFinished
-from coordinator.environment import Environment
-from coordinator.generation_request import GenerationInput, GenerationSpec
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.request_record import RequestRecord
-from coordinator.request_session import Finished
+from coordinator.intake.generation_request import GenerationInput, GenerationSpec
+from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.observability.statistics import RequestTimes, SpeculationCounts
+from coordinator.output.sequence_output import SequenceFinished
+from coordinator.request.choices import RequestFinished
+from coordinator.request.environment import Environment
+from coordinator.request.request_record import RequestRecord
 from coordinator.settings import CoordinatorSettings
-from coordinator.statistics import RequestTimes, SpeculationCounts
 from outrider.errors import DeadlineExceeded
+from outrider.observability.tracing import TRACEPARENT, Tracing
 from outrider.sampling_params import SamplingParams
-from outrider.tracing import TRACEPARENT, Tracing
 from protos.outrider.v1 import common_pb2, target_pb2
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeTarget
@@ -34,7 +35,7 @@ from tests.coordinator.fakes import FakeTarget
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 FINISHED = RequestFinished(
     (
-        Finished(
+        SequenceFinished(
             text="", finish_reason="stop", stop_reason=None, num_prompt_tokens=1, num_output_tokens=3,
             decoding_mode=common_pb2.DECODING_MODE_GREEDY, counts=SpeculationCounts(), times=RequestTimes(0.0),
             num_cached_tokens=None,
@@ -58,7 +59,7 @@ def told(
     has_finished: bool = True,
     what: GenerationSpec | None = None,
 ) -> tuple[str, ReadableSpan]:
-    """The line and the span of a request that ended like this."""
+    """Returns the log line and the trace span of a request that ended like this."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     settings = CoordinatorSettings(tokenizer_dir="unused", redis_url="unused", logs_requests=True)
@@ -140,9 +141,7 @@ def test_no_field_can_be_forged_by_what_a_client_chooses(caplog: pytest.LogCaptu
 
 def test_plain_words_are_written_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     line, _ = told(caplog, what=spec(tenant="team-a/search@eu:1.2"))
-    assert line.startswith(
-        "request_id=r1 tenant=team-a/search@eu:1.2 model=demo status=OK num_prompt_tokens=1 "
-    )
+    assert line.startswith("request_id=r1 tenant=team-a/search@eu:1.2 model=demo status=OK num_prompt_tokens=1 ")
 
 
 class Listening(FakeTarget):

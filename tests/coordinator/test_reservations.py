@@ -1,4 +1,4 @@
-"""Places at workers: taken in order, given back, kept alive, and of no account while Redis is away."""
+"""Slots at workers: taken in order, given back, kept alive, and of no account while Redis is away."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.reservations import AWAY_S, CANDIDATES_MAX, Reservations
+from coordinator.placement.reservations import AWAY_S, CANDIDATES_MAX, Reservations
 from outrider.errors import RegistryUnavailable
-from outrider.worker_record import WorkerRecord
+from outrider.registry.worker_record import WorkerRecord
 from tests.coordinator.fakes import record_of
 from tests.simulation.registry import PoolModel
 
@@ -35,9 +35,7 @@ class FakeRegistry:
         self.is_away = False
         self.num_asked = 0
 
-    async def reserve(
-        self, pool: str, incarnations: Sequence[str], limits: Sequence[int], token: str
-    ) -> int | None:
+    async def reserve(self, pool: str, incarnations: Sequence[str], limits: Sequence[int], token: str) -> int | None:
         await self._answer()
         return self.pool.reserve(incarnations, limits, token, self.now_s)
 
@@ -95,10 +93,7 @@ async def test_few_of_many_workers_are_asked(redis: FakeRegistry) -> None:
 
 async def test_two_replicas_see_each_other(redis: FakeRegistry) -> None:
     async with reservations(redis) as one, reservations(redis) as other:
-        taken = [
-            await each.take("target", WORKERS[:1], name)
-            for each, name in ((one, "a"), (other, "b"), (one, "c"))
-        ]
+        taken = [await each.take("target", WORKERS[:1], name) for each, name in ((one, "a"), (other, "b"), (one, "c"))]
         assert taken == [WORKERS[0], WORKERS[0], None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,12 +13,12 @@ from urllib.parse import quote
 
 import pytest
 
-from coordinator import grpc_api
-from coordinator.resumption import Claim, ResumePoint, StreamPosition, parse_position
-from coordinator.run_identity import RunIdentity
+from coordinator.api.grpc import grpc_api
+from coordinator.intake.run_identity import RunIdentity
+from coordinator.recovery.resumption import Claim, ResumePoint, StreamPosition, parse_position
 from outrider.errors import InvalidRequest, NotFound, RegistryUnavailable
-from outrider.registry import JournalUpdate, JournalWrite
-from outrider.worker_record import Snapshot
+from outrider.registry.registry import JournalUpdate, JournalWrite
+from outrider.registry.worker_record import Snapshot
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget
@@ -58,15 +59,14 @@ def run_of(text: str) -> str:
 
 
 def said(events: list[Event]) -> dict[int, dict[str, Any]]:
-    """What a client has put together of each text."""
+    """Returns by index the sequences that a client assembles from the events: text, roles, token ids, log probabilities
+    and ends."""
     texts: dict[int, dict[str, Any]] = {}
     for _, data in events:
         if data == "[DONE]":
             continue
         for choice in json.loads(data)["choices"]:
-            text = texts.setdefault(
-                choice["index"], {"text": "", "roles": 0, "ids": [], "logprobs": [], "ends": []}
-            )
+            text = texts.setdefault(choice["index"], {"text": "", "roles": 0, "ids": [], "logprobs": [], "ends": []})
             delta = choice.get("delta", choice)
             text["text"] += delta.get("text") or delta.get("content") or ""
             text["roles"] += "role" in delta
@@ -81,7 +81,7 @@ def said(events: list[Event]) -> dict[int, dict[str, Any]]:
 
 @asynccontextmanager
 async def replicas(clusters: ClusterFactory, **target: Any) -> AsyncIterator[tuple[Cluster, Cluster, Memory]]:
-    """Two, each with a target of its own, and their journal."""
+    """Two coordinators, each with a target of its own, and their common journal."""
     memory = Memory()
 
     def made() -> FakeTarget:
@@ -111,9 +111,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-async def test_the_rest_follows_behind_every_event(
-    clusters: ClusterFactory, body: dict[str, Any], step: int
-) -> None:
+async def test_the_rest_follows_behind_every_event(clusters: ClusterFactory, body: dict[str, Any], step: int) -> None:
     request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS | body
     async with replicas(clusters, tokens_per_step=step) as (one, other, _):
         whole = events_of((await one.client.post("/v1/completions", json=request)).text)
@@ -162,7 +160,7 @@ async def test_a_chat_goes_on_by_its_id_alone(clusters: ClusterFactory) -> None:
     async with replicas(clusters) as (one, other, _):
         headers = {"X-Request-Id": "r1"}
         whole = events_of((await one.client.post("/v1/chat/completions", json=request, headers=headers)).text)
-        await one.service._journal._flush()  # type: ignore[union-attr]
+        await one.service.streams.journal._flush()  # type: ignore[union-attr]
         for num_seen in range(2, len(whole)):  # behind the role, which comes with the first token
             last = whole[num_seen - 1][0]
             answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": last} if last else {})
@@ -191,14 +189,12 @@ ODD_IDS = (
 
 
 @pytest.mark.parametrize("request_id", ODD_IDS)
-async def test_whatever_is_in_an_id_its_stream_goes_on_by_it(
-    clusters: ClusterFactory, request_id: str
-) -> None:
+async def test_whatever_is_in_an_id_its_stream_goes_on_by_it(clusters: ClusterFactory, request_id: str) -> None:
     request = {"prompt": "import", "temperature": 0, "max_tokens": 5, "stream": True} | WITH_IDS
     async with replicas(clusters) as (one, other, _):
         body = request | {"request_id": request_id}
         whole = events_of((await one.client.post("/v1/completions", json=body)).text)
-        await one.service._journal._flush()  # type: ignore[union-attr]
+        await one.service.streams.journal._flush()  # type: ignore[union-attr]
         path = f"/v1/streams/{quote(request_id, safe='')}"
         answer = await other.client.get(path, headers={"Last-Event-ID": whole[1][0]})
         assert answer.status_code == 200, answer.text
@@ -221,7 +217,7 @@ async def test_known_tokens_are_not_generated_again(clusters: ClusterFactory) ->
     request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (one, other, _):
         whole = await one.client.post("/v1/completions", json=request, headers={"X-Request-Id": "r1"})
-        await one.service._journal._flush()  # type: ignore[union-attr]
+        await one.service.streams.journal._flush()  # type: ignore[union-attr]
         run = run_of(whole.text)
         answer = await other.client.get("/v1/streams/r1", headers={"Last-Event-ID": f"{run}:6"})
         assert [id for id, _ in events_of(answer.text)][-2:] == [f"{run}:9e", ""]
@@ -251,13 +247,9 @@ async def test_a_client_that_is_back_before_the_journal_was_written_finds_its_st
 async def test_what_cannot_be_made_again_is_refused(clusters: ClusterFactory) -> None:
     request = {"prompt": "import", "temperature": 1, "max_tokens": 9, "stream": True} | WITH_IDS
     async with replicas(clusters) as (_, other, _):
-        answer = await other.client.post(
-            "/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3"}
-        )
+        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
-        answer = await other.client.post(
-            "/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3.4"}
-        )
+        answer = await other.client.post("/v1/completions", json=request, headers={"Last-Event-ID": SOME_RUN + "3.4"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
         answer = await other.client.get("/v1/streams/nobody")
         assert answer.status_code == 404
@@ -269,7 +261,7 @@ async def test_events_have_ids_only_where_somebody_wants_them(clusters: ClusterF
     async with replicas(clusters) as (one, _, memory):
         answer = await one.client.post("/v1/completions", json=request)
         assert all(block.startswith("data: ") for block in answer.text.split("\n\n") if block)
-        await one.service._journal._flush()  # type: ignore[union-attr]
+        await one.service.streams.journal._flush()  # type: ignore[union-attr]
         assert not memory.stored
 
 
@@ -322,7 +314,7 @@ async def test_a_request_that_finds_no_room_in_the_journal_is_not_taken_for_an_e
     request = {"prompt": "import", "temperature": 0, "max_tokens": 9, "stream": True} | WITH_IDS
     headers = {"X-Request-Id": "r1"}
     async with replicas(clusters) as (one, _, _):
-        journal = one.service._journal
+        journal = one.service.streams.journal
         assert journal is not None
         whole = await one.client.post("/v1/completions", json=request, headers=headers)
         await journal._flush()
@@ -350,7 +342,7 @@ async def test_a_seed_that_the_coordinator_drew_is_kept(clusters: ClusterFactory
     async with clusters.open([target], settings=settings, registry=memory) as cluster:  # type: ignore[arg-type]
         headers = {"X-Request-Id": "r1"}
         whole = events_of((await cluster.client.post("/v1/completions", json=request, headers=headers)).text)
-        await cluster.service._journal._flush()  # type: ignore[union-attr]
+        await cluster.service.streams.journal._flush()  # type: ignore[union-attr]
         headers = {"Last-Event-ID": whole[0][0]}
         rest = events_of((await cluster.client.get("/v1/streams/r1", headers=headers)).text)
     assert said(whole[:1] + rest) == said(whole)
@@ -365,7 +357,7 @@ class TestOverGrpc:
     async def chunks(self, cluster: Cluster, **fields: Any) -> list[generation_pb2.GenerationChunk]:
         asked = generation_pb2.GenerationRequest(**fields)
         found = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
-        await cluster.service._journal._flush()  # type: ignore[union-attr]
+        await cluster.service.streams.journal._flush()  # type: ignore[union-attr]
         return found
 
     async def test_a_stream_goes_on_twice_under_its_own_id(self, clusters: ClusterFactory) -> None:
@@ -376,9 +368,7 @@ class TestOverGrpc:
             seen, num_seen = "", 0
             for replica, num_new in ((other, 4), (one, 3), (other, 2)):
                 point = generation_pb2.ResumePoint(num_tokens=num_seen, has_begun=num_seen > 0)
-                rest = await self.chunks(
-                    replica, request_id=request_id, resume_from=[point], run=whole[0].run
-                )
+                rest = await self.chunks(replica, request_id=request_id, resume_from=[point], run=whole[0].run)
                 assert {chunk.request_id for chunk in rest} == {request_id}
                 assert seen + "".join(chunk.text for chunk in rest) == text
                 right = [token_id for chunk in whole for token_id in chunk.token_ids]
@@ -386,15 +376,32 @@ class TestOverGrpc:
                 num_seen += num_new
                 seen = clusters.tokenizer.decode(right[:num_seen])
 
-    async def test_the_best_of_several_begin_anew_for_whoever_has_nothing(
+    async def test_an_entry_of_a_release_that_left_zeros_out_is_read_as_it_was_written(
         self, clusters: ClusterFactory
     ) -> None:
+        """There an unset temperature was 0. What is written here says every value, so that both read it alike."""
+        async with replicas(clusters) as (one, other, memory):
+            whole = await self.chunks(one, prompt="import", sampling=self.SAMPLING, request_id="a")
+            written = base64.b64decode(memory.stored["a"]["payload"])
+            older = generation_pb2.GenerationRequest.FromString(written)
+            assert older.sampling.HasField("temperature")
+            older.sampling.ClearField("temperature")
+            assert one.service.streams.journal is not None
+            entry = await one.service.streams.journal.load("a")
+            assert entry is not None
+            ghost = one.service.streams.journal.begin("a", replace(entry, payload=older.SerializeToString()), 10)
+            assert ghost is not None
+            await one.service.streams.journal._flush()
+            point = generation_pb2.ResumePoint(num_tokens=4, has_begun=True)
+            rest = await self.chunks(other, request_id="a", resume_from=[point], run=whole[0].run)
+            right = [token_id for chunk in whole for token_id in chunk.token_ids]
+            assert [token_id for chunk in rest for token_id in chunk.token_ids] == right[4:]
+
+    async def test_the_best_of_several_begin_anew_for_whoever_has_nothing(self, clusters: ClusterFactory) -> None:
         async with replicas(clusters) as (one, _, _):
             fields: dict[str, Any] = {"prompt": "import", "sampling": self.SAMPLING, "best_of": 2}
             whole = await self.chunks(one, **fields)
-            again = await self.chunks(
-                one, **fields, request_id="a", resume_from=[generation_pb2.ResumePoint()]
-            )
+            again = await self.chunks(one, **fields, request_id="a", resume_from=[generation_pb2.ResumePoint()])
             assert "".join(chunk.text for chunk in again) == "".join(chunk.text for chunk in whole)
 
     async def test_what_has_ended_brings_nothing_more(self, clusters: ClusterFactory) -> None:
@@ -419,9 +426,7 @@ class TestOverGrpc:
 
 class TestPosition:
     def test_it_reads_back(self) -> None:
-        position = StreamPosition(
-            [ResumePoint()] * 3, RunIdentity("0123456789ab", weights_digest="ba9876543210")
-        )
+        position = StreamPosition([ResumePoint()] * 3, RunIdentity("0123456789ab", weights_digest="ba9876543210"))
         assert str(position) == SOME_RUN + "-.-.-"
         assert parse_position(str(position), 3, "id") is None
         position.advance(0, 12)

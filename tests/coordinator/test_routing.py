@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.routing import FULL_S, LOAD_BOUND, Router, WorkerKey, key_of, prefix_key
-from outrider.worker_record import Snapshot, WorkerRecord
+from coordinator.placement.routing import FULL_S, LOAD_BOUND, Router, WorkerKey, key_of, prefix_key
+from outrider.registry.worker_record import Snapshot, WorkerRecord
 from tests.coordinator.fakes import record_of
 
 FINGERPRINT = "0123456789abcdef"
@@ -37,9 +37,7 @@ def pick(
     excluded: Collection[WorkerKey] = (),
     now_s: float = 0.0,
 ) -> WorkerRecord | None:
-    ranked = made.rank_targets(
-        Snapshot(targets=workers), now_s, model="demo", num_tokens=num_tokens, excluded=excluded
-    )
+    ranked = made.rank_targets(Snapshot(targets=workers), now_s, model="demo", num_tokens=num_tokens, excluded=excluded)
     return ranked[0] if ranked else None
 
 
@@ -170,9 +168,7 @@ def test_all_are_ranked_and_what_everybody_reserved_counts() -> None:
 
 
 def test_models_are_those_of_usable_targets() -> None:
-    snapshot = Snapshot(
-        targets=(target(0), target(1, model_name="b"), target(2, model_name="c", state="draining"))
-    )
+    snapshot = Snapshot(targets=(target(0), target(1, model_name="b"), target(2, model_name="c", state="draining")))
     assert sorted(router().models(snapshot, 0.0)) == ["b", "demo"]
     assert sorted(router("demo", "c").models(snapshot, 0.0)) == ["demo"]
 
@@ -243,9 +239,7 @@ class TestPrefixAffinity:
 
     def test_a_home_that_is_much_busier_than_the_rest_is_passed_over(self) -> None:
         (home,) = homes(router(), self.workers, [PROMPT])
-        busy = [
-            replace(worker, num_running=4) if worker.worker_id == home else worker for worker in self.workers
-        ]
+        busy = [replace(worker, num_running=4) if worker.worker_id == home else worker for worker in self.workers]
         assert homes(router(), busy, [PROMPT]) != [home]
         rest = [replace(worker, num_running=4) for worker in self.workers]
         assert homes(router(), rest, [PROMPT]) == [home], "as busy as everybody"
@@ -260,9 +254,7 @@ class TestPrefixAffinity:
 
     def test_a_target_with_a_queue_is_nobodys_home(self) -> None:
         (home,) = homes(router(), self.workers, [PROMPT])
-        waiting = [
-            replace(worker, wait_ms=500) if worker.worker_id == home else worker for worker in self.workers
-        ]
+        waiting = [replace(worker, wait_ms=500) if worker.worker_id == home else worker for worker in self.workers]
         assert homes(router(), waiting, [PROMPT]) != [home]
 
 
@@ -273,9 +265,11 @@ def test_of_two_targets_the_one_with_the_shorter_wait_is_picked() -> None:
 
 def test_a_few_texts_wait_at_the_target_and_one_that_has_begun_finds_the_whole_queue_open() -> None:
     made, worker = router(), target(0, max_num_seqs=16, max_num_waiting=64)
-    assert made.place_limit(worker) == 18
-    assert made.place_limit(worker, is_urgent=True) == 80
-    assert made.place_limit(target(0, max_num_seqs=1, max_num_waiting=64)) == 2
+    assert made.slot_limit(worker) == 18
+    assert made.slot_limit(worker, is_urgent=True) == 80
+    assert made.slot_limit(target(0, max_num_seqs=1, max_num_waiting=64)) == 2
+    assert made.slot_limit(worker, is_background=True) == 14
+    assert made.slot_limit(target(0, max_num_seqs=1), is_background=True) == 1
     for _ in range(18):
         assert made.may_ask(worker, 0.0)
         made.open_session(worker)

@@ -13,15 +13,19 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator import grpc_api, journal, target_call
-from coordinator.journal import _pack_losses
-from coordinator.loss_exchange import UNTOLD_MAX
-from coordinator.poison import LOSSES_MAX
-from coordinator.request_session import KNOWN_LOSSES_S, LONG_PROMPT_TOKENS
-from coordinator.run_identity import RunIdentity, digest_of, parse_fingerprint
-from outrider.api_keys import ANYBODY
+from coordinator.access.api_keys import ANYBODY
+from coordinator.api.grpc import grpc_api
+from coordinator.intake.generation_request import _sampling_bytes
+from coordinator.intake.run_identity import RunIdentity, digest_of, parse_fingerprint
+from coordinator.recovery import journal
+from coordinator.recovery.journal_entry import _pack_losses
+from coordinator.recovery.loss_exchange import UNSENT_MAX
+from coordinator.recovery.poison import LOSSES_MAX
+from coordinator.request import target_call
+from coordinator.request.sequence_runner import KNOWN_LOSSES_S, LONG_PROMPT_TOKENS
 from outrider.errors import Conflict, RegistryUnavailable
-from outrider.worker_record import Snapshot, WorkerRecord
+from outrider.registry.worker_record import Snapshot, WorkerRecord
+from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually, record_of
@@ -39,9 +43,7 @@ def prompt_of(asked: target_pb2.GenerateRequest) -> list[int]:
 
 
 @asynccontextmanager
-async def two_replicas(
-    clusters: ClusterFactory, **settings: Any
-) -> AsyncIterator[tuple[Cluster, Cluster, Memory]]:
+async def two_replicas(clusters: ClusterFactory, **settings: Any) -> AsyncIterator[tuple[Cluster, Cluster, Memory]]:
     memory = Memory()
 
     def opened() -> Any:
@@ -55,8 +57,8 @@ async def two_replicas(
 async def ask(cluster: Cluster, body: dict[str, Any], request_id: str, last_event: str = "") -> Any:
     headers = {"X-Request-Id": request_id} | ({"Last-Event-ID": last_event} if last_event else {})
     answer = await cluster.client.post("/v1/completions", json=body, headers=headers)
-    assert cluster.service._journal is not None
-    await cluster.service._journal._flush()
+    assert cluster.service.streams.journal is not None
+    await cluster.service.streams.journal._flush()
     return answer
 
 
@@ -130,7 +132,7 @@ class TestTheJournalIsOfOneRun:
         """Found as (a): a replica 0.2 s behind its client left `AAABBBBBBBBB` where `AAABB` had been shown."""
         async with two_replicas(clusters) as (one, other, _):
             whole = events_of((await ask(one, SEEDED, "r1")).text)
-            late = one.service._journal
+            late = one.service.streams.journal
             assert late is not None
             entry = await late.load("r1")
             assert entry is not None
@@ -150,7 +152,7 @@ class TestTheJournalIsOfOneRun:
         async def chunks(cluster: Cluster, **fields: Any) -> list[generation_pb2.GenerationChunk]:
             asked = generation_pb2.GenerationRequest(request_id="r1", sampling=sampling, **fields)
             found = [chunk async for chunk in grpc_api.generate(cluster.service, asked)]
-            await cluster.service._journal._flush()  # type: ignore[union-attr]
+            await cluster.service.streams.journal._flush()  # type: ignore[union-attr]
             return found
 
         async with two_replicas(clusters) as (one, other, _):
@@ -176,7 +178,7 @@ class TestADrawnSeed:
             if why == "it is too long":
                 monkeypatch.setattr(journal, "PAYLOAD_BYTES_MAX", 10)
             if why == "there is no room":
-                monkeypatch.setattr(one.service._journal, "_bytes_max", 0)
+                monkeypatch.setattr(one.service.streams.journal, "_bytes_max", 0)
             whole = events_of((await ask(one, self.DRAWN, "r1")).text)
             assert ids_of(whole)
             is_kept = "payload" in memory.stored["r1"]  # and not only that there was one
@@ -302,9 +304,7 @@ class TestEqualWeights:
             assert ids_of(events) == [11] * 9
             assert not new.requests
 
-    async def test_a_run_that_is_resumed_goes_on_at_equal_targets_only(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_run_that_is_resumed_goes_on_at_equal_targets_only(self, clusters: ClusterFactory) -> None:
         old, new = FakeTarget([11]), FakeTarget([12])
         async with self.opened(clusters, old, new, weights=(("old", "cpu"), ("new", "cpu"))) as cluster:
             records = cluster.service.snapshot().targets
@@ -383,9 +383,7 @@ class Interrupted(FakeTarget):
 
 async def until_held(targets: Sequence[Deadly]) -> None:
     """Until one has a request that it does not die of: what that was lost with before, its coordinator knows."""
-    await eventually(
-        lambda: any(target.num_open and target.dies_at is None for target in targets), "it is held", 30
-    )
+    await eventually(lambda: any(target.num_open and target.dies_at is None for target in targets), "it is held", 30)
 
 
 async def leave(asking: asyncio.Task[Any], cluster: Cluster) -> None:
@@ -403,9 +401,7 @@ class TestPoison:
     """Found as (f): a request whose target dies after its first token was replayed without a limit."""
 
     @pytest.mark.parametrize("dies_after", [0, 1, 3])
-    async def test_at_most_three_workers_are_lost_to_one_run(
-        self, clusters: ClusterFactory, dies_after: int
-    ) -> None:
+    async def test_at_most_three_workers_are_lost_to_one_run(self, clusters: ClusterFactory, dies_after: int) -> None:
         is_deadly = True
 
         class Deadly(FakeTarget):
@@ -485,7 +481,7 @@ class TestPoison:
             asking = asyncio.create_task(cluster.complete())
             await asyncio.wait_for(asked.wait(), 30)
             await leave(asking, cluster)
-            assert [len(each.killed) for each in environment.poison._suspects.values()] == [1]
+            assert [len(each.killed) for each in environment.losses.poison._suspects.values()] == [1]
 
     async def test_targets_that_never_answered_it_do_not_count(self, clusters: ClusterFactory) -> None:
         """Found: where all targets stood still at once, each request was sent to one after the other and ended."""
@@ -522,9 +518,7 @@ class TestPoison:
             assert answer.status_code == (200 if tries_another else 503), answer.text
             assert target.num_died == 3
 
-    async def test_one_that_no_target_answers_is_refused_and_blamed_for_nothing(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_one_that_no_target_answers_is_refused_and_blamed_for_nothing(self, clusters: ClusterFactory) -> None:
         """Nor does it wait for longer than at three targets."""
         still = [FakeTarget([11], is_hung=True) for _ in range(5)]
         settings = {"target_silence_max_s": 0.2, "quarantine_s": 30.0}
@@ -534,9 +528,9 @@ class TestPoison:
             assert "does not answer" in answer.text
             environment = cluster.service.environment
             # Three were asked; whether each had heard of it within its time is the machine's affair.
-            assert [loss.had for loss in environment.poison._losses.values()] == [{}] * 3
-            assert environment.poison.convicted(environment.now_s()) == []
-            assert not environment.poison._suspects
+            assert [loss.had for loss in environment.losses.poison._losses.values()] == [{}] * 3
+            assert environment.losses.poison.convicted(environment.now_s()) == []
+            assert not environment.losses.poison._suspects
 
     async def test_where_a_poison_is_a_place_in_its_output_clients_that_leave_hide_nothing(
         self, clusters: ClusterFactory
@@ -561,16 +555,14 @@ class TestPoison:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3
 
-    async def test_one_that_kills_at_once_is_told_so_however_many_others_die(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_one_that_kills_at_once_is_told_so_however_many_others_die(self, clusters: ClusterFactory) -> None:
         """Found: it was given up after three targets with an error that asks for another try, at each replica anew."""
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 0, up_to=99) for _ in range(3)]
         async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
             environment = cluster.service.environment
             gone = replace(environment.snapshot().targets[0], incarnation="before")
-            environment.poison.note_loss(gone, "another prompt", environment.now_s())
+            environment.losses.poison.note_loss(gone, "another prompt", environment.now_s())
             answer = await cluster.complete(max_tokens=9)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert 3 < len(deaths) <= LOSSES_MAX
@@ -605,13 +597,11 @@ class TestPoison:
             record = environment.snapshot().targets[0]
             for number in range(num_others):
                 gone = replace(record, incarnation=f"before {number}")
-                environment.poison.note_loss(gone, "another prompt", environment.now_s())
+                environment.losses.poison.note_loss(gone, "another prompt", environment.now_s())
             answer = await cluster.complete(max_tokens=90)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == num_deaths
-            assert trials == [False] * (num_deaths - 1) + [True], (
-                "it is tried when one more loss would end it"
-            )
+            assert trials == [False] * (num_deaths - 1) + [True], "it is tried when one more loss would end it"
 
     async def test_one_that_had_passed_its_trial_goes_on_when_it_is_lost_once_more(
         self, clusters: ClusterFactory
@@ -648,18 +638,16 @@ class TestPoison:
             answer = await cluster.complete(max_tokens=90)
             assert answer.status_code == (200 if lives is None else 503), answer.text
             assert len(deaths) == 3
-            assert bool(cluster.service.environment.poison) == (lives is not None)
+            assert bool(cluster.service.environment.losses.poison) == (lives is not None)
 
-    async def test_whoever_completes_a_prompt_clears_what_was_lost_with_it(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_whoever_completes_a_prompt_clears_what_was_lost_with_it(self, clusters: ClusterFactory) -> None:
         """Whatever brought that worker down, for the next request with the prompt it is one of the others."""
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=1, is_held=False) for _ in range(2)]
         async with clusters.open([*targets], settings={"quarantine_s": 0.01}) as cluster:
             answer = await cluster.complete(max_tokens=9)
             assert answer.status_code == 200, answer.text
-            losses = cluster.service.environment.poison._losses.values()
+            losses = cluster.service.environment.losses.poison._losses.values()
             assert len(deaths) == 1
             assert [loss.had for loss in losses] == [{}]
 
@@ -670,16 +658,16 @@ class TestPoison:
             asking = asyncio.create_task(cluster.complete())
             await until_held(targets)
             await leave(asking, cluster)
-            assert cluster.service.environment.poison
+            assert cluster.service.environment.losses.poison
             for target in targets:
                 target.is_held = False
             trials = [len(target.requests) for target in targets]
             assert (await cluster.complete(prompt="def")).status_code == 200
-            assert cluster.service.environment.poison, "that was another one"
+            assert cluster.service.environment.losses.poison, "that was another one"
             assert (await cluster.complete()).status_code == 200
             environment = cluster.service.environment
-            assert environment.poison.convicted(environment.now_s()) == []
-            assert not environment.poison._suspects
+            assert environment.losses.poison.convicted(environment.now_s()) == []
+            assert not environment.losses.poison._suspects
             assert (await cluster.complete()).status_code == 200
             asked = [
                 request.trial_tokens > 0
@@ -688,9 +676,7 @@ class TestPoison:
             ]
             assert sorted(asked) == [False, False, True], "it was tried alone until it was cleared"
 
-    async def test_a_request_that_is_cancelled_before_its_trial_leaves_none(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_request_that_is_cancelled_before_its_trial_leaves_none(self, clusters: ClusterFactory) -> None:
         deaths, reached = list[Deadly](), asyncio.Event()
         targets = [Deadly(deaths, 1, up_to=2) for _ in range(3)]
         settings = {"quarantine_s": 0.01}
@@ -701,17 +687,17 @@ class TestPoison:
                 """Those with long prompts wait in it; here one on trial waits without end."""
 
                 async def __aenter__(self) -> None:
-                    if environment.trials._at:
+                    if environment.losses.trials._at:
                         reached.set()
                         await asyncio.Event().wait()
 
                 async def __aexit__(self, *_: object) -> None: ...
 
-            object.__setattr__(environment, "long_prompts", Line())
+            object.__setattr__(environment.loop, "long_prompts", Line())
             asking = asyncio.create_task(cluster.complete(prompt=[65] * (LONG_PROMPT_TOKENS + 1)))
             await asyncio.wait_for(reached.wait(), 30)
             await leave(asking, cluster)
-            assert not environment.trials._at
+            assert not environment.losses.trials._at
 
     @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION])
     async def test_a_connection_that_breaks_is_no_death_nor_is_a_target_that_gives_it_back(
@@ -723,7 +709,7 @@ class TestPoison:
             answer = await cluster.complete(max_tokens=8)
             assert answer.status_code == 200, answer.text
             assert len(targets[0].requests) + len(targets[1].requests) >= 8
-            assert not cluster.service.environment.poison
+            assert not cluster.service.environment.losses.poison
             assert not any(request.trial_tokens for target in targets for request in target.requests)
 
     @pytest.mark.parametrize("comes_back", [True, False])
@@ -749,9 +735,7 @@ class TestPoison:
             assert was_tried is not comes_back
 
     @pytest.mark.parametrize("stalled_ms", [0, 60_000])
-    async def test_nor_is_one_that_was_paused_and_serves_again(
-        self, clusters: ClusterFactory, stalled_ms: int
-    ) -> None:
+    async def test_nor_is_one_that_was_paused_and_serves_again(self, clusters: ClusterFactory, stalled_ms: int) -> None:
         """Found: on a machine with too much to do targets were silent for seconds, and runs were ended for that."""
         targets = [Interrupted(clusters.script, code=None, stalled_ms=stalled_ms) for _ in range(2)]
         settings = {"quarantine_s": 0.01, "target_silence_max_s": 0.3}
@@ -767,9 +751,7 @@ class TestPoison:
                 assert answer.status_code == 200, answer.text
 
     @pytest.mark.parametrize("dies_after", [0, 2])
-    async def test_losses_are_remembered_across_coordinators(
-        self, clusters: ClusterFactory, dies_after: int
-    ) -> None:
+    async def test_losses_are_remembered_across_coordinators(self, clusters: ClusterFactory, dies_after: int) -> None:
         deaths, memory = list[Deadly](), Memory()
         targets = [[Deadly(deaths, dies_after, up_to=2) for _ in range(3)] for _ in range(2)]
         opened = [
@@ -793,7 +775,7 @@ class TestPoison:
                 target.up_to = 9
             # What its client has seen, which is nothing or the tokens of the first target at least.
             service = one.service
-            entry = (await service.recall("r1", ANYBODY)).entry
+            entry = (await service.streams.recall("r1", ANYBODY)).entry
             assert entry is not None
             seen = f"{entry.request_digest}-{entry.weights_digest}:1" if dies_after else ""
             headers = {"Last-Event-ID": seen} if seen else {}
@@ -801,7 +783,7 @@ class TestPoison:
             assert "poisonous_request" in answer.text
             assert len(deaths) == 3
             assert targets[1][0].deaths[-1].requests[0].trial_tokens > 0, "it was tried alone"
-            await other.service._journal._flush()  # type: ignore[union-attr]
+            await other.service.streams.journal._flush()  # type: ignore[union-attr]
             answer = await one.client.get("/v1/streams/r1", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3, "what lost as many as one may is not gone on with"
@@ -812,13 +794,13 @@ class TestPoison:
         deaths, trials = list[Deadly](), list[bool]()
 
         class Forgotten(Deadly):
-            """What was known of others is forgotten just before it dies for the third time."""
+            """A target that dies; just before the third attempt, the recorded losses of other workers are forgotten."""
 
             async def Generate(self, request: Any, context: Any) -> Any:
                 trials.append(request.trial_tokens > 0)
                 if len(trials) == 3:
                     for worker in others:
-                        environment.poison.regain(worker)
+                        environment.losses.poison.regain(worker)
                 async for event in super().Generate(request, context):
                     yield event
 
@@ -828,7 +810,7 @@ class TestPoison:
             record = environment.snapshot().targets[0]
             others = [replace(record, incarnation=f"before {number}") for number in range(2)]
             for worker in others:
-                environment.poison.note_loss(worker, "another prompt", environment.now_s())
+                environment.losses.poison.note_loss(worker, "another prompt", environment.now_s())
             answer = await cluster.complete(max_tokens=90)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert trials == [False, False, False, True]
@@ -854,19 +836,17 @@ class TestPoison:
             for cluster in opened:
                 environment = cluster.service.environment
                 if not has_heard:
-                    await environment.losses.__aexit__()
+                    await environment.losses.exchange.__aexit__()
                     await asyncio.sleep(KNOWN_LOSSES_S)  # what it knows is not taken for fresh
                 elif deaths:
-                    while not environment.poison.convicted(environment.now_s()):  # noqa: ASYNC110 - it tells nobody
+                    while not environment.losses.poison.convicted(environment.now_s()):  # noqa: ASYNC110 - it tells nobody
                         await asyncio.sleep(0.01)
                 answer = await cluster.complete(max_tokens=90)
                 assert answer.json()["error"]["code"] == "poisonous_request"
-                await environment.losses.refresh(0.0)
+                await environment.losses.exchange.refresh(0.0)
             assert len(deaths) == num_deaths
 
-    async def test_a_registry_that_does_not_answer_keeps_no_replay_waiting(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_a_registry_that_does_not_answer_keeps_no_replay_waiting(self, clusters: ClusterFactory) -> None:
         class Away(Memory):
             num_asked = 0
 
@@ -885,8 +865,8 @@ class TestPoison:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3, "it goes by what it knows"
             assert memory.num_asked
-            told = cluster.service.environment.losses._untold
-            assert 0 < len(told) <= UNTOLD_MAX
+            told = cluster.service.environment.losses.exchange._unsent
+            assert 0 < len(told) <= UNSENT_MAX
 
     async def test_losses_of_another_run_under_its_id_are_not_its_own(self, clusters: ClusterFactory) -> None:
         async with two_replicas(clusters) as (one, other, memory):
@@ -934,3 +914,13 @@ class TestIdentity:
     def test_parts_do_not_run_into_each_other(self) -> None:
         assert digest_of("ab", "c") != digest_of("a", "bc")
         assert digest_of(("a", "b")) != digest_of("a", "b")
+
+    @pytest.mark.parametrize(
+        ("temperature", "written"),
+        [(0.0, "150000803f180330094d0000803f650000803f"), (0.5, "0d0000003f150000803f180330094d0000803f650000803f")],
+    )
+    def test_parameters_count_as_at_releases_that_left_zeros_out(self, temperature: float, written: str) -> None:
+        """A stream that was begun at one of them is resumed here, while a fleet is upgraded."""
+        sampling = SamplingParams(temperature=temperature, max_tokens=9, top_k=3)
+        assert sampling.to_proto().HasField("temperature")
+        assert _sampling_bytes(sampling).hex() == written

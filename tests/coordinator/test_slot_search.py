@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.slot_search import Restrictions, SlotSearch
-from outrider.worker_record import WorkerRecord
+from coordinator.placement.slot_search import Restrictions, SlotSearch
+from outrider.registry.worker_record import WorkerRecord
 from tests.coordinator.fakes import record_of
 
 LENGTHS = (10, 20, 40, 80)
@@ -31,9 +31,7 @@ def search(workers: list[WorkerRecord], with_room: set[str], queue: list[Asked])
 
     def rank(asked: Asked) -> list[WorkerRecord]:
         return [
-            worker
-            for worker in workers
-            if worker.max_model_len >= asked[0] and int(worker.incarnation) not in asked[1]
+            worker for worker in workers if worker.max_model_len >= asked[0] and int(worker.incarnation) not in asked[1]
         ]
 
     for number, asked in enumerate(queue):

@@ -16,9 +16,10 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator import grpc_api, news_queue
-from coordinator.grpc_ingress import Pace, timed
-from coordinator.http_api import create_app
+from coordinator.api.grpc import grpc_api
+from coordinator.api.grpc.grpc_ingress import Pace, timed
+from coordinator.api.http.application import create_app
+from coordinator.output import output_queue
 from outrider.errors import OutriderError
 from protos.outrider.v1 import common_pb2, generation_pb2
 from tests.coordinator.conftest import Cluster, ClusterFactory
@@ -52,9 +53,7 @@ def behind_serve(app: ASGIApp) -> ASGIApp:
 
 
 @asynccontextmanager
-async def listening(
-    cluster: Cluster, hosted: Callable[[ASGIApp], ASGIApp] = lambda app: app
-) -> AsyncIterator[int]:
+async def listening(cluster: Cluster, hosted: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[int]:
     """The coordinator behind a real server with small socket buffers, its port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)  # of what it accepts, too
@@ -209,7 +208,7 @@ class TestOverHttp:
                 await client.rest()
 
     async def test_the_end_of_an_answer_is_not_kept_either(self, clusters: ClusterFactory) -> None:
-        """What uvicorn has taken, it keeps for as long as the connection lasts."""
+        """uvicorn keeps the output that it has accepted for as long as the connection lasts."""
         target = clusters.target(tokens_per_step=50)
         async with (
             clusters.open([target], settings={"client_stall_max_s": 0.3}) as cluster,
@@ -232,11 +231,12 @@ class TestOverHttp:
 
 
 class TestWhatIsKeptWhole:
-    """Beside what waits for a reader: answers that are no streams, candidates, and what is said of the prompt."""
+    """Data that is kept beside the output that waits for a reader: answers that are not streamed, candidates, and the
+    prompt's log probabilities."""
 
     @pytest.fixture(autouse=True)
     def little(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(news_queue, "GATHERED_BYTES_MAX", 256 << 10)
+        monkeypatch.setattr(output_queue, "GATHERED_BYTES_MAX", 256 << 10)
 
     @pytest.mark.parametrize("changes", [{}, {"best_of": 2}])
     async def test_an_answer_that_grows_too_large_is_refused_with_the_way_out(
@@ -254,8 +254,11 @@ class TestWhatIsKeptWhole:
     async def test_what_it_takes_to_write_an_answer_is_counted_too(
         self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(news_queue, "GATHERED_BYTES_MAX", 1 << 20)
-        body = GREEDY | {"max_tokens": 200, "logprobs": 20}  # 400 KB of news, more than another MiB to write
+        monkeypatch.setattr(output_queue, "GATHERED_BYTES_MAX", 1 << 20)
+        body = GREEDY | {
+            "max_tokens": 200,
+            "logprobs": 20,
+        }  # 400 KB of output, more than another MiB to write
         async with clusters.open([clusters.target()]) as cluster:
             answer = await cluster.client.post("/v1/completions", json=body)
             stream = await cluster.client.post("/v1/completions", json=body | {"stream": True})
@@ -268,9 +271,7 @@ class TestWhatIsKeptWhole:
             answer = await cluster.client.post("/v1/completions", json=LONG)
         assert len(said(events_of(answer.text))[0]["logprobs"]) == 900
 
-    async def test_what_is_said_of_the_prompt_is_bounded_before_any_work(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_what_is_said_of_the_prompt_is_bounded_before_any_work(self, clusters: ClusterFactory) -> None:
         body = {"prompt": "import " * 60, "max_tokens": 1, "stream": True, "prompt_logprobs": 5, "n": 64}
         async with clusters.open([clusters.target()], max_num_seqs=64) as cluster:
             answer = await cluster.client.post("/v1/completions", json=body)
@@ -322,12 +323,8 @@ async def grpc_channel(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
 
 
 def calling(channel: grpc.aio.Channel, deadline_ms: int = 0) -> Any:
-    sampling = common_pb2.SamplingParams(
-        temperature=0, top_p=1, max_tokens=900, num_logprobs=20, ignore_eos=True
-    )
-    request = generation_pb2.GenerationRequest(
-        prompt="import", sampling=sampling, n=4, deadline_ms=deadline_ms
-    )
+    sampling = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=900, num_logprobs=20, ignore_eos=True)
+    request = generation_pb2.GenerationRequest(prompt="import", sampling=sampling, n=4, deadline_ms=deadline_ms)
     method = channel.unary_stream(
         "/outrider.v1.Generation/Generate",
         request_serializer=generation_pb2.GenerationRequest.SerializeToString,
@@ -359,9 +356,7 @@ class TestOverGrpc:
             assert num_slow(cluster, "request") == 0
             call.cancel()
 
-    async def test_one_who_does_not_read_is_ended_and_told_how_to_go_on(
-        self, clusters: ClusterFactory
-    ) -> None:
+    async def test_one_who_does_not_read_is_ended_and_told_how_to_go_on(self, clusters: ClusterFactory) -> None:
         target = clusters.target()
         async with (
             clusters.open([target], settings={"client_stall_max_s": 0.3}) as cluster,

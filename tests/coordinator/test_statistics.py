@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.statistics import RequestTimes, SpeculationCounts, times_to_json
-from coordinator.text_output import TextOutput
-from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from coordinator.observability.statistics import RequestTimes, SpeculationCounts, times_to_json
+from coordinator.output.text_output import TextOutput
+from outrider.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from protos.outrider.v1 import common_pb2
 from tests.coordinator.conftest import ClusterFactory
 
@@ -42,14 +42,26 @@ def test_the_message_and_the_json_agree() -> None:
     assert (message.num_steps, message.num_spec_steps) == (5, 4)
 
 
-def test_without_hints_means_are_null_and_not_zero() -> None:
+def test_without_hints_means_are_those_of_plain_decoding() -> None:
     made = SpeculationCounts()
     made.add_step(0, 0)
     stats = made.to_json(num_speculative_tokens=0, is_detailed=False)
-    assert stats["mean_acceptance_length"] is None
-    assert stats["draft_acceptance_rate"] is None
-    assert stats["acceptance_histogram"] == []
+    assert stats["mean_acceptance_length"] == 1.0
+    assert stats["draft_acceptance_rate"] == 0.0
+    assert stats["acceptance_histogram"] == [0]
     assert "per_step_accepted" not in stats
+
+
+@pytest.mark.parametrize(("num_speculative_tokens", "expected"), [(0, [0, 1, 1, 0]), (4, [0, 1, 1, 0, 0])])
+def test_a_histogram_of_accepted_hints_has_an_entry_for_each_number(
+    num_speculative_tokens: int, expected: list[int]
+) -> None:
+    made = SpeculationCounts()
+    made.add_step(3, 1)
+    made.add_step(2, 2)
+    stats = made.to_json(num_speculative_tokens=num_speculative_tokens, is_detailed=False)
+    assert stats["acceptance_histogram"] == expected
+    assert len(expected) == stats["num_spec_tokens"] + 1
 
 
 def test_times_are_milliseconds_from_arrival() -> None:
@@ -86,12 +98,10 @@ def test_the_first_min_tokens_are_shown_whatever_they_spell(clusters: ClusterFac
     token_ids = clusters.tokenizer.encode("STOP a STOP b STOP")
     num_first = len(clusters.tokenizer.encode("STOP a ST"))
     for size in (1, 3, len(token_ids)):
-        made = TextOutput(
-            IncrementalDetokenizer(clusters.tokenizer), StopStringMatcher(["STOP"]), min_tokens=num_first
-        )
+        made = TextOutput(IncrementalDetokenizer(clusters.tokenizer), StopStringMatcher(["STOP"]), min_tokens=num_first)
         text = ""
         for start in range(0, len(token_ids), size):
-            if not made.is_stopped:
+            if made.stop_string is None:
                 step = token_ids[start : start + size]
                 text += made.push(step, [PLAIN] * len(step)).text
         # The second one began too early to count.
@@ -143,7 +153,7 @@ def test_the_same_tokens_in_other_steps_are_the_same_text(clusters: ClusterFacto
     for size in (1, 2, 3, 5, len(token_ids)):
         made, text = output(clusters, "STOP", "zzz"), ""
         for start in range(0, len(token_ids), size):
-            if not made.is_stopped:
+            if made.stop_string is None:
                 step = token_ids[start : start + size]
                 text += made.push(step, [PLAIN] * len(step)).text
         results.add((text + made.finish(), tuple(made.token_ids)))

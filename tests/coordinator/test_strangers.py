@@ -1,4 +1,4 @@
-"""What the `openai` package makes of our refusals and errors at its defaults, where it tries twice again by itself."""
+"""Tests of how the `openai` package handles our refusals and errors with its defaults, which include two retries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.openai_response import ResponseWriter
+from coordinator.api.answer.openai_response import ResponseWriter
 from outrider.errors import AnotherLife, Conflict, DeadlineExceeded, OutriderError, Poisonous, Unavailable
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import eventually
@@ -37,7 +37,7 @@ def kinds_of_errors() -> list[type[OutriderError]]:
 
 
 def test_only_what_would_end_in_the_same_way_is_not_to_be_tried_again() -> None:
-    """Among the statuses that OpenAI's clients try again."""
+    """Errors that clients must not retry have statuses with which OpenAI's clients would retry."""
     final = {kind for kind in kinds_of_errors() if kind.is_final}
     assert final == {Conflict, Poisonous, DeadlineExceeded}
     assert all(kind.http_status in (408, 409, 429) or kind.http_status >= 500 for kind in final)
@@ -46,16 +46,14 @@ def test_only_what_would_end_in_the_same_way_is_not_to_be_tried_again() -> None:
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_a_refusal_is_met_by_a_second_try_that_succeeds(
-    clusters: ClusterFactory, is_streaming: bool
-) -> None:
-    """The time to come back is honest: who keeps to it gets an answer."""
+async def test_a_refusal_is_met_by_a_second_try_that_succeeds(clusters: ClusterFactory, is_streaming: bool) -> None:
+    """The time in Retry-After is right: a client that waits for it gets an answer."""
     target = clusters.target(step_s=0.02)
     async with (
         clusters.open([target], settings={"queue_wait_max_s": 0.1}, max_num_seqs=1) as cluster,
         stranger_of(cluster) as stranger,
     ):
-        first = asyncio.create_task(cluster.complete(max_tokens=40))
+        first = asyncio.create_task(cluster.complete(max_tokens=20))
         await eventually(lambda: target.num_open == 1, "the only slot is held")
         seen = await stranger.ask("import", 5, is_streaming)
         await first
@@ -64,9 +62,7 @@ async def test_a_refusal_is_met_by_a_second_try_that_succeeds(
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_a_request_that_brings_targets_down_is_sent_once(
-    clusters: ClusterFactory, is_streaming: bool
-) -> None:
+async def test_a_request_that_brings_targets_down_is_sent_once(clusters: ClusterFactory, is_streaming: bool) -> None:
     targets = [clusters.target(dies_at=0) for _ in range(4)]
     async with (
         clusters.open(targets, settings={"quarantine_s": 0.01}) as cluster,
@@ -99,9 +95,7 @@ async def test_what_is_of_another_run_says_that_it_is_not_to_be_tried_again(
 
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
-async def test_a_stream_whose_targets_are_lost_ends_with_the_cause(
-    clusters: ClusterFactory, is_chat: bool
-) -> None:
+async def test_a_stream_whose_targets_are_lost_ends_with_the_cause(clusters: ClusterFactory, is_chat: bool) -> None:
     async with (
         clusters.open([clusters.target(dies_at=5)], settings={"target_wait_max_s": 0.2}) as cluster,
         stranger_of(cluster) as stranger,

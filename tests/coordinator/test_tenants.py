@@ -1,4 +1,4 @@
-"""What a tenant may do at a coordinator that knows its callers by their keys, and what it has to pay for."""
+"""Tests of a tenant's permissions and charges at a coordinator that identifies callers by their keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.fair_queue import URGENT
-from outrider.api_keys import Caller, Scope, entry, new_key
+from coordinator.access.api_keys import Caller, Scope, entry, new_key
+from coordinator.placement.fair_queue import URGENT
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually
 from tests.coordinator.test_resumption import SOME_RUN, Memory, run_of
@@ -23,7 +23,7 @@ STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_event_ids"
 
 @dataclass(frozen=True)
 class Door:
-    """A coordinator behind keys, and a tenant's way to it."""
+    """A coordinator that requires keys, and the key of one tenant."""
 
     cluster: Cluster
     headers: dict[str, str]
@@ -31,20 +31,18 @@ class Door:
 
     async def ask(self, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         body = {"prompt": "import", "temperature": 0, "max_tokens": 8} | body
-        return await self.cluster.client.post(
-            "/v1/completions", json=body, headers=self.headers | (headers or {})
-        )
+        return await self.cluster.client.post("/v1/completions", json=body, headers=self.headers | (headers or {}))
 
     async def resume(self, request_id: str, last_event: str) -> httpx.Response:
         headers = self.headers | {"Last-Event-ID": last_event}
         return await self.cluster.client.get(f"/v1/streams/{request_id}", headers=headers)
 
     async def write_journal(self) -> None:
-        await self.cluster.service._journal._flush()  # type: ignore[union-attr]
+        await self.cluster.service.streams.journal._flush()  # type: ignore[union-attr]
 
     @property
     def priorities(self) -> list[int]:
-        """That the target was asked for."""
+        """Priorities of the requests that the target has received."""
         return [request.priority for request in self.cluster.targets[0].requests]
 
 
@@ -52,14 +50,12 @@ class Door:
 async def door(clusters: ClusterFactory, folder: Path, limits: str) -> AsyncIterator[Door]:
     key = new_key()
     path = folder / "keys.toml"
-    path.write_text(
-        f"[tenants.search]\n{limits}\n" + entry(key, "search", frozenset({Scope.GENERATE}), None, "")
-    )
+    path.write_text(f"[tenants.search]\n{limits}\n" + entry(key, "search", frozenset({Scope.GENERATE}), None, ""))
     settings = {"api_keys_file": str(path)}
     target = FakeTarget(clusters.script)
     async with clusters.open([target], settings=settings, registry=Memory()) as cluster:  # type: ignore[arg-type]
         charges: list[int] = []
-        tenants = cluster.service.environment.limits
+        tenants = cluster.service.environment.limits.rates
         owe = tenants.owe
 
         def noted(caller: Caller, num_output_tokens: int) -> None:
@@ -88,7 +84,7 @@ async def test_a_position_in_a_stream_that_nobody_knows_passes_no_limit(
 async def test_a_stream_goes_on_beyond_its_tenants_limit_but_not_for_ever(
     clusters: ClusterFactory, tmp_path: Path
 ) -> None:
-    """Up to a minute's worth is owed."""
+    """A tenant may owe up to a minute's worth of its limit."""
     async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
         run = run_of((await one.ask({"X-Request-Id": "r1"}, **STREAM)).text)
         assert (await one.ask()).status_code == 200
@@ -158,10 +154,7 @@ async def test_looking_for_a_stream_that_nobody_knows_counts_as_a_request(
 ) -> None:
     """It costs two looks at Redis and a wait in between."""
     async with door(clusters, tmp_path, "requests_per_minute = 2") as one:
-        codes = [
-            (await one.cluster.client.get("/v1/streams/r9", headers=one.headers)).status_code
-            for _ in range(3)
-        ]
+        codes = [(await one.cluster.client.get("/v1/streams/r9", headers=one.headers)).status_code for _ in range(3)]
         assert codes == [404, 404, 429]
 
 
@@ -178,9 +171,7 @@ async def test_nobody_goes_before_others_unless_the_file_says_so(
         assert one.priorities == ([priority] if code == 200 else [])
 
 
-async def test_an_id_that_no_request_could_have_is_not_looked_up(
-    clusters: ClusterFactory, tmp_path: Path
-) -> None:
+async def test_an_id_that_no_request_could_have_is_not_looked_up(clusters: ClusterFactory, tmp_path: Path) -> None:
     async with door(clusters, tmp_path, "") as one:
         answer = await one.ask({"Last-Event-ID": SOME_RUN + "1"}, request_id="x" * 100_000, **STREAM)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
@@ -196,7 +187,7 @@ async def test_a_prompt_is_charged_once_for_each_sequence_and_a_request_once(
     limits = "tokens_per_minute = 60000\nrequests_per_minute = 10"
     async with door(clusters, tmp_path, limits) as one:
         answer = await one.ask(**SAMPLED, **body)
-        bucket = one.cluster.service.environment.limits._buckets["search"]
+        bucket = one.cluster.service.environment.limits.rates._buckets["search"]
         num_prompt_tokens = answer.json()["usage"]["prompt_tokens"]
         assert (round(60000 - bucket.tokens), round(10 - bucket.requests)) == (num * num_prompt_tokens, 1)
 
@@ -219,12 +210,10 @@ async def test_a_tenants_sequences_at_once_have_a_limit_and_each_of_n_counts(
         assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
         assert (await two).status_code == 200
         assert (await one.ask(**SAMPLED, n=3)).status_code == 200
-        assert not one.cluster.service.environment.concurrency._running
+        assert not one.cluster.service.environment.limits.concurrency._running
 
 
-async def test_whoever_has_too_many_sequences_gets_no_work_done(
-    clusters: ClusterFactory, tmp_path: Path
-) -> None:
+async def test_whoever_has_too_many_sequences_gets_no_work_done(clusters: ClusterFactory, tmp_path: Path) -> None:
     async with door(clusters, tmp_path, "max_concurrent_sequences = 1") as one:
         one.cluster.targets[0].step_s = 0.02
         first = asyncio.create_task(one.ask(max_tokens=200))
@@ -239,7 +228,5 @@ async def test_whoever_has_too_many_sequences_gets_no_work_done(
         one.cluster.service.preparation.prepare = prepared  # type: ignore[method-assign]
         first.cancel()
         await eventually(lambda: one.cluster.targets[0].num_open == 0, "its client is gone")
-        await eventually(
-            lambda: not one.cluster.service.environment.concurrency._running, "it counts no more"
-        )
+        await eventually(lambda: not one.cluster.service.environment.limits.concurrency._running, "it counts no more")
         assert (await one.ask()).status_code == 200

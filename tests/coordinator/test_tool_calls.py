@@ -1,21 +1,14 @@
-"""Calls of functions: the grammar permits well-formed ones only, and the parser finds them however they arrive."""
+"""Calls of functions over HTTP: how they are asked for, answered and streamed."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 
-from coordinator.tool_calls import ToolCallParser, ToolMode, ToolUse, tool_grammar
-from outrider.grammar import GrammarCompiler
-from outrider.sampling_params import GrammarKind, GrammarSpec
-from outrider.tokenizer import Tokenizer
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeTarget
 from tests.coordinator.test_http_api import events_of, openai_client
@@ -35,80 +28,11 @@ TOOLS: list[Any] = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-WEATHER = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "}\\n</tool_call>", "days": 2}}\n</tool_call>'
-)
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "}\\n</tool_call>", "days": 2}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def parsed(pieces: list[str]) -> tuple[str, list[tuple[str, str]], int]:
-    """Content, calls as (name, arguments), and how many were complete."""
-    parser = ToolCallParser(["weather", "now"])
-    news = [*map(parser.push, pieces), parser.finish()]
-    calls: list[tuple[str, str]] = []
-    for delta in itertools.chain(*(each.calls for each in news)):
-        if delta.name is not None:
-            assert delta.index == len(calls)
-            calls.append((delta.name, delta.arguments))
-        else:
-            assert delta.index == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
-    return "".join(each.content for each in news), calls, parser.num_complete_calls
-
-
 WEATHER_CALL = ("weather", '{"city": "}\\n</tool_call>", "days": 2}')
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls", "num_complete"),
-    [
-        ("just text < with <tool", "just text < with <tool", [], 0),
-        ("text \n", "text \n", [], 0),
-        (WEATHER, "", [WEATHER_CALL], 1),
-        ("Let me see.\n" + WEATHER, "Let me see.", [WEATHER_CALL], 1),
-        (f"{WEATHER}\n{NOW}", "", [WEATHER_CALL, ("now", "{}")], 2),
-        (f"{NOW}\n\n", "", [("now", "{}")], 1),
-        (WEATHER[:-5], "", [(WEATHER_CALL[0], WEATHER_CALL[1] + "}\n</tool_")], 0),
-        (
-            WEATHER[:60],
-            "",
-            [("weather", WEATHER[len('<tool_call>\n{"name": "weather", "arguments": ') : 60])],
-            0,
-        ),
-        ('a <tool_call>\n{"name": "other', 'a <tool_call>\n{"name": "other', [], 0),
-        ("a <tool_call> is a mark " + NOW, "a <tool_call> is a mark", [("now", "{}")], 1),
-        ("<tool_call><tool_call>\n", "<tool_call><tool_call>\n", [], 0),
-    ],
-)
-def test_every_cut_gives_the_same(
-    text: str, content: str, calls: list[tuple[str, str]], num_complete: int
-) -> None:
-    expected = (content, calls, num_complete)
-    assert parsed([text]) == expected
-    assert parsed(list(text)) == expected
-    for first, second in itertools.combinations(range(len(text) + 1), 2):
-        assert parsed([text[:first], text[first:second], text[second:]]) == expected
-
-
-@given(
-    parts=st.lists(
-        st.sampled_from([NOW, WEATHER, "text", " ", "\n", "<tool_call>", "</tool_call>", "<to", "}"]),
-        max_size=6,
-    ),
-    cuts=st.lists(st.integers(0, 300), max_size=6),
-)
-def test_the_outcome_does_not_depend_on_the_pieces(parts: list[str], cuts: list[int]) -> None:
-    text = "".join(parts)
-    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(borders)]
-    assert parsed(pieces) == parsed([text]) == parsed(list(text))
-
-
-def test_arguments_come_while_the_call_goes_on() -> None:
-    parser = ToolCallParser(["now"])
-    parser.push('<tool_call>\n{"name": "now", "arguments": ')
-    (delta,) = parser.push('{"a": 1').calls
-    assert delta.arguments == '{"a": 1'
 
 
 def model_dir(directory: Path, *, has_marks: bool) -> Path:
@@ -116,55 +40,13 @@ def model_dir(directory: Path, *, has_marks: bool) -> Path:
     write_model_dir(directory)
     if has_marks:
         tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.add_tokens(
-            [tokenizers.AddedToken(mark, special=False) for mark in ("<tool_call>", "</tool_call>")]
-        )
+        tokenizer.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in ("<tool_call>", "</tool_call>")])
         tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 
-@pytest.mark.parametrize("has_marks", [False, True])
-@pytest.mark.parametrize("is_parallel", [False, True])
-@pytest.mark.parametrize("mode", ToolMode)
-def test_the_grammar_permits_well_formed_calls_only(
-    tmp_path: Path, mode: ToolMode, is_parallel: bool, has_marks: bool
-) -> None:
-    tokenizer = Tokenizer(model_dir(tmp_path, has_marks=has_marks))
-    compiler = GrammarCompiler(
-        tmp_path / "tokenizer.json", vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids
-    )
-    use = ToolUse((("weather", PARAMETERS), ("now", None)), mode, is_parallel)
-    grammar = GrammarSpec(GrammarKind.LARK, tool_grammar(use, tokenizer.added_token_ids))
-    state = compiler.compile(grammar)
-
-    def is_whole(text: str) -> bool:
-        token_ids = [*tokenizer.encode(text), 0]
-        return state.num_valid(token_ids) == len(token_ids)
-
-    # The tokenizer would take the mark within the city for a token, which no model means there.
-    weather = WEATHER.replace("}\\n</tool_call>", "Rome")
-    is_auto = mode is ToolMode.AUTO
-    assert is_whole(weather)
-    assert is_whole(NOW)
-    assert is_whole("Just text.\n") == is_auto
-    assert is_whole("Let me see.\n" + NOW) == is_auto
-    assert is_whole(f"{NOW}\n{weather}") == is_parallel
-    for wrong in (
-        NOW.replace("now", "then"),
-        NOW.replace("{}", '{"x": 1}'),
-        weather.replace('"city"', '"town"'),
-        weather.replace("2}", '"2"}'),
-        NOW.replace("\n</tool_call>", ""),
-        NOW + " and so on",
-        NOW + NOW,
-    ):
-        assert not is_whole(wrong), wrong
-
-
 class TestOverHttp:
-    async def ask(
-        self, clusters: ClusterFactory, says: str, **body: Any
-    ) -> tuple[dict[str, Any], FakeTarget]:
+    async def ask(self, clusters: ClusterFactory, says: str, **body: Any) -> tuple[dict[str, Any], FakeTarget]:
         token_ids = clusters.tokenizer.encode(says)
         target = FakeTarget(token_ids, eos_at=len(token_ids), tokens_per_step=4)
         async with clusters.open([target]) as cluster:
@@ -191,7 +73,11 @@ class TestOverHttp:
 
     async def test_an_answer_without_a_call_is_plain_text(self, clusters: ClusterFactory) -> None:
         answer, target = await self.ask(clusters, "No need.")
-        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "No need."}
+        assert answer["choices"][0]["message"] == {
+            "role": "assistant",
+            "content": "No need.",
+            "refusal": None,
+        }
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert target.requests[0].sampling.grammar.lark
 
@@ -212,8 +98,15 @@ class TestOverHttp:
 
     async def test_a_named_function_is_the_only_one(self, clusters: ClusterFactory) -> None:
         choice = {"type": "function", "function": {"name": "now"}}
-        _, target = await self.ask(clusters, NOW, tool_choice=choice)
+        answer, target = await self.ask(clusters, NOW, tool_choice=choice)
         assert "weather" not in target.requests[0].sampling.grammar.lark
+        # As at OpenAI and vLLM, where the client named the function.
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+
+    async def test_a_required_call_is_a_reason_to_end(self, clusters: ClusterFactory) -> None:
+        answer, _ = await self.ask(clusters, NOW, tool_choice="required")
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
 
     async def test_the_openai_package_streams_calls(self, clusters: ClusterFactory) -> None:
         token_ids = clusters.tokenizer.encode(f"Let me see.\n{WEATHER}\n{NOW}")
@@ -225,6 +118,9 @@ class TestOverHttp:
             choices = [chunk.choices[0] async for chunk in stream]
         assert "".join(choice.delta.content or "" for choice in choices) == "Let me see."
         assert choices[-1].finish_reason == "tool_calls"
+        for choice in choices:
+            indices = [delta.index for delta in choice.delta.tool_calls or []]
+            assert len(indices) == len(set(indices)), "one entry for each call in a chunk"
         deltas = [delta for choice in choices for delta in choice.delta.tool_calls or []]
         for index, (name, arguments) in enumerate([WEATHER_CALL, ("now", "{}")]):
             first, *others = [delta for delta in deltas if delta.index == index]
@@ -233,8 +129,21 @@ class TestOverHttp:
             assert first.function is not None
             assert first.function.name == name
             assert all(delta.id is None for delta in others)
-            pieces = [delta.function.arguments or "" for delta in others if delta.function]
+            pieces = [delta.function.arguments or "" for delta in (first, *others) if delta.function]
             assert "".join(pieces) == arguments
+
+    async def test_a_client_that_reads_the_first_entry_of_each_chunk_gets_the_whole_call(
+        self, clusters: ClusterFactory
+    ) -> None:
+        token_ids = clusters.tokenizer.encode(NOW)
+        target = FakeTarget(token_ids, eos_at=len(token_ids), tokens_per_step=len(token_ids))
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "stream": True}
+        async with clusters.open([target]) as cluster:
+            events = events_of(await cluster.client.post("/v1/chat/completions", json=body))
+        calls = [event["choices"][0]["delta"].get("tool_calls") for event in events if event["choices"]]
+        ((call,),) = [each for each in calls if each]
+        assert call.pop("id").startswith("call_")
+        assert call == {"index": 0, "type": "function", "function": {"name": "now", "arguments": "{}"}}
 
     async def test_streamed_logprobs_come_though_text_is_held_back(self, clusters: ClusterFactory) -> None:
         token_ids = clusters.tokenizer.encode(NOW)

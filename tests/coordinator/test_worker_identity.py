@@ -15,16 +15,16 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from coordinator import worker_identity
-from coordinator.environment import Outside
-from coordinator.generation_request import GenerationInput
-from coordinator.service import GenerationService
+from coordinator.intake.generation_request import GenerationInput
+from coordinator.request.environment import Outside
+from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from coordinator.worker_identity import WorkerIdentities, judge
-from outrider.certificate_authority import CertificateAuthority
+from coordinator.workers import worker_identity
+from coordinator.workers.worker_identity import WorkerIdentities, judge
 from outrider.errors import Unavailable
-from outrider.tls import Role, TlsFiles, worker_name
-from outrider.worker_record import Snapshot, WorkerRecord
+from outrider.registry.worker_record import Snapshot, WorkerRecord
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role, TlsFiles, worker_name
 from protos.outrider.v1 import target_pb2_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeTarget, eventually, record_of
@@ -63,9 +63,7 @@ class Fleet:
             await server.stop(None)
 
     def record(self, worker_id: str, address: str, **changes: Any) -> WorkerRecord:
-        return record_of(
-            "target", address, self.clusters.tokenizer.fingerprint, worker_id=worker_id, **changes
-        )
+        return record_of("target", address, self.clusters.tokenizer.fingerprint, worker_id=worker_id, **changes)
 
     @asynccontextmanager
     async def service(self, *targets: WorkerRecord, **settings: Any) -> AsyncIterator[GenerationService]:
@@ -86,7 +84,7 @@ def fleet(tmp_path: Path, clusters: ClusterFactory) -> Fleet:
 
 
 def reasons(service: GenerationService) -> dict[str, str]:
-    return {each.worker_id: each.reason for each in service.exclusions()}
+    return {each.worker_id: each.reason for each in service.catalog.exclusions()}
 
 
 async def generate(service: GenerationService, text: str) -> None:
@@ -186,13 +184,10 @@ async def test_a_worker_is_used_once_it_has_shown_its_certificate(
         silent = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         place = "{}:{}".format(*silent.sockets[0].getsockname())
         seen: list[WorkerRecord] = [fleet.record("t0", place)]
-        async with WorkerIdentities(fleet.files, lambda: 0.0).watch(
-            lambda: Snapshot(tuple(seen))
-        ) as identities:
+        async with WorkerIdentities(fleet.files, lambda: 0.0).watch(lambda: Snapshot(tuple(seen))) as identities:
             assert "cannot be seen" in str(identities.reason_against(seen[0]))
             assert (
-                identities.reason_against(replace(seen[0], worker_id="t9"))
-                == "its certificate has not been seen yet"
+                identities.reason_against(replace(seen[0], worker_id="t9")) == "its certificate has not been seen yet"
             )
             seen[:] = [fleet.record("t0", address)]
             assert identities.reason_against(seen[0]) is not None
@@ -213,8 +208,8 @@ async def test_whoever_shows_another_certificate_later_is_not_talked_to(fleet: F
     async with AsyncExitStack() as stack:
         async with fleet.target("t0") as (_, address):
             # A quarantine that no wait outlasts: one refusal shows it.
-            patience = {"quarantine_s": 60.0, "queue_wait_max_s": 2.0, "target_wait_max_s": 2.0}
-            service = await stack.enter_async_context(fleet.service(fleet.record("t0", address), **patience))
+            limits = {"quarantine_s": 60.0, "queue_wait_max_s": 2.0, "target_wait_max_s": 2.0}
+            service = await stack.enter_async_context(fleet.service(fleet.record("t0", address), **limits))
             assert reasons(service) == {}
         port = int(address.rpartition(":")[2])
         evil, _ = await stack.enter_async_context(fleet.target("evil", port=port))

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator.workers import WorkerChannels
-from outrider.tls import Dialer
+from coordinator.workers.channels import WorkerChannels
+from outrider.security.tls import Dialer
 from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 LONG_S = 1000.0
@@ -35,7 +35,7 @@ class Target(target_pb2_grpc.TargetServicer):
 
 
 class Certificates:
-    """In place of a dialer: `version` is that of certificates, which anybody may change."""
+    """A fake dialer: `version` is that of its certificates, which tests may change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -46,7 +46,7 @@ class Certificates:
         return self.opened[-1]
 
     def still_open(self) -> list[int]:
-        """Of all that were opened, by their numbers."""
+        """Numbers of the channels that have not been closed, in the order in which they were opened."""
         return [
             number
             for number, channel in enumerate(self.opened)

@@ -98,6 +98,4 @@ def test_tokenizer_config_names_no_machine() -> None:
         for path in folder.glob("*.json"):
             settings = json.loads(path.read_text())
             assert "_name_or_path" not in settings
-            assert not [
-                value for value in settings.values() if isinstance(value, str) and value.startswith("/")
-            ]
+            assert not [value for value in settings.values() if isinstance(value, str) and value.startswith("/")]

@@ -87,9 +87,7 @@ def test_masters_keep_updates_that_bfloat16_would_lose() -> None:
 
 
 def test_stage_resumes_where_it_was_saved(tmp_path: Path) -> None:
-    recipe = Recipe(
-        "test", num_steps=4, limit_s=60.0, peak_rate=1e-3, batch_tokens=64, short_len=16, long_len=32
-    )
+    recipe = Recipe("test", num_steps=4, limit_s=60.0, peak_rate=1e-3, batch_tokens=64, short_len=16, long_len=32)
     tokens = torch.randint(64, (500,))
     trained = pretrain(tiny_model(), tokens, recipe, tmp_path / "stage.pt")
     again = Stage(tiny_model(), recipe, tmp_path / "stage.pt")

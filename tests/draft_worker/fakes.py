@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from draft_worker.messages import Expansion, KVMove, Step, StepItem
-from outrider.randomness import mix
+from outrider.engine.sampling.randomness import mix
 from tests.target_worker import fakes as target_fakes
 
 VOCAB_SIZE = target_fakes.VOCAB_SIZE
@@ -95,7 +95,7 @@ class FakeDraftModel:
                 self.cache[slots[first + row]] = _prefixes(path)[-1]
                 paths.append(path)
             logits_of = paths[len(paths) - len(item.node_ids) :] if item.node_ids else []
-            assert [(*item.text.token_ids, *said) for said in item.text.continuations] == logits_of
+            assert [(*item.context.token_ids, *said) for said in item.context.continuations] == logits_of
             seed = target_fakes.seed_of(item.sampling, item.seed)
             expanded = [self.expand(path, seed) for path in logits_of]
             if item.chain is not None:

@@ -1,4 +1,4 @@
-"""What a draft worker feeds next: of all sessions, whatever is most likely to be reached."""
+"""Tests of the nodes that a draft worker feeds next: of all sessions, those that are most likely to be reached."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_worker.limits import DraftLimits
-from draft_worker.messages import Action, AttachSession, CommitHeard, Expansion, SendHints, Step, StepItem
+from draft_worker.messages import Action, AttachSession, CommitReceived, Expansion, SendHints, Step, StepItem
 from draft_worker.runner import expand
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
-from outrider.confidence import Calibration, confidence_level
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.hint_tree import Hint
-from outrider.randomness import mix
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.sampling.randomness import mix
+from outrider.hints.confidence import Calibration, confidence_level
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
@@ -30,7 +30,8 @@ Draft = Callable[[Text], Expansion]
 
 
 def guess(text: Text) -> Expansion:
-    """A primary child of some certainty and up to three alternatives, all by the text; no two chances are equal."""
+    """A primary child with some probability and up to three alternatives, all determined by the sequence; no two
+    probabilities are equal."""
     value = 11
     for token_id in text:
         value = mix(value ^ (token_id + 1))
@@ -44,7 +45,7 @@ def guess(text: Text) -> Expansion:
 
 
 def steady(primary: float, *alternatives: float) -> Draft:
-    """The same chances everywhere."""
+    """A draft that gives the same probabilities everywhere."""
     chances = [primary, *alternatives]
 
     def draft(text: Text) -> Expansion:
@@ -84,7 +85,7 @@ class Garden:
     # What ought to be.
 
     def branch(self, session: DraftSession, node_id: int) -> Text:
-        """The tokens from the cursor's child to a node."""
+        """The tokens of the branch from the cursor's child to a node."""
         said: list[int] = []
         while node_id != session.cursor:
             said.append(session.nodes[node_id].hint.token_id)
@@ -92,7 +93,7 @@ class Garden:
         return tuple(reversed(said))
 
     def reach(self, session: DraftSession, branch: Text) -> float:
-        """The chance that the text goes on like this."""
+        """The probability that the sequence continues with this branch."""
         chance, text = 1.0, tuple(session.token_ids)
         for token_id in branch:
             expansion = self.drafts[session.session_id](text)
@@ -101,7 +102,8 @@ class Garden:
         return chance
 
     def open_branches(self, session: DraftSession) -> set[Text]:
-        """Those that could be fed, were there room: nodes that are not, and tokens beside those that are nodes."""
+        """Branches that could be fed if there were room: nodes that are not fed yet, and tokens that are not nodes
+        yet."""
         if session.num_pending:
             return set()
         found: set[Text] = set()
@@ -120,7 +122,7 @@ class Garden:
         }
 
     def expected_reaches(self) -> dict[str, list[float]]:
-        """Of what the next step ought to feed, by session, the likeliest first."""
+        """Reach probabilities of the nodes that the next step should feed, by session, most likely first."""
         room = {s.session_id: self.limits.max_nodes - len(s.nodes) for s in self.sessions}
         known = {s.session_id: {self.branch(s, node_id) for node_id in s.nodes} for s in self.sessions}
         every = [
@@ -157,9 +159,7 @@ class Garden:
         fed = {item.session_id: item for item in step.items if item.paths is not None}
         if is_checked:
             found = {
-                name: [
-                    self.reach(self.session(name), self.branch(self.session(name), n)) for n in item.node_ids
-                ]
+                name: [self.reach(self.session(name), self.branch(self.session(name), n)) for n in item.node_ids]
                 for name, item in fed.items()
             }
             assert found.keys() == expected.keys()
@@ -183,7 +183,7 @@ class Garden:
 
     def finish(self, step: Step) -> None:
         expansions = [
-            [self.drafts[item.session_id]((*item.text.token_ids, *said)) for said in item.text.continuations]
+            [self.drafts[item.session_id]((*item.context.token_ids, *said)) for said in item.context.continuations]
             for item in step.items
         ]
         self.hear(self.scheduler.finish_step(step, expansions))
@@ -202,12 +202,12 @@ class Garden:
 
     def commit(self, name: str, token_ids: Sequence[int], num_tried: int = 0, num_held: int = 0) -> None:
         known_len = len(self.session(name).token_ids)
-        event = CommitHeard(name, known_len, list(token_ids), True, False, num_tried, num_held)
+        event = CommitReceived(name, known_len, list(token_ids), True, False, num_tried, num_held)
         self.scheduler.handle(event)
 
     def primary(self, name: str = "s0") -> list[int]:
         session, path = self.session(name), []
-        children = session.cursor_children
+        children = session.cursor_node.children
         while children:
             path.append(session.nodes[children[0]].hint.token_id)
             children = session.nodes[children[0]].children
@@ -388,7 +388,7 @@ class TestCursor:
         beside = garden.drafts["s0"]((*garden.session().token_ids, path[0])).token_ids[1]
         garden.commit("s0", path[:1])
         garden.rest()
-        said = {garden.session().nodes[child].hint.token_id for child in garden.session().cursor_children}
+        said = {garden.session().nodes[child].hint.token_id for child in garden.session().cursor_node.children}
         assert beside in said
 
     def test_a_session_that_is_heard_again_goes_on_with_the_same_candidates(self) -> None:
@@ -397,23 +397,23 @@ class TestCursor:
             garden.turn()
         before = garden.open_branches(garden.session())
         length = len(garden.session().token_ids)
-        for is_listening in (False, True):
-            garden.scheduler.handle(CommitHeard("s0", length, [], is_listening, False))
+        for accepts_hints in (False, True):
+            garden.scheduler.handle(CommitReceived("s0", length, [], accepts_hints, False))
         assert garden.open_branches(garden.session()) == before
         while garden.turn():
             pass
 
 
 def real_expansion(item: StepItem, row_logits: torch.Tensor) -> list[Expansion]:
-    """What the runner makes of the same logits at every node."""
+    """The expansions that the draft worker's runner makes of the same logits at every node."""
     return expand(item, row_logits.expand(len(item.node_ids), -1).clone())
 
 
 class TestExperience:
-    """How sure the draft is, and how often it was right: each alone misleads."""
+    """The draft's confidence and its acceptance so far: each alone misleads."""
 
     def grown(self, logits: torch.Tensor, num_held_of_five: int, num_rounds: int = 60) -> list[int]:
-        """Lengths of the primary path, round after round, while of five hints so many hold."""
+        """Lengths of the primary path, round after round, while this number of five hints is accepted."""
         garden = Garden(min_reach=0.01, max_nodes_per_step=8)
         lengths = []
         for _ in range(num_rounds):
@@ -443,9 +443,7 @@ class TestExperience:
     def test_of_drafts_without_a_record_the_surer_one_goes_deeper(self) -> None:
         sure = torch.zeros(1, VOCAB_SIZE)
         sure[0, 3] = 8.0
-        assert (
-            self.grown(sure, 5, num_rounds=1)[0] > self.grown(torch.zeros(1, VOCAB_SIZE), 5, num_rounds=1)[0]
-        )
+        assert self.grown(sure, 5, num_rounds=1)[0] > self.grown(torch.zeros(1, VOCAB_SIZE), 5, num_rounds=1)[0]
 
     def test_what_its_confidence_is_worth_is_learned_for_all_sessions(self) -> None:
         """A new one begins with what those before it have shown."""
@@ -485,17 +483,17 @@ class TestExperience:
         found: list[tuple[int, bool]] = []
 
         class Recorder(Calibration):
-            def observe(self, confidence: int, record: float, *, has_held: bool) -> None:
-                found.append((confidence, has_held))
+            def observe(self, confidence: int, record: float, *, is_accepted: bool) -> None:
+                found.append((confidence, is_accepted))
 
         garden = Garden(lambda text: replace(steady(0.9, 0.05)(text), confidence=1 + len(text)))
         for _ in range(6):
             garden.turn()
         session, path = garden.session(), garden.primary()
         session.calibration = Recorder()
-        first = session.nodes[session.cursor_children[0]].hint.confidence
+        first = session.nodes[session.cursor_node.children[0]].hint.confidence
         garden.commit("s0", path[:num_held] + [(path[num_held] + 20) % VOCAB_SIZE] * misses)
-        assert found == [(first + place, has_held) for place, has_held in enumerate(seen)]
+        assert found == [(first + place, is_accepted) for place, is_accepted in enumerate(seen)]
 
     @pytest.mark.parametrize("rate", [0.05, 0.5, 0.99])
     @pytest.mark.parametrize("height", [0.0, 2.0, 12.0])
@@ -504,7 +502,7 @@ class TestExperience:
         logits[0, 5] = height
         garden = Garden()
         session = garden.session()
-        session.acceptance.accepted, session.acceptance.tried = rate * 100, 100
+        session.acceptance.accepted.total, session.acceptance.accepted.weight = rate * 100, 100
         step = garden.scheduler.next_step()
         assert step is not None
         (expansion,) = real_expansion(step.items[0], logits)
@@ -556,7 +554,7 @@ def test_heavy_alternatives_come_before_the_primary_path_but_not_where_it_is_sam
         assert step is not None
         (item,) = step.items
         path = [session.cursor]
-        while children := (session.nodes[path[-1]].children if len(path) > 1 else session.cursor_children):
+        while children := (session.nodes[path[-1]].children if len(path) > 1 else session.cursor_node.children):
             path.append(children[0])
         was_tip.append(item.node_ids == path[-1:])
         scheduler.finish_step(step, [[Expansion([1, 2, 3], [0.1, 0.5, 0.4], None)]])

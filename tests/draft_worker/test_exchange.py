@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Action as DraftAction
-from draft_worker.messages import CommitHeard, LinkOpened, SendHints, Subscribe, Unsubscribe
-from outrider.hint_tree import Hint
+from draft_worker.messages import CommitReceived, LinkOpened, SendHints, Subscribe, Unsubscribe
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import SpeculationSettings
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
@@ -34,7 +34,7 @@ from tests.target_worker.fakes import start
 from tests.target_worker.test_scheduler import World as TargetWorld
 
 TARGET_LIMITS = SchedulerLimits(
-    may_rest=False,
+    may_pause=False,
     max_num_seqs=2,
     max_num_batched_tokens=24,
     max_model_len=400,
@@ -71,26 +71,22 @@ class Exchange:
     def listen(self, actions: Sequence[object]) -> None:
         """Keeps what the target published on the open stream."""
         self.to_draft += [
-            action
-            for action in actions
-            if isinstance(action, CommitPublished) and action.stream_id == self.stream_id
+            action for action in actions if isinstance(action, CommitPublished) and action.stream_id == self.stream_id
         ]
 
     def deliver_to_target(self, twice: bool = False) -> None:
         if not self.to_target:
             return
         match self.to_target.popleft():
-            case Subscribe(session_id=name, attachment=attachment, known_len=known_len):
-                event = SubscribeDraft(self.stream_id, name, attachment, known_len)
+            case Subscribe(session_id=name, known_len=known_len):
+                event = SubscribeDraft(self.stream_id, name, known_len)
                 self.listen(self.target.scheduler.handle(event, self.target.now))
             case Unsubscribe(session_id=name):
                 self.target.tell(UnsubscribeDraft(self.stream_id, name))
             case SendHints() as sent:
                 for _ in range(2 if twice else 1):
                     self.target.tell(
-                        HintsArrived(
-                            sent.session_id, sent.attachment, sent.base_len, sent.hints, self.target.now
-                        )
+                        HintsArrived(sent.session_id, sent.attachment, sent.base_len, sent.hints, self.target.now)
                     )
 
     def deliver_to_draft(self) -> None:
@@ -99,8 +95,8 @@ class Exchange:
         commit = self.to_draft.popleft()
         self.draft.texts["a"] = list(self.target.texts["a"])
         self.to_target += self.draft.tell(
-            CommitHeard(
-                commit.session_id, commit.from_len, commit.token_ids, commit.is_listening, commit.is_finished
+            CommitReceived(
+                commit.session_id, commit.from_len, commit.token_ids, commit.accepts_hints, commit.is_finished
             )
         )
 
@@ -144,7 +140,7 @@ class Exchange:
 
     def draft_path(self) -> list[Hint]:
         session, path = self.draft.session(), []
-        children = session.cursor_children
+        children = session.cursor_node.children
         while children:
             node = session.nodes[children[0]]
             path.append(node.hint)
@@ -169,9 +165,7 @@ class RandomTalk(RuleBasedStateMachine):
     can_pause = False
     can_break = False
 
-    @initialize(
-        alignment=st.sampled_from([100, 220, 256]), num_children=st.integers(1, 3), draft_first=st.booleans()
-    )
+    @initialize(alignment=st.sampled_from([100, 220, 256]), num_children=st.integers(1, 3), draft_first=st.booleans())
     def begin(self, alignment: int, num_children: int, draft_first: bool) -> None:
         self.exchange = Exchange(alignment, num_children)
         if draft_first:
@@ -210,18 +204,18 @@ class RandomTalk(RuleBasedStateMachine):
         if self.can_break:
             self.exchange.break_stream()
 
-    @rule(is_listening=st.booleans())
-    def speculation_changes(self, is_listening: bool) -> None:
+    @rule(accepts_hints=st.booleans())
+    def speculation_changes(self, accepts_hints: bool) -> None:
         if self.can_pause:
             actions = self.exchange.target.scheduler.handle(
-                ChangeSpeculation("a", SpeculationSettings(is_listening)), self.exchange.target.now
+                ChangeSpeculation("a", SpeculationSettings(accepts_hints)), self.exchange.target.now
             )
             self.exchange.listen(list(actions))
 
     @rule()
     def they_come_to_agree(self) -> None:
         self.exchange.settle()
-        if self.exchange.target.scheduler._sessions["a"].is_listening:
+        if self.exchange.target.scheduler._sessions["a"].accepts_hints:
             self.exchange.check_agreement()
 
     def teardown(self) -> None:
@@ -306,8 +300,8 @@ def test_a_perfect_draft_is_heard_again_after_a_pause() -> None:
     exchange.deliver_to_draft()
     while exchange.step_draft():  # under way when listening ends
         pass
-    for is_listening in (False, True):
-        settings_ = SpeculationSettings(is_listening)
+    for accepts_hints in (False, True):
+        settings_ = SpeculationSettings(accepts_hints)
         actions = exchange.target.scheduler.handle(ChangeSpeculation("a", settings_), exchange.target.now)
         exchange.listen(list(actions))
         exchange.settle()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from draft_worker.links import MAX_FRAME_COMMITS
-from outrider.worker_process import MAX_MESSAGE_BYTES
+from outrider.worker.rpc import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2
 from tests.hostile import EFFORTS, MANY, WAIT_S, mangled, messages, try_out
 from tests.models import VOCAB_SIZE
@@ -37,9 +37,7 @@ class Target:
     script: Sequence[hints_pb2.CommitFrame | bytes] = ()
     address: str = ""
     num_streams: int = 0
-    heard: asyncio.Queue[tuple[hints_pb2.HintFrame, asyncio.Queue[bytes]]] = field(
-        default_factory=asyncio.Queue
-    )
+    heard: asyncio.Queue[tuple[hints_pb2.HintFrame, asyncio.Queue[bytes]]] = field(default_factory=asyncio.Queue)
 
     async def exchange(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         said: asyncio.Queue[bytes] = asyncio.Queue()
@@ -96,17 +94,13 @@ class Stage:
         while not self.honest.heard.empty():
             self.honest.heard.get_nowait()
         async with asyncio.timeout(WAIT_S):
-            call = self.draft.channel.unary_stream(ATTACH)(
-                self.attach("honest", self.honest).SerializeToString()
-            )
+            call = self.draft.channel.unary_stream(ATTACH)(self.attach("honest", self.honest).SerializeToString())
             answering = asyncio.create_task(self._drain(call))
             try:
                 base_len, channel = len(PROMPT), None
                 while True:
                     frame, said = await self.honest.heard.get()
-                    channel = next(
-                        (each.channel for each in frame.subscribe if each.session_id == "honest"), channel
-                    )
+                    channel = next((each.channel for each in frame.subscribe if each.session_id == "honest"), channel)
                     lens = [nodes.base_len for nodes in frame.nodes if nodes.channel == channel]
                     if base_len in lens:
                         if base_len > len(PROMPT):
@@ -174,12 +168,10 @@ def frames() -> SearchStrategy[hints_pb2.CommitFrame | bytes]:
     return frame | frame | messages(hints_pb2.CommitFrame) | mangled(frame) | st.binary(max_size=9)
 
 
-async def lie(
-    stage: Stage, said: Sequence[hints_pb2.CommitFrame | bytes], num_sessions: int, for_s: float
-) -> None:
+async def lie(stage: Stage, said: Sequence[hints_pb2.CommitFrame | bytes], num_sessions: int, for_s: float) -> None:
     """Sessions of the liar's for a while, in which it says all that it has to say."""
     stage.liar.script = said
-    requests = [stage.attach(f"lied to {number}", stage.liar) for number in range(num_sessions)]
+    requests = [stage.attach(f"lied-to-{number}", stage.liar) for number in range(num_sessions)]
     calls = [stage.draft.channel.unary_stream(ATTACH)(each.SerializeToString()) for each in requests]
     following = [asyncio.create_task(stage._drain(call)) for call in calls]
     await asyncio.sleep(for_s)  # nothing tells when the last lie has been heard
@@ -305,11 +297,7 @@ def test_an_attachment_has_the_salt_and_the_owner_that_its_coordinator_sent(stag
         {"target_address": "\U0001f600" * 500_000},
         {"tokenizer_fingerprint": "x" * 3_000_000},
         {"sampling": common_pb2.SamplingParams(top_p=1, max_tokens=1, allowed_token_ids=range(MANY))},
-        {
-            "sampling": common_pb2.SamplingParams(
-                top_p=1, max_tokens=1, grammar=common_pb2.Grammar(lark="&" * MANY)
-            )
-        },
+        {"sampling": common_pb2.SamplingParams(top_p=1, max_tokens=1, grammar=common_pb2.Grammar(lark="&" * MANY))},
     ],
     ids=lambda fields: str(fields)[:40],
 )

@@ -15,7 +15,7 @@ import draft_worker.links
 from draft_worker.links import TargetLinks
 from draft_worker.messages import Event, LinkOpened, SendHints, Subscribe, Unsubscribe
 from outrider.errors import Overloaded
-from outrider.hint_tree import Hint
+from outrider.hints.hint_tree import Hint
 from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 from tests.coordinator.fakes import eventually
 
@@ -163,11 +163,11 @@ class ListeningTarget(hints_pb2_grpc.HintsServicer):
                 self.frames.put_nowait(frame)
 
 
-@pytest.mark.parametrize("patience", [0.25, 1e6], ids=["a quarter of a step", "hours"])
+@pytest.mark.parametrize("share", [0.25, 1e6], ids=["a quarter of a step", "hours"])
 async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
-    patience: float, monkeypatch: pytest.MonkeyPatch
+    share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_worker.links, "GATHERING_SHARE", patience)
+    monkeypatch.setattr(draft_worker.links, "GATHERING_SHARE", share)
 
     def hints(node_id: int, *, is_urgent: bool) -> SendHints:
         return SendHints(address, "a", 1, 5, [Hint(node_id, node_id - 1, 7)], is_urgent=is_urgent)
@@ -184,12 +184,12 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
                 await target.frames.get()  # by then it has spoken
                 links.put(hints(2, is_urgent=False))
                 links.put(hints(3, is_urgent=False))
-                if patience > 1:
+                if share > 1:
                     await asyncio.sleep(0.1)
                     assert target.frames.empty()
                     links.put(hints(4, is_urgent=True))
                 nodes = (await target.frames.get()).nodes
-                assert sum(len(each.token_ids) for each in nodes) == (3 if patience > 1 else 2)
+                assert sum(len(each.token_ids) for each in nodes) == (3 if share > 1 else 2)
         finally:
             await links.close()
 
@@ -200,7 +200,7 @@ async def test_the_round_trip_to_a_target_is_measured() -> None:
         links.join(address, "a")
         try:
             links.put(Subscribe(address, "a", 1, 5))
-            await eventually(lambda: bool(links.distances.told()), "a ping is answered")
-            assert links.distances.told().startswith(f"{address}=")
+            await eventually(lambda: bool(links.distances.record_text()), "a ping is answered")
+            assert links.distances.record_text().startswith(f"{address}=")
         finally:
             await links.close()

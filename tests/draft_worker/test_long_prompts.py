@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from draft_worker.limits import DraftLimits
-from draft_worker.messages import CommitHeard, Expansion, Step
+from draft_worker.messages import CommitReceived, Expansion, Step
 from draft_worker.scheduler import DraftScheduler
 from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.sampling_params import SamplingParams
 from tests.draft_worker.test_scheduler import attach
 from tests.target_worker.fakes import VOCAB_SIZE
@@ -24,9 +24,7 @@ class Drafting:
 
     def __init__(self) -> None:
         self.scheduler = DraftScheduler(LIMITS, BlockAllocator(3000, 16), VOCAB_SIZE)
-        self.steps: list[
-            tuple[float, list[Chunk], set[str]]
-        ] = []  # time, prompts' chunks, sessions with nodes
+        self.steps: list[tuple[float, list[Chunk], set[str]]] = []  # time, prompts' chunks, sessions with nodes
 
     def attach(self, name: str, *token_ids: int) -> None:
         self.scheduler.handle(attach(name, token_ids))
@@ -56,7 +54,7 @@ class Drafting:
     def commit(self, name: str, *token_ids: int) -> None:
         session = self.scheduler.progress(name)
         assert session is not None
-        self.scheduler.handle(CommitHeard(name, len(session.token_ids), list(token_ids), True, False))
+        self.scheduler.handle(CommitReceived(name, len(session.token_ids), list(token_ids), True, False))
 
     def rest(self) -> None:
         while self.turn():

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from draft_worker.limits import DraftLimits
-from draft_worker.messages import AttachSession, CommitHeard, LinkOpened, SendHints, StepItem
+from draft_worker.messages import AttachSession, CommitReceived, LinkOpened, SendHints, StepItem
 from draft_worker.runner import run_step
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.loading import load_model
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.loading.loading import load_model
 from outrider.engine.model import Engine
 from outrider.grammar import GrammarCompiler, GrammarState
-from outrider.hint_tree import ROOT_ID
+from outrider.hints.hint_tree import ROOT_ID
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams, SpeculationSettings
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import HintsArrived, SessionEnded, StartSession, TokensCommitted
 from target_worker.messages import Step as TargetStep
 from target_worker.runner import run_step as run_target_step
-from target_worker.scheduler import Scheduler
-from tests import models
+from target_worker.scheduling.scheduler import Scheduler
+from tests import grammars, models
 from tests.draft_worker.test_runner import generate
 from tests.draft_worker.test_scheduler import LIMITS, TARGET, World
 from tests.schemas.walk import permitted_token_ids
@@ -55,9 +55,7 @@ class TestWhereTextsEnd:
 
     @pytest.mark.parametrize("ignore_eos", [False, True])
     @pytest.mark.parametrize("alignment", [100, 256])
-    def test_nothing_is_grown_below_a_token_that_ends_the_text(
-        self, alignment: int, ignore_eos: bool
-    ) -> None:
+    def test_nothing_is_grown_below_a_token_that_ends_the_text(self, alignment: int, ignore_eos: bool) -> None:
         world = World(self.LIMITS, alignment=alignment)
         world.tell(event(stop_token_ids=frozenset({STOP}), ignore_eos=ignore_eos))
         ends = {STOP} if ignore_eos else {STOP, END}
@@ -123,8 +121,8 @@ def test_draws_are_never_used_twice(luck: int) -> None:
             case 1:
                 world.tell(LinkOpened(TARGET))
             case 2:
-                for is_listening in (False, True):
-                    world.tell(CommitHeard("a", len(world.texts["a"]), [], is_listening, False))
+                for accepts_hints in (False, True):
+                    world.tell(CommitReceived("a", len(world.texts["a"]), [], accepts_hints, False))
             case _:
                 step = world.scheduler.next_step()
                 if step is not None:
@@ -145,7 +143,7 @@ def compiler() -> GrammarCompiler:
 
 
 def compiled(pattern: str) -> GrammarState:
-    return compiler().compile(GrammarSpec(GrammarKind.REGEX, pattern))
+    return grammars.compiled(compiler(), GrammarSpec(GrammarKind.REGEX, pattern))
 
 
 WHOLE_DISTRIBUTIONS = SpeculationSettings(num_draft_probs=64, draft_probs_bits=16)
@@ -154,18 +152,12 @@ WHOLE_DISTRIBUTIONS = SpeculationSettings(num_draft_probs=64, draft_probs_bits=1
 class RealWorld:
     """One session on a tiny model."""
 
-    def __init__(
-        self, grammar: GrammarState | None, sampling: SamplingParams, engine: Engine | None = None
-    ) -> None:
+    def __init__(self, grammar: GrammarState | None, sampling: SamplingParams, engine: Engine | None = None) -> None:
         self.engine = engine or models.engine("llama")
         allocator = BlockAllocator(self.engine.allocator.num_blocks, self.engine.allocator.block_size)
-        limits = DraftLimits(
-            max_model_len=200, max_nodes=60, max_lookahead=12, end_of_sequence_ids=frozenset({EOS})
-        )
+        limits = DraftLimits(max_model_len=200, max_nodes=60, max_lookahead=12, end_of_sequence_ids=frozenset({EOS}))
         self.scheduler = DraftScheduler(limits, allocator, self.engine.vocab_size)
-        self.scheduler.handle(
-            AttachSession("a", 1, TARGET, [40, 41, 42], sampling, 7, 0, WHOLE_DISTRIBUTIONS, grammar)
-        )
+        self.scheduler.handle(AttachSession("a", 1, TARGET, [40, 41, 42], sampling, 7, 0, WHOLE_DISTRIBUTIONS, grammar))
         self.text = [40, 41, 42]
 
     @property
@@ -189,7 +181,7 @@ class RealWorld:
     def commit(self, token_ids: list[int]) -> None:
         from_len = len(self.text)
         self.text += token_ids
-        self.scheduler.handle(CommitHeard("a", from_len, token_ids, True, False))
+        self.scheduler.handle(CommitReceived("a", from_len, token_ids, True, False))
 
 
 MODES = {
@@ -213,7 +205,7 @@ def test_a_tree_holds_only_what_the_grammar_permits_and_forced_tokens_alone(patt
         assert session.nodes
         for parent_id in [session.cursor, *session.nodes]:
             is_cursor = parent_id == session.cursor
-            children = session.cursor_children if is_cursor else session.nodes[parent_id].children
+            children = session.cursor_node.children if is_cursor else session.nodes[parent_id].children
             said = [] if is_cursor else branch(session, parent_id)
             assert shadow.num_valid(said) == len(said)
             tokens = [session.nodes[child].hint.token_id for child in children]
@@ -228,7 +220,7 @@ def test_a_tree_holds_only_what_the_grammar_permits_and_forced_tokens_alone(patt
                 hint = session.nodes[children[0]].hint
                 assert (hint.distribution is not None) == (mode == "rejection")
         # The target goes its own way: along the tree, or not.
-        tokens = [session.nodes[child].hint.token_id for child in session.cursor_children]
+        tokens = [session.nodes[child].hint.token_id for child in session.cursor_node.children]
         choices = [t for t in (*tokens, *permitted_token_ids(shadow)) if t != EOS]
         said = [tokens[0] if tokens[0] != EOS and rng.random() < 0.6 else rng.choice(choices)]
         shadow.advance(said)
@@ -271,9 +263,7 @@ def test_committed_output_is_read_when_a_session_is_attached_late() -> None:
     allocator = BlockAllocator(engine.allocator.num_blocks, engine.allocator.block_size)
     scheduler = DraftScheduler(DraftLimits(max_model_len=200), allocator, engine.vocab_size)
     scheduler.handle(
-        AttachSession(
-            "a", 1, TARGET, [40, 41, *forced], MODES["greedy"], 7, num_prompt_tokens=2, grammar=state
-        )
+        AttachSession("a", 1, TARGET, [40, 41, *forced], MODES["greedy"], 7, num_prompt_tokens=2, grammar=state)
     )
     while (step := scheduler.next_step()) is not None:
         scheduler.finish_step(step, run_step(engine, step))
@@ -297,9 +287,7 @@ def test_committed_output_is_read_when_a_session_is_attached_late() -> None:
     ],
     ids=["penalties", "bias-and-bad-words", "min-tokens"],
 )
-def test_a_draft_equal_to_its_target_applies_every_parameter_as_it_does(
-    sampling: dict[str, Any], mode: str
-) -> None:
+def test_a_draft_equal_to_its_target_applies_every_parameter_as_it_does(sampling: dict[str, Any], mode: str) -> None:
     values: dict[str, Any] = {"temperature": 0.0} if mode == "greedy" else {"temperature": 0.9, "seed": 11}
     params = SamplingParams(**values, **sampling, max_tokens=60, ignore_eos=True)
     texts, share, num_verified = generate("float32", params, 0)
@@ -315,15 +303,14 @@ def same_weights() -> Engine:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "pattern", ["[a-e]{40}", "([a-c]{2}, and then ){6}[a-c]", "(import|def) ([a-z]{1,8} ?){6}"]
-)
+@pytest.mark.parametrize("pattern", ["[a-e]{40}", "([a-c]{2}, and then ){6}[a-c]", "(import|def) ([a-z]{1,8} ?){6}"])
 def test_a_draft_equal_to_its_target_follows_the_grammar_as_it_does(pattern: str, mode: str) -> None:
-    """Where the grammar leaves a choice the hints are the draft's, elsewhere they are the grammar's own."""
+    """The draft proposes the hints where the grammar leaves a choice; elsewhere they are the tokens that the grammar
+    forces."""
     world = RealWorld(compiled(pattern), MODES[mode], same_weights())
     engine = models.engine("llama")
     limits = SchedulerLimits(
-        may_rest=False,
+        may_pause=False,
         max_num_seqs=2,
         max_num_batched_tokens=64,
         max_model_len=200,
@@ -334,9 +321,7 @@ def test_a_draft_equal_to_its_target_follows_the_grammar_as_it_does(pattern: str
     allocator = BlockAllocator(engine.allocator.num_blocks, engine.allocator.block_size)
     target = Scheduler(limits, allocator, engine.vocab_size)
     prompt = list(world.text)
-    target.handle(
-        StartSession("a", prompt, len(prompt), MODES[mode], SpeculationSettings(), 7, compiled(pattern)), 0.0
-    )
+    target.handle(StartSession("a", prompt, len(prompt), MODES[mode], SpeculationSettings(), 7, compiled(pattern)), 0.0)
     ended: SessionEnded | None = None
     while ended is None:
         for sent in world.rest():

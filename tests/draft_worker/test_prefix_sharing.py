@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from draft_worker.limits import DraftLimits
-from draft_worker.messages import AttachSession, CommitHeard, DetachSession, KVMove, SendHints
+from draft_worker.messages import AttachSession, CommitReceived, DetachSession, KVMove, SendHints
 from draft_worker.runner import run_step
 from draft_worker.scheduler import DraftScheduler
-from outrider.confidence import calibrations
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.kv.prefix_cache import block_digests
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.prefix_cache import block_digests
-from outrider.hint_tree import ROOT_ID, DraftDistribution
+from outrider.hints.confidence import calibrations
+from outrider.hints.hint_tree import ROOT_ID, DraftDistribution
 from outrider.sampling_params import SamplingParams
 from tests import models
 from tests.draft_worker.fakes import VOCAB_SIZE
@@ -120,7 +120,7 @@ class TestWhoBeginsWithWhat:
 
     def test_nobody_waits_for_one_that_is_paused_or_gone(self) -> None:
         for leave in (
-            lambda world: world.tell(CommitHeard("a", len(LONG), [], False, False)),
+            lambda world: world.tell(CommitReceived("a", len(LONG), [], False, False)),
             lambda world: detach(world, "a"),
         ):
             world = World()
@@ -169,7 +169,7 @@ class TestWhatIsOffered:
             world.rest()
             session = world.session()
             # By way of an alternative where there is one, so that entries have to move.
-            path, children = list[int](), session.cursor_children
+            path, children = list[int](), session.cursor_node.children
             while children and len(path) < 3:
                 node = session.nodes[children[-1]]
                 path.append(node.hint.token_id)
@@ -237,7 +237,7 @@ class RandomLifeWithSharedPrefixes(RandomLife):
 
 
 def tree(scheduler: DraftScheduler, name: str) -> dict[tuple[int, ...], tuple[DraftDistribution | None, int]]:
-    """What a session has guessed: by branch, with what it says of the branch's last token."""
+    """A session's hint tree, by branch, with the distribution and the confidence of each branch's last token."""
     session = scheduler.progress(name)
     assert session is not None
     branches: dict[int, tuple[int, ...]] = {ROOT_ID: ()}
@@ -284,21 +284,18 @@ def life(engine: Engine, scheduler: DraftScheduler, name: str, prompt: list[int]
             if (step := scheduler.next_step()) is not None:
                 actions = scheduler.finish_step(step, run_step(engine, step))
                 said += [
-                    (each.base_len, hint)
-                    for each in actions
-                    if isinstance(each, SendHints)
-                    for hint in each.hints
+                    (each.base_len, hint) for each in actions if isinstance(each, SendHints) for hint in each.hints
                 ]
         if session.num_pending:
             continue  # what is not there yet is no part of what is said
-        path, children = list[int](), session.cursor_children
+        path, children = list[int](), session.cursor_node.children
         while children and len(path) < 6 and chance.random() < 0.8:
             node = session.nodes[chance.choice(children)]
             path.append(node.hint.token_id)
             children = node.children
         if chance.random() < 0.3 or not path:
             path.append(chance.randrange(engine.vocab_size))
-        scheduler.handle(CommitHeard(name, len(session.token_ids), path, True, False))
+        scheduler.handle(CommitReceived(name, len(session.token_ids), path, True, False))
     said.append(list(session.token_ids))
     scheduler.handle(DetachSession(name, 1))
     return said

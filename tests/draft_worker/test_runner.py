@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from draft_worker.limits import DraftLimits
-from draft_worker.messages import AttachSession, CommitHeard, DetachSession, Expansion, SendHints
+from draft_worker.messages import AttachSession, CommitReceived, DetachSession, Expansion, SendHints
 from draft_worker.messages import StepItem as DraftItem
 from draft_worker.messages import Subscribe as DraftSubscribe
 from draft_worker.runner import NUM_CHILDREN, expand
 from draft_worker.runner import run_step as run_draft_step
 from draft_worker.scheduler import DraftScheduler
-from outrider.confidence import confidence_level
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.loading import load_model
-from outrider.engine.logit_processing import TextBefore
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.loading.loading import load_model
 from outrider.engine.model import Engine
-from outrider.engine.sampling import coupled_choice, probabilities
+from outrider.engine.sampling.logit_processing import LogitContext
+from outrider.engine.sampling.sampling import probabilities
+from outrider.hints.confidence import confidence_level
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
@@ -37,9 +37,10 @@ from target_worker.messages import (
     TokensCommitted,
 )
 from target_worker.runner import run_step as run_target_step
-from target_worker.scheduler import Scheduler
+from target_worker.scheduling.scheduler import Scheduler
 from tests import models
 from tests.engine.sequences import text
+from tests.engine.verification_cases import coupled_choice
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 COUPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=60, ignore_eos=True)
@@ -56,7 +57,7 @@ def generate(
     rng = random.Random(luck)
     target_engine = models.engine("llama", dtype)
     limits = SchedulerLimits(
-        may_rest=False,
+        may_pause=False,
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_model_len=500,
@@ -81,7 +82,7 @@ def generate(
         )
         for name, prompt in prompts.items():
             draft.handle(AttachSession(name, 1, "target:1", prompt, params, 11))
-            target.handle(SubscribeDraft(1, name, 1, len(prompt)), 0.0)
+            target.handle(SubscribeDraft(1, name, len(prompt)), 0.0)
     under_way: list[SendHints] = []
     while len(ended) < NUM_SESSIONS:
         if draft is not None and draft_engine is not None:
@@ -102,9 +103,7 @@ def generate(
                 ended.append(action)
             elif isinstance(action, CommitPublished) and draft is not None:
                 asked = draft.handle(
-                    CommitHeard(
-                        action.session_id, action.from_len, action.token_ids, True, action.is_finished
-                    )
+                    CommitReceived(action.session_id, action.from_len, action.token_ids, True, action.is_finished)
                 )
                 assert not any(isinstance(a, DraftSubscribe) for a in asked)
     for scheduler in (target, draft):
@@ -143,9 +142,7 @@ class TestTextDoesNotDependOnTheDraft:
         assert share >= 0.99
 
     @pytest.mark.parametrize("luck", [1])
-    def test_a_draft_of_another_mind_changes_nothing(
-        self, dtype: str, params: SamplingParams, luck: int
-    ) -> None:
+    def test_a_draft_of_another_mind_changes_nothing(self, dtype: str, params: SamplingParams, luck: int) -> None:
         texts, share, _ = generate(dtype, params, 1, luck)
         assert texts == plain_texts(dtype, params)
         assert share < 0.9
@@ -153,7 +150,7 @@ class TestTextDoesNotDependOnTheDraft:
 
 def item(params: SamplingParams, num_rows: int, speculation: SpeculationSettings | None = None) -> DraftItem:
     kv = models.engine("llama").new_sequence()
-    before = TextBefore([0] * 40, 40, [[0] * i for i in range(num_rows)])
+    before = LogitContext([0] * 40, 40, [[0] * i for i in range(num_rows)])
     return DraftItem(
         "a",
         kv,

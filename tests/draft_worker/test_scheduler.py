@@ -17,7 +17,7 @@ from draft_worker.messages import (
     AttachmentRefused,
     AttachSession,
     Chain,
-    CommitHeard,
+    CommitReceived,
     DetachSession,
     Event,
     LinkOpened,
@@ -27,11 +27,11 @@ from draft_worker.messages import (
 )
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import NUM_NEAR_NODES, DraftSession
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.prefix_cache import block_digests
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.kv.prefix_cache import block_digests
+from outrider.engine.sampling.randomness import mix
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.hint_tree import ROOT_ID, Hint
-from outrider.randomness import mix
+from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import SamplingParams
 from tests.draft_worker.fakes import VOCAB_SIZE, FakeDraftModel
 from tests.target_worker.fakes import next_token
@@ -116,11 +116,11 @@ class World:
     def commit(self, token_ids: list[int], name: str = "a") -> list[Action]:
         from_len = len(self.texts[name])
         self.texts[name] += token_ids
-        return self.tell(CommitHeard(name, from_len, token_ids, True, False))
+        return self.tell(CommitReceived(name, from_len, token_ids, True, False))
 
     def primary(self, name: str = "a") -> list[int]:
         session, path = self.session(name), []
-        children = session.cursor_children
+        children = session.cursor_node.children
         while children:
             path.append(session.nodes[children[0]].hint.token_id)
             children = session.nodes[children[0]].children
@@ -153,9 +153,7 @@ class World:
             for i, node_id in enumerate(session.entry_nodes):
                 node = session.nodes[node_id]
                 assert node.entry == session.num_prefix + i
-                assert cache[slots[node.entry]] == self.path_of(session, node_id), (
-                    "a node's entry is another's"
-                )
+                assert cache[slots[node.entry]] == self.path_of(session, node_id), "a node's entry is another's"
             if session.num_pending:
                 assert not session.nodes
             tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
@@ -225,7 +223,7 @@ class RandomLife(RuleBasedStateMachine):
         if session is None or not session.nodes:
             return
         tokens: list[int] = []
-        children = session.cursor_children
+        children = session.cursor_node.children
         for choice in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6)):
             if not children:
                 break
@@ -245,21 +243,21 @@ class RandomLife(RuleBasedStateMachine):
         from_len = max(0, len(session.token_ids) - back)
         before = (list(session.token_ids), set(session.nodes), session.base_len)
         known = text[from_len : len(session.token_ids)]
-        is_listening = self.world.session(name).is_listened_to  # else the whole tree is said anew
-        assert self.world.tell(CommitHeard(name, from_len, known, is_listening, False)) == []
+        accepts_hints = self.world.session(name).accepts_hints  # else the whole tree is said anew
+        assert self.world.tell(CommitReceived(name, from_len, known, accepts_hints, False)) == []
         assert (session.token_ids, set(session.nodes), session.base_len) == before
 
     @rule(name=st.sampled_from("abcd"), listening=st.booleans())
     def pause(self, name: str, listening: bool) -> None:
         session = self.world.scheduler.progress(name)
         if session is not None:
-            self.world.tell(CommitHeard(name, len(session.token_ids), [], listening, False))
+            self.world.tell(CommitReceived(name, len(session.token_ids), [], listening, False))
 
     @rule(name=st.sampled_from("abcd"))
     def finish(self, name: str) -> None:
         session = self.world.scheduler.progress(name)
         if session is not None:
-            assert self.world.tell(CommitHeard(name, 0, [], True, True)) == [AttachmentEnded(name)]
+            assert self.world.tell(CommitReceived(name, 0, [], True, True)) == [AttachmentEnded(name)]
 
     @rule()
     def link_breaks(self) -> None:
@@ -311,12 +309,12 @@ class TestCursor:
         world = attached()
         world.rest()
         session = world.session()
-        fed = [c for c in session.cursor_children[1:] if session.nodes[c].children]
+        fed = [c for c in session.cursor_node.children[1:] if session.nodes[c].children]
         assert fed, "no alternative was grown"
         below = {session.nodes[c].hint.token_id for c in session.nodes[fed[0]].children}
         world.commit([session.nodes[fed[0]].hint.token_id])
         assert session.num_roots == 1
-        assert {session.nodes[c].hint.token_id for c in session.cursor_children} == below
+        assert {session.nodes[c].hint.token_id for c in session.cursor_node.children} == below
         world.rest()
         world.check()
 
@@ -343,7 +341,7 @@ class TestCursor:
         world = attached()
         world.rest()
         before = list(world.session().token_ids)
-        actions = world.tell(CommitHeard("a", 5, [1, 2], True, False))
+        actions = world.tell(CommitReceived("a", 5, [1, 2], True, False))
         assert actions == [Subscribe(TARGET, "a", 1, 3)]
         assert world.session().token_ids == before
 
@@ -427,7 +425,7 @@ class TestBounds:
         world.tell(attach("b"))
         world.rest()
         world.texts["a"] += [VOCAB_SIZE + 3]
-        world.tell(CommitHeard("a", 3, [VOCAB_SIZE + 3], True, False))
+        world.tell(CommitReceived("a", 3, [VOCAB_SIZE + 3], True, False))
         world.commit([world.primary("b")[0]], "b")
         for _ in range(20):
             step = world.scheduler.next_step()
@@ -452,7 +450,7 @@ class TestBounds:
 
 
 class TestChains:
-    """What a step may feed on top of its nodes, before anything else is heard or said."""
+    """Chains: nodes that a step may feed after its own nodes, before it receives an event or sends a hint."""
 
     def chains(self, world: World) -> dict[str, Chain | None]:
         step = world.scheduler.next_step()
@@ -502,9 +500,7 @@ class TestChains:
         ],
         ids=["greedy", "coupled", "rejection"],
     )
-    def test_draws_that_are_counted_are_made_one_by_one(
-        self, sampling: SamplingParams, has_chain: bool
-    ) -> None:
+    def test_draws_that_are_counted_are_made_one_by_one(self, sampling: SamplingParams, has_chain: bool) -> None:
         world = World()
         world.tell(AttachSession("a", 1, TARGET, [1, 2, 3], sampling, 7))
         assert (self.chains(world)["a"] is not None) == has_chain
@@ -547,7 +543,7 @@ class TestFairness:
         for name in "ab":
             world.tell(attach(name))
         world.rest()
-        world.tell(CommitHeard("a", 3, [], False, False))
+        world.tell(CommitReceived("a", 3, [], False, False))
         for name in "ab":
             world.commit([(world.primary(name)[0])], name) if name == "b" else None
         step = world.scheduler.next_step()
@@ -571,7 +567,7 @@ class TestRestingTargets:
     def resting(self) -> World:
         world = attached()
         world.rest()
-        world.tell(CommitHeard("a", 3, [], False, False))
+        world.tell(CommitReceived("a", 3, [], False, False))
         return world
 
     def test_a_session_of_a_resting_target_is_not_even_prefilled(self) -> None:
@@ -582,19 +578,19 @@ class TestRestingTargets:
     def test_it_grows_as_soon_as_its_target_listens_to_it(self) -> None:
         world = self.resting()
         world.tell(attach("b"))
-        world.tell(CommitHeard("b", 3, [], True, False))
+        world.tell(CommitReceived("b", 3, [], True, False))
         assert world.turn()
         assert world.sent["b"]
 
     def test_the_next_one_is_prefilled_at_once_again_when_the_target_listens_to_any(self) -> None:
         world = self.resting()
-        world.tell(CommitHeard("a", 3, [], True, False))
+        world.tell(CommitReceived("a", 3, [], True, False))
         world.rest()
         world.tell(attach("b"))
         assert world.turn()
 
     def test_what_a_target_did_is_forgotten_with_its_last_session(self) -> None:
         world = self.resting()
-        world.tell(CommitHeard("a", 3, [], False, True))
+        world.tell(CommitReceived("a", 3, [], False, True))
         world.tell(attach("b"))
         assert world.turn()

@@ -11,7 +11,7 @@ from draft_worker import server as draft_server
 from draft_worker.limits import DraftLimits
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
-from outrider.telemetry import DraftMetrics
+from outrider.observability.telemetry import DraftMetrics
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from tests.models import VOCAB_SIZE
 from tests.served import listening, new_allocator

@@ -8,8 +8,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from outrider.certificate_authority import CertificateAuthority
-from outrider.tls import CERTIFICATE, Role
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import CERTIFICATE, Role
 
 
 class Authority:

@@ -1,4 +1,4 @@
-"""What the commands of the chaos suite and of the fuzzer have in common: a seed, where output goes, what is told."""
+"""Command line parts that the chaos suite and the fuzzer share: a seed, where output goes, and the report of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def say(line: str) -> None:
 
 
 def new_parser(suite: str, description: str | None) -> argparse.ArgumentParser:
-    """Of `python -m tests.e2e.SUITE`."""
+    """Returns the argument parser of `python -m tests.e2e.SUITE`."""
     return argparse.ArgumentParser(
         prog=f"python -m tests.e2e.{suite}",
         description=description,

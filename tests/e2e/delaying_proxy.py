@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 
-from benchmarks.delaying_proxy import proxy
+from benchmarks.shared.delaying_proxy import proxy
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ Serve = Callable[["FakeCoordinators", int, asyncio.StreamReader, asyncio.StreamW
 
 
 class Fate(Enum):
-    """What becomes of the coordinator when a request has come."""
+    """The fate of a coordinator once a request has arrived."""
 
     ANSWERS = "answers"
     DIES = "dies before the first byte"
@@ -35,8 +35,8 @@ class Fate(Enum):
 
 @dataclass
 class FakeCoordinators:
-    """`fate_of` gets the number of a POST or call among all that came, from 0. Who dies loses the connection that the
-    request came on, and takes new ones."""
+    """Fake coordinators and a record of their requests. `fate_of` gets the number of a POST or call among all that
+    came, from 0. A coordinator that dies loses the connection that the request came on, and accepts new ones."""
 
     fate_of: Callable[[int], Fate] = lambda number: Fate.ANSWERS
     time_s: float = 0.0  # from a request to that
@@ -113,7 +113,7 @@ async def _serve_http(
 
 
 def _completion(text: str) -> bytes:
-    """Of one token."""
+    """The body of a completion of one token."""
     choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     answer = {"id": "c", "object": "text_completion", "created": 1, "model": "target"}
@@ -143,9 +143,7 @@ async def _serve_grpc(
                     if fate is Fate.DIES:
                         return
                     message = generation_pb2.GenerationChunk(text=str(len(fakes.taken))).SerializeToString()
-                connection.send_headers(
-                    event.stream_id, [(":status", "200"), ("content-type", "application/grpc")]
-                )
+                connection.send_headers(event.stream_id, [(":status", "200"), ("content-type", "application/grpc")])
                 connection.send_data(event.stream_id, b"\0" + struct.pack(">I", len(message)) + message)
                 connection.send_headers(event.stream_id, [("grpc-status", "0")], end_stream=True)
         writer.write(connection.data_to_send())

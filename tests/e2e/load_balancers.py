@@ -66,11 +66,11 @@ class Balancer(ABC):
     @classmethod
     @abstractmethod
     def program(cls) -> str | None:
-        """Where it is; None where it is not."""
+        """The path of the program; None if it is not installed."""
 
     @abstractmethod
     def configure(self) -> list[str]:
-        """Writes the configuration; returns the words to start with."""
+        """Writes the configuration; returns the command line that starts the program."""
 
     @abstractmethod
     def reread(self) -> None:
@@ -86,7 +86,7 @@ class Balancer(ABC):
 
     @property
     def log(self) -> str:
-        """The end of what it said."""
+        """The end of the program's log."""
         return self.log_path.read_text(errors="replace")[-4000:]
 
     def start(self) -> None:
@@ -104,13 +104,13 @@ class Balancer(ABC):
         self._wait_for(serial)
 
     def reload(self) -> None:
-        """With a new certificate; returns when it is shown to new connections."""
+        """Reloads with a new certificate; returns when it is shown to new connections."""
         serial = self.authority.issue(self.tls)
         self.reread()
         self._wait_for(serial)
 
     def stop(self) -> None:
-        """Ends every process of it."""
+        """Ends every process of the program."""
         if self.process is None:
             return
         self.process.terminate()
@@ -146,7 +146,8 @@ class Balancer(ABC):
             raise AssertionError(f"{self.name}: {error}\n{self.log}") from error
 
     def _coordinators(self) -> dict[str, str]:
-        """What stands in a file for each listener of each coordinator, and what is there on this machine."""
+        """Maps the address of each coordinator's listeners in the documented configuration to the one on this
+        machine."""
         return {
             f"coordinator-{index}.internal:{documented}": f"127.0.0.1:{real}"
             for index, backend in enumerate(self.backends)
@@ -177,13 +178,13 @@ class HAProxy(Balancer):
         return self.folder / "master.sock"
 
     def reread(self) -> None:
-        """Not with SIGUSR2, which a master that still loads takes and forgets."""
+        """Reloads over the master's socket: SIGUSR2 is accepted and forgotten by a master that still loads."""
         said = eventually(self._ask_to_reload, lambda seen: seen is not None, "its master", START_TIMEOUT_S)
         # 2.8 says how it went; 2.6 goes away without a word.
         assert not said or said.startswith("Success=1"), f"{said}\n{self.log}"
 
     def _ask_to_reload(self) -> str | None:
-        """What the master says to it; None where it cannot be asked, for it still loads."""
+        """Asks the master to reload and returns its answer; None if it cannot be asked because it still loads."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(START_TIMEOUT_S)
@@ -206,8 +207,7 @@ class Nginx(Balancer):
     def configure(self) -> list[str]:
         # Where Debian has it keep files is root's.
         folders = "".join(
-            f"    {kind}_temp_path {self.folder};\n"
-            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+            f"    {kind}_temp_path {self.folder};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         )
         values = {
             "listen 443 ": f"listen 127.0.0.1:{self.port} ",

@@ -18,35 +18,35 @@ import httpx
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.journal import unpack
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
-from outrider.free_ports import free_ports
-from outrider.redis_server import EmbeddedRedis
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
+from coordinator.recovery.journal_entry import unpack
+from outrider.local.free_ports import free_ports
+from outrider.local.redis_server import EmbeddedRedis
 from tests.e2e.system import START_TIMEOUT_S, Command, eventually
 
 NUM_PLACES = 32
 
 
 def ready_line(command: Command) -> dict[str, Any] | None:
-    """What it said when it was ready; None before."""
+    """The line that a process printed when it became ready; None before."""
     lines = command.stdout.splitlines()
     return next((json.loads(line) for line in lines if line.startswith('{"event": "ready"')), None)
 
 
 def get(url: str) -> httpx.Response:
-    """Of a plain port: no TLS to prepare for, which takes longer than all the rest."""
+    """Gets a page from a plain port: no TLS is prepared, which takes longer than all the rest."""
     return httpx.get(url, trust_env=False, verify=False)
 
 
 def metric(url: str, *names: str) -> float:
-    """Their sum, over all their labels; 0 where they have not been counted yet."""
+    """The sum of the metrics of these names, over all their labels; 0 if they have not been counted yet."""
     families = text_string_to_metric_families(get(url).text)
     return sum(sample.value for family in families for sample in family.samples if sample.name in names)
 
 
 @dataclass
 class Coordinator:
-    """One of them over all its lives."""
+    """One coordinator over all of its lives."""
 
     name: str
     folder: Path
@@ -75,17 +75,17 @@ class Coordinator:
         wait_until_ready(self.command)
 
     def num_workers(self) -> tuple[int, int]:
-        """Targets and drafts that it knows."""
+        """The numbers of targets and drafts that the coordinator knows."""
         seen = get(f"{self.url}/health").json()
         return seen["num_target_workers"], seen["num_draft_workers"]
 
     def num_requests(self) -> int:
-        """That it has taken in and not answered."""
+        """The number of requests that the coordinator has accepted and not answered."""
         names = (f"outrider_num_requests_{state}" for state in ("running", "waiting"))
         return int(metric(f"{self.url}/metrics", *names))
 
     def kill(self) -> None:
-        """All of its processes, Ray's and HAProxy among them, as when its machine loses power."""
+        """Kills all of its processes, Ray's and HAProxy among them, as when its machine loses power."""
         assert self.command is not None
         while running := self.command.processes():
             for pid in running:
@@ -96,7 +96,7 @@ class Coordinator:
 
 @dataclass
 class Replicas:
-    """All of it, ready to answer."""
+    """A running system: workers, coordinators and Redis."""
 
     target: Command
     draft: Command
@@ -104,7 +104,8 @@ class Replicas:
     redis: redis.Redis
 
     def num_journaled(self, request_id: str) -> int:
-        """Tokens of a stream of one text that its coordinator has shown, as far as the journal has them."""
+        """The number of tokens of a stream of one sequence that its coordinator has shown, as far as the journal has
+        them."""
         fields: Any = self.redis.hgetall(f"or:journal:{request_id}")
         num_tokens = 0
         for name, text in fields.items():
@@ -114,11 +115,11 @@ class Replicas:
         return num_tokens
 
     def num_requests(self) -> list[int]:
-        """Of each coordinator."""
+        """The number of open requests at each coordinator."""
         return [each.num_requests() for each in self.coordinators]
 
     def sessions(self) -> dict[str, float]:
-        """That the workers hold now."""
+        """The number of sessions that the workers have now."""
         return {
             "target running": self._metric(self.target, "outrider_num_requests_running"),
             "target waiting": self._metric(self.target, "outrider_num_requests_waiting"),
@@ -126,7 +127,7 @@ class Replicas:
         }
 
     def num_generated(self) -> float:
-        """Tokens that the target has committed since it started."""
+        """The number of tokens that the target has committed since it started."""
         return self._metric(self.target, "outrider_generation_tokens_total")
 
     def expect_idle(self) -> None:
@@ -187,9 +188,7 @@ def running_replicas(folder: Path, num_coordinators: int) -> Iterator[Replicas]:
         with redis.Redis.from_url(url, socket_timeout=5) as client:
             replicas = Replicas(commands[0], commands[1], coordinators, client)
             for each in coordinators:
-                eventually(
-                    each.num_workers, lambda seen: seen == (1, 1), f"{each.name} knows a target and a draft"
-                )
+                eventually(each.num_workers, lambda seen: seen == (1, 1), f"{each.name} knows a target and a draft")
             yield replicas
     finally:
         running = commands + [each.command for each in coordinators if each.command is not None]
@@ -209,7 +208,5 @@ def wait_until_ready(command: Command) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while ready_line(command) is None:
         assert command.process.poll() is None, f"{command.arguments} ended:\n{command.stderr}"
-        assert time.monotonic() < deadline, (
-            f"{command.arguments} not ready in {START_TIMEOUT_S:g} s:\n{command.stderr}"
-        )
+        assert time.monotonic() < deadline, f"{command.arguments} not ready in {START_TIMEOUT_S:g} s:\n{command.stderr}"
         time.sleep(0.05)

@@ -28,16 +28,17 @@ import redis
 import redis.asyncio
 from cryptography import x509
 
-from coordinator.ingress import find_haproxy
-from outrider.api_keys import Scope, entry, new_key
-from outrider.certificate_authority import CertificateAuthority
-from outrider.child import Child, StartError
-from outrider.child_log import ChildLog
-from outrider.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET, ROOT, flatten, module
-from outrider.free_ports import free_ports
-from outrider.redis_server import EmbeddedRedis
-from outrider.tls import CERTIFICATE, Role
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET, ROOT, module
+from command_line.start.deployment import flatten
+from coordinator.access.api_keys import Scope, entry, new_key
+from coordinator.hosting.ingress import find_haproxy
+from outrider.local.child import Child, StartError
+from outrider.local.child_log import ChildLog
+from outrider.local.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
+from outrider.local.free_ports import free_ports
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import CERTIFICATE, Role
 
 READY_TIMEOUT_S = 120.0
 RAY_STARTS_MAX = 3
@@ -60,7 +61,8 @@ class SecuredOptions:
 
 
 class SecuredSystem:
-    """Everything, from `async with` on. `ends` names who ended without having been asked."""
+    """A whole system with TLS and keys, from `async with` on. `ends` names the processes that ended without having been
+    asked."""
 
     def __init__(self, options: SecuredOptions, log_dir: Path) -> None:
         """Output of all processes goes to files of `log_dir`."""
@@ -80,14 +82,14 @@ class SecuredSystem:
         self._is_stopping = False
 
     def issue(self, role: Role, valid_for: datetime.timedelta = datetime.timedelta(days=1)) -> Path:
-        """The folder of the role's certificate, which is a new one."""
+        """Issues a new certificate for the role and returns its folder."""
         folder = self.certificates / role.name.lower()
         names = ("localhost", "127.0.0.1") if role in (Role.COORDINATOR, Role.REDIS) else ()
         self.authority.issue(folder, role, names=names, valid_for=valid_for)
         return folder
 
     def folder(self, role: Role) -> Path:
-        """Of its certificate, as it is."""
+        """The folder of the role's current certificate."""
         return self.certificates / role.name.lower()
 
     async def __aenter__(self) -> Self:
@@ -158,9 +160,7 @@ class SecuredSystem:
         self.children[name] = Child(spec, ChildLog(name, self.log_dir), NEVER, self._hear)
         self._num_started[role] += 1
 
-    def _worker_words(
-        self, role: str, name: str, other: Mapping[str, Any] = MappingProxyType({})
-    ) -> tuple[str, ...]:
+    def _worker_words(self, role: str, name: str, other: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
         flags: dict[str, Any] = {
             "--model": self.options.target if role == "target" else self.options.draft,
             "--port": 0,
@@ -177,9 +177,7 @@ class SecuredSystem:
         }
         return (*module(f"{role}_worker"), *flatten({**flags, **other}))
 
-    def _coordinator_words(
-        self, index: int, http_port: int, grpc_port: int, metrics_port: int
-    ) -> tuple[str, ...]:
+    def _coordinator_words(self, index: int, http_port: int, grpc_port: int, metrics_port: int) -> tuple[str, ...]:
         flags = {
             "--tokenizer": self.options.target,
             "--port": http_port,
@@ -212,11 +210,11 @@ class SecuredSystem:
             self._redis_front = subprocess.Popen(words, stdout=log, stderr=log)
 
     def redis_url_file(self, role: Role) -> Path:
-        """Of a coordinator, a target or a draft worker."""
+        """The file with the URL of Redis for a coordinator, a target or a draft worker."""
         return self.scratch / "redis" / f"url-{role.name.lower()}"
 
     def _make_redis_users(self, plain: str) -> None:
-        """Those that the script for operators makes, with certificates where they are here."""
+        """Creates the Redis users of the script for operators, with certificates where they are here."""
         words = ["sh", str(ROOT / "k8s" / "redis_users.sh"), str(self.scratch / "redis")]
         subprocess.run([*words, f"rediss://127.0.0.1:{self._redis_port}"], check=True)
         for role in (Role.COORDINATOR, Role.TARGET, Role.DRAFT):
@@ -235,11 +233,11 @@ class SecuredSystem:
     # Addresses.
 
     def names(self, role: str) -> list[str]:
-        """Of the processes of a role."""
+        """Names of the processes of a role."""
         return [name for name, child in self.children.items() if child.spec.role == role]
 
     def ready(self, name: str) -> Mapping[str, Any]:
-        """What the process said of itself when it became ready."""
+        """The fields that the process reported when it became ready."""
         return self.children[name].ready_line
 
     def url(self, index: int = 0) -> str:
@@ -250,7 +248,7 @@ class SecuredSystem:
         return str(self.ready(f"coordinator-{index}")["grpc"])
 
     def context(self, role: Role | None = None) -> ssl.SSLContext:
-        """That believes our authority; `role` shows a certificate."""
+        """A TLS context that trusts our authority; `role` shows a certificate."""
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.crt"))
         if role is not None:
             context.load_cert_chain(self.folder(role) / "tls.crt", self.folder(role) / "tls.key")
@@ -266,7 +264,7 @@ class SecuredSystem:
         )
 
     def credentials(self, role: Role | None = None) -> grpc.ChannelCredentials:
-        """For gRPC, likewise."""
+        """Credentials for gRPC that trust our authority; `role` shows a certificate."""
         authority = (self.certificates / "ca.crt").read_bytes()
         if role is None:
             return grpc.ssl_channel_credentials(authority)
@@ -276,12 +274,12 @@ class SecuredSystem:
         )
 
     def channel(self, address: str, name: str | None = None, role: Role | None = None) -> grpc.aio.Channel:
-        """To anybody; `name` is whom one expects there."""
+        """A channel to any process; `name` is the one that its certificate must have."""
         options = [] if name is None else [("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(address, self.credentials(role), options=options)
 
     async def metrics(self, name: str) -> str:
-        """What a process exports, past everything that serves its clients."""
+        """The metrics that a process exports, read from its metrics port, past everything that serves its clients."""
         context = self.context(Role.OPERATOR)
         context.check_hostname = False  # the certificate names the part, not the machine
         address = f"https://127.0.0.1:{self.ready(name)['metrics_port']}/metrics"
@@ -289,15 +287,15 @@ class SecuredSystem:
             return (await client.get(address)).raise_for_status().text
 
     def redis_client(self) -> redis.asyncio.Redis:
-        """That may do everything; to be closed."""
+        """A client of Redis with all permissions; the caller closes it."""
         return redis.asyncio.Redis.from_url(self._redis.url, decode_responses=True)
 
     def pids(self) -> dict[str, int]:
-        """Of the processes that it started itself, by name."""
+        """Ids of the processes that the system started itself, by name."""
         return {name: int(child.ready_line["pid"]) for name, child in self.children.items()}
 
     async def until_healthy(self, name: str, timeout_s: float = 60.0) -> None:
-        """Until this coordinator has a target."""
+        """Waits until this coordinator has a target."""
         index = int(name.rpartition("-")[2])
         async with asyncio.timeout(timeout_s), self.http(index=index, role=Role.CLIENT) as client:
             while True:
@@ -307,7 +305,7 @@ class SecuredSystem:
                 await asyncio.sleep(0.1)
 
     async def until_certificates_are_shown(self, timeout_s: float = 30.0) -> None:
-        """Until every process shows the certificate that lies in its folder now."""
+        """Waits until every process shows the certificate that lies in its folder now."""
         for name, child in self.children.items():
             path = self.folder(Role[child.spec.role.upper()]) / CERTIFICATE
             serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number

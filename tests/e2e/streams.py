@@ -20,7 +20,7 @@ READ_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Piece:
-    """A bit of a text, and how many of its tokens have come with it."""
+    """A part of an output, and the number of its tokens up to its end."""
 
     text: str
     num_tokens: int
@@ -29,11 +29,12 @@ class Piece:
 
 
 Read = Callable[[Piece | None], Iterator[Piece]]
-"""What follows a piece, from the beginning where there is none. Raises what the client's library does."""
+"""Iterates over the pieces that follow a given one, from the beginning if there is none. Raises what the client's
+library does."""
 
 
 class Stream:
-    """A text as it comes. `error` is what ended the reading before the text's end."""
+    """An output as it arrives. `error` is what ended the reading before the output's end."""
 
     def __init__(self, request_id: str, read: Read) -> None:
         self.request_id = request_id
@@ -59,7 +60,7 @@ class Stream:
         return self
 
     def eventually(self, holds: Callable[[], object], what: str) -> None:
-        """Fails with what was wrong when the stream breaks before it holds."""
+        """Waits until the condition holds; fails with the stream's error if it breaks before."""
 
         def seen() -> bool:
             assert self.error is None, f"{self.request_id} broke: {self.error}"
@@ -68,7 +69,7 @@ class Stream:
         eventually(seen, bool, f"{self.request_id}: {what}")
 
     def wait(self) -> None:
-        """Until it has ended, or broken."""
+        """Waits until the stream has ended, or broken."""
         self._thread.join(READ_TIMEOUT_S)
         assert not self._thread.is_alive(), f"{self.request_id} stands still after {self.num_tokens} tokens"
 
@@ -85,7 +86,7 @@ class Stream:
 
 
 def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, http2: bool = False) -> Stream:
-    """Of `/v1/completions`."""
+    """A stream of `/v1/completions`."""
     asked = {"temperature": 0, "stream": True, "stream_options": {"include_event_ids": True}} | body
 
     def read(seen: Piece | None) -> Iterator[Piece]:
@@ -97,9 +98,7 @@ def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, ht
             trust_env=False,
         ) as client:
             if seen is None:
-                opened = client.stream(
-                    "POST", "/v1/completions", json=asked, headers={"X-Request-Id": request_id}
-                )
+                opened = client.stream("POST", "/v1/completions", json=asked, headers={"X-Request-Id": request_id})
             else:
                 headers = {"Last-Event-ID": f"{seen.run}:{seen.num_tokens}"}
                 opened = client.stream("GET", f"/v1/streams/{request_id}", headers=headers)
@@ -127,7 +126,7 @@ def _pieces(lines: Iterator[str]) -> Iterator[Piece]:
 
 
 def grpc_request(body: dict[str, Any]) -> generation_pb2.GenerationRequest:
-    """What the body of a greedy completion says, for gRPC: prompt, speculation, the rest sampling parameters."""
+    """The body of a greedy completion as a gRPC request: prompt, speculation, and the rest as sampling parameters."""
     sampling = {name: value for name, value in body.items() if name not in ("prompt", "speculation")}
     return generation_pb2.GenerationRequest(
         prompt=body["prompt"],
@@ -137,7 +136,7 @@ def grpc_request(body: dict[str, Any]) -> generation_pb2.GenerationRequest:
 
 
 def grpc_stream(channel: grpc.Channel, request_id: str, body: dict[str, Any]) -> Stream:
-    """`body`: as over HTTP."""
+    """A stream over gRPC; `body` is as over HTTP."""
     stub = generation_pb2_grpc.GenerationStub(channel)
 
     def read(seen: Piece | None) -> Iterator[Piece]:

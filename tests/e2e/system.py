@@ -24,15 +24,13 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
-READY = re.compile(
-    r"Outrider is ready: (https?://\S+)/v1 \(OpenAI\), (\S+) \(gRPC\), model (\S+), logs in (.+)"
-)
+READY = re.compile(r"Outrider is ready: (https?://\S+)/v1 \(OpenAI\), (\S+) \(gRPC\), model (\S+), logs in (.+)")
 
 SeenT = TypeVar("SeenT")
 
@@ -44,7 +42,8 @@ needs_the_pair = pytest.mark.skipif(
 def eventually(
     look: Callable[[], SeenT], holds: Callable[[SeenT], object], what: str, timeout_s: float = 30.0
 ) -> SeenT:
-    """What `look` saw once `holds` is true of it; fails with the last observation after `timeout_s`."""
+    """Returns the first observation of `look` for which `holds` is true; fails with the last observation after
+    `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         seen = look()
@@ -56,7 +55,7 @@ def eventually(
 
 @dataclass
 class Command:
-    """A child process that runs `python -m outrider ...`, its output in files of `folder`."""
+    """A child process that runs `python -m command_line ...`, its output in files of `folder`."""
 
     folder: Path
     arguments: tuple[str, ...]
@@ -69,7 +68,7 @@ class Command:
         words = tuple(map(str, arguments))
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "outrider", *words],
+                [sys.executable, "-m", "command_line", *words],
                 cwd=ROOT,
                 env=environment() | {"OUTRIDER_CACHE_DIR": str(folder)},
                 stdin=subprocess.DEVNULL,
@@ -121,7 +120,7 @@ class System:
     client: httpx.Client = field(repr=False)
 
     def ready_lines(self, name: str) -> list[dict[str, Any]]:
-        """What the child `name` (target-0, draft-0, coordinator) said of each of its lives, oldest first."""
+        """The ready lines of all lives of the child `name` (target-0, draft-0, coordinator), oldest first."""
         lines = (self.log_dir / f"{name}.log").read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith('{"event": "ready"')]
 
@@ -181,7 +180,7 @@ class System:
 
     def audit(self, *flags: object) -> dict[str, Any]:
         """The report of `outrider audit`, which must end well."""
-        words = [sys.executable, "-m", "outrider", "audit", "--url", self.url, "--json", *map(str, flags)]
+        words = [sys.executable, "-m", "command_line", "audit", "--url", self.url, "--json", *map(str, flags)]
         done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         report: dict[str, Any] = json.loads(done.stdout)

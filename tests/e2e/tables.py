@@ -1,4 +1,4 @@
-"""Tables of the README, from rows of values. Pure."""
+"""Tables of the documentation, from rows of values. Pure."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ def spin() -> None:
 @needs_the_pair
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("system")
 def test_a_target_that_was_paused_on_a_busy_node_answers_again_at_once(tmp_path: Path) -> None:
     """Prints how many requests were answered and refused, and after how long the first one was answered again."""
     words = {"prompt": "The old man", "max_tokens": 4, "temperature": 0}
@@ -71,7 +70,5 @@ def test_a_target_that_was_paused_on_a_busy_node_answers_again_at_once(tmp_path:
         print(f"refused meanwhile: {num_refused} of {len(seen)}; answered again after {again_s:.1f} s")
         assert {status for *_, status in seen} <= {200, 503}
         assert again_s < AGAIN_S_MAX
-        assert all(
-            status == httpx.codes.OK for asked_s, _, status in after if asked_s > goes_on_s + AGAIN_S_MAX
-        )
+        assert all(status == httpx.codes.OK for asked_s, _, status in after if asked_s > goes_on_s + AGAIN_S_MAX)
         assert [each["pid"] for each in system.ready_lines("target-0")] == [pid], "it did not load anew"

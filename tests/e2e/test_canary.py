@@ -17,9 +17,9 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from command_line.checkout import DEMO_DRAFT
 from demo.corpus import held_out_prompts
 from outrider.canary.plan import ArmName, CanaryPlan
-from outrider.cli.deployment import DEMO_DRAFT
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.coordinator.canaries import key_in
 from tests.e2e.replicas import wait_until_ready
@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
     pytest.mark.timeout(400),
-    pytest.mark.xdist_group("system"),
     needs_the_pair,
 ]
 
@@ -49,7 +48,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator
 
 @pytest.fixture(scope="module")
 def texts(system: System) -> list[str]:
-    """What plain decoding says to the prompts."""
+    """The output of plain decoding for each prompt."""
     return [system.text(each, max_tokens=NUM_TOKENS, speculation={"enabled": False}) for each in PROMPTS]
 
 
@@ -71,12 +70,12 @@ def begin(system: System, redis_url: str) -> Iterator[Callable[..., CanaryPlan]]
 
 
 def ask(system: System, prompt: str, key: str) -> dict[str, Any]:
-    """A greedy answer to a request with this canary key."""
+    """The greedy answer to a request with this canary key."""
     return system.complete(prompt, max_tokens=NUM_TOKENS, prompt_cache_key=key)
 
 
 def arm_of(system: System, key: str) -> str | None:
-    """None where there is no canary."""
+    """The arm that requests with this key belong to; None if there is no canary."""
     arm: str | None = ask(system, "x", key)["metrics"].get("canary_arm")
     return arm
 
@@ -91,24 +90,22 @@ def text_over_grpc(system: System, prompt: str, key: str) -> str:
 
 
 def counts_by_replica(system: System) -> dict[str, dict[str, float]]:
-    """Requests by arm as each replica's own metrics have them, under something that tells replicas apart."""
+    """The number of requests of each arm in each replica's own metrics, by something that tells replicas apart."""
     found: dict[str, dict[str, float]] = {}
     for _ in range(20):  # whichever answers
         text = system.client.get("/metrics").text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         born = next(str(each.value) for each in samples if each.name == "outrider_target_replays_created")
         found[born] = {
-            each.labels["arm"]: each.value
-            for each in samples
-            if each.name == "outrider_canary_requests_total"
+            each.labels["arm"]: each.value for each in samples if each.name == "outrider_canary_requests_total"
         }
     return found
 
 
 def canary(redis_url: str, *words: object, exits: tuple[int, ...] = (0,)) -> str:
-    """What `outrider canary` prints."""
+    """Runs `outrider canary` and returns what it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "outrider", "canary", *map(str, words)],
+        [sys.executable, "-m", "command_line", "canary", *map(str, words)],
         cwd=ROOT,
         env=environment() | {"OUTRIDER_REDIS_URL": redis_url},
         capture_output=True,
@@ -120,17 +117,15 @@ def canary(redis_url: str, *words: object, exits: tuple[int, ...] = (0,)) -> str
 
 
 def status(redis_url: str) -> dict[str, Any]:
-    """Whatever is recommended or decided."""
+    """The status of the canary, whatever is recommended or decided."""
     done = canary(redis_url, "status", "--json", exits=(0, 3, 4))
     found: dict[str, Any] = json.loads(done)
     return found
 
 
 def keys_of(plan: CanaryPlan) -> list[tuple[str, ArmName]]:
-    """One for each prompt, of either arm in turn."""
-    return [
-        (key_in(plan, arm, number), arm) for number in range(len(PROMPTS) // 2) for arm in (CONTROL, CANARY)
-    ]
+    """One canary key for each prompt, of either arm in turn."""
+    return [(key_in(plan, arm, number), arm) for number in range(len(PROMPTS) // 2) for arm in (CONTROL, CANARY)]
 
 
 def num_hints(system: System, key: str) -> int:
@@ -228,13 +223,11 @@ def test_a_new_draft_model_is_its_arms_alone_from_its_first_worker_on(
         seen_by_all(system, key, "control")
 
         def num_steps() -> float:
-            """Of the new worker, since it started."""
+            """The number of steps of the new worker since it started."""
             ready = next(json.loads(line) for line in worker.stdout.splitlines() if '"ready"' in line)
             text = system.client.get(f"http://127.0.0.1:{ready['metrics_port']}/metrics").text
             samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-            return next(
-                each.value for each in samples if each.name == "outrider_draft_step_milliseconds_count"
-            )
+            return next(each.value for each in samples if each.name == "outrider_draft_step_milliseconds_count")
 
         before = num_steps()
         for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -269,9 +262,7 @@ def test_what_a_replica_had_told_before_it_was_killed_is_kept(
         lambda seen: seen >= 8,
         "they are counted",
     )
-    replica = next(
-        pid for pid, words in system.command.processes().items() if words.startswith("ray::ServeReplica")
-    )
+    replica = next(pid for pid, words in system.command.processes().items() if words.startswith("ray::ServeReplica"))
     os.kill(replica, signal.SIGKILL)
     assert status(redis_url)["arms"][CONTROL]["requests"]["finished"] >= before
     seen_by_all(system, key, "control")

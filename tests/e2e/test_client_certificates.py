@@ -13,8 +13,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from outrider.certificate_authority import CertificateAuthority
-from outrider.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.secured import SecuredOptions, SecuredSystem
 
@@ -60,18 +60,16 @@ def http(system: SecuredSystem, folder: Path | None, key: str | None = None) -> 
 
 
 async def grpc_code(system: SecuredSystem, folder: Path | None, key: str | None) -> grpc.StatusCode:
-    """Of a request for four tokens."""
+    """The gRPC status of a request for four tokens."""
     names = (PRIVATE_KEY, CERTIFICATE)
     own = (None, None) if folder is None else [(folder / name).read_bytes() for name in names]
     credentials = grpc.ssl_channel_credentials((system.certificates / AUTHORITY).read_bytes(), *own)
     async with grpc.aio.secure_channel(system.grpc_address(), credentials) as channel:
         request = generation_pb2.GenerationRequest(
-            prompt="One", sampling=common_pb2.SamplingParams(max_tokens=4, top_p=1)
+            prompt="One", sampling=common_pb2.SamplingParams(temperature=0, max_tokens=4)
         )
         metadata = () if key is None else (("authorization", f"Bearer {key}"),)
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(
-            request, metadata=metadata, timeout=TIMEOUT_S
-        )
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request, metadata=metadata, timeout=TIMEOUT_S)
         try:
             async for _ in call:
                 pass
@@ -80,18 +78,14 @@ async def grpc_code(system: SecuredSystem, folder: Path | None, key: str | None)
         return grpc.StatusCode.OK
 
 
-async def test_with_a_certificate_and_a_key_one_is_served(
-    system: SecuredSystem, folders: dict[str, Path]
-) -> None:
+async def test_with_a_certificate_and_a_key_one_is_served(system: SecuredSystem, folders: dict[str, Path]) -> None:
     async with http(system, folders["ours"], system.key) as client:
         answer = await client.post("/v1/completions", json={"prompt": "One", "max_tokens": 4})
         assert answer.status_code == 200, answer.text
     assert await grpc_code(system, folders["ours"], system.key) is grpc.StatusCode.OK
 
 
-async def test_a_certificate_does_not_stand_for_a_key(
-    system: SecuredSystem, folders: dict[str, Path]
-) -> None:
+async def test_a_certificate_does_not_stand_for_a_key(system: SecuredSystem, folders: dict[str, Path]) -> None:
     async with http(system, folders["ours"]) as client:
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/health")).status_code == 200

@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.worker_pair import Generation, WorkerPair, WorkerProcessHandle, attach_draft, worker_pair
+from benchmarks.shared.worker_pair import (
+    Generation,
+    WorkerPair,
+    WorkerProcessHandle,
+    attach_draft,
+    worker_pair,
+)
 from demo.corpus import held_out_prompts
 from outrider.sampling_params import SamplingParams
-from outrider.tokenizer import Tokenizer
+from outrider.text.tokenizer import Tokenizer
 from tests.e2e.delaying_proxy import delaying_proxy
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -71,9 +78,7 @@ async def run_while_drafts_die(
             result = await attached.generate(prompt, params)
         if killer is not None:
             await killer
-            current = await WorkerProcessHandle.start(
-                "draft_worker", "--model", str(DEMO / "draft"), "--dtype", dtype
-            )
+            current = await WorkerProcessHandle.start("draft_worker", "--model", str(DEMO / "draft"), "--dtype", dtype)
         num_done += 1
         return result
 
@@ -111,9 +116,7 @@ async def check_mode(pair: WorkerPair, mode: str, size: tuple[int, int], dtype: 
     # on a busy machine most of it.
     for _ in range(ROUNDS_MAX):
         for at_once in (1, 8):
-            assert await run_all(speculating, token_ids, sampling, at_once) == expected, (
-                f"{at_once} at a time"
-            )
+            assert await run_all(speculating, token_ids, sampling, at_once) == expected, f"{at_once} at a time"
         if accepted > num_prompts * num_tokens / 10:
             break
     assert accepted > num_prompts * num_tokens / 10, "hints were hardly used, so this shows nothing"
@@ -121,7 +124,7 @@ async def check_mode(pair: WorkerPair, mode: str, size: tuple[int, int], dtype: 
     async with delaying_proxy(pair.target.address, delay_s_max=0.02) as address:
 
         async def delayed(prompt: list[int], params: SamplingParams) -> Generation:
-            return await pair.generate(prompt, params, target_address=address)
+            return await replace(pair, draft_dials=address).generate(prompt, params)
 
         for at_once in (1, 8):
             assert await run_all(delayed, token_ids, sampling, at_once) == expected, f"delayed, {at_once}"
@@ -159,8 +162,8 @@ async def test_a_hundred_prompts_are_that_of_plain_decoding(dtype: str, mode: st
 @pytest.mark.timeout(300)
 async def test_a_draft_equal_to_its_target_is_accepted() -> None:
     """99 % or better: both sides mean the same by KV, positions and logits."""
-    patience = ["--wait-for-num-hints", "4", "--hint-wait-ms", "2000", "--always-listen"]
-    async with worker_pair(DEMO / "target", DEMO / "target", target_arguments=patience) as pair:
+    waits = ["--wait-for-num-hints", "4", "--hint-wait-ms", "2000", "--always-listen"]
+    async with worker_pair(DEMO / "target", DEMO / "target", target_arguments=waits) as pair:
         for mode in ("greedy", "coupled"):
             drafted = accepted = 0
             for prompt in prompts(4):

@@ -20,7 +20,7 @@ import grpc
 import httpx
 import pytest
 
-from outrider.free_ports import free_ports
+from outrider.local.free_ports import free_ports
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import Backend, HAProxy
@@ -108,13 +108,11 @@ def balanced(folder: Path, *backends: Backend) -> Iterator[HAProxy]:
 
 
 def models_over_grpc(haproxy: HAProxy) -> grpc.RpcError | None:
-    """What the call ended with; None: it was answered."""
+    """The error that a call for the list of models ended with; None if it was answered."""
     credentials = grpc.ssl_channel_credentials(haproxy.authority.path.read_bytes())
     with grpc.secure_channel(haproxy.address, credentials) as channel:
         try:
-            generation_pb2_grpc.GenerationStub(channel).ListModels(
-                generation_pb2.ListModelsRequest(), timeout=20
-            )
+            generation_pb2_grpc.GenerationStub(channel).ListModels(generation_pb2.ListModelsRequest(), timeout=20)
         except grpc.RpcError as error:
             return error
     return None
@@ -131,7 +129,8 @@ def is_down(haproxy: HAProxy) -> bool:
 
 
 def test_coordinators_that_are_not_ready_are_asked_when_no_other_is(tmp_path: Path) -> None:
-    """They know what is missing. Found: HAProxy refused all of them at once while targets started again."""
+    """Coordinators that are not ready know what is missing. Found: HAProxy refused all requests at once while targets
+    started again."""
     one, other = Unready(), Unready()
     with one.serving() as first, other.serving() as second, balanced(tmp_path, first, second) as haproxy:
         eventually(partial(is_down, haproxy), bool, "both are known not to be ready", 30.0)

@@ -21,7 +21,7 @@ import httpx2
 import openai
 import pytest
 
-from outrider.free_ports import free_ports
+from outrider.local.free_ports import free_ports
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import BALANCERS, Backend, Balancer
@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("system"),
     needs_the_pair,
 ]
 
@@ -68,9 +67,7 @@ def balancers(replicas: Replicas, tmp_path_factory: pytest.TempPathFactory) -> I
             running[kind.name] = kind(tmp_path_factory.mktemp(kind.name), port, backends, authority)
             running[kind.name].start()
         for each in running.values():
-            eventually(
-                partial(status_of, each, "/v1/models"), lambda seen: seen == 200, f"{each.name} answers"
-            )
+            eventually(partial(status_of, each, "/v1/models"), lambda seen: seen == 200, f"{each.name} answers")
         yield running
     finally:
         for each in running.values():
@@ -92,17 +89,13 @@ def expected(replicas: Replicas) -> str:
 
 
 def text_of(url: str, body: Mapping[str, Any]) -> str:
-    response = httpx.post(
-        f"{url}/v1/completions", json={"temperature": 0, **body}, timeout=60, trust_env=False
-    )
+    response = httpx.post(f"{url}/v1/completions", json={"temperature": 0, **body}, timeout=60, trust_env=False)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
 
 def browser(balancer: Balancer, *, http2: bool = False) -> httpx.Client:
-    return httpx.Client(
-        base_url=balancer.url, verify=balancer.trusted(), http2=http2, timeout=30, trust_env=False
-    )
+    return httpx.Client(base_url=balancer.url, verify=balancer.trusted(), http2=http2, timeout=30, trust_env=False)
 
 
 @contextmanager
@@ -114,9 +107,7 @@ def dialled(balancer: Balancer) -> Iterator[grpc.Channel]:
 
 
 @contextmanager
-def frozen_streams(
-    replicas: Replicas, channels: Mapping[Balancer, grpc.Channel]
-) -> Iterator[dict[str, list[Stream]]]:
+def frozen_streams(replicas: Replicas, channels: Mapping[Balancer, grpc.Channel]) -> Iterator[dict[str, list[Stream]]]:
     """By balancer, two streams over HTTP/1.1 and two over one gRPC connection, which have begun and stand still.
 
     Each began when the one before it was at its coordinator. They go on, to their end, on the way out.
@@ -127,11 +118,7 @@ def frozen_streams(
             for balancer, channel in channels.items():
                 for edge in ("http", "grpc", "http", "grpc"):
                     name = f"{balancer.name}-{edge}-{uuid.uuid4().hex}"
-                    new = (
-                        http_stream(balancer, name, LONG)
-                        if edge == "http"
-                        else grpc_stream(channel, name, LONG)
-                    )
+                    new = http_stream(balancer, name, LONG) if edge == "http" else grpc_stream(channel, name, LONG)
                     begun[balancer.name].append(new.start())
                     num_begun = sum(map(len, begun.values()))
                     new.eventually(partial(has_requests, replicas, num_begun), "it has arrived")
@@ -170,9 +157,7 @@ def test_the_openai_package_streams_a_chat_that_is_the_coordinators_own(
     }
     with (
         httpx2.Client(verify=balancer.trusted(), http2=http2, trust_env=False) as transport,
-        openai.OpenAI(
-            base_url=f"{balancer.url}/v1", api_key="none", max_retries=0, http_client=transport
-        ) as client,
+        openai.OpenAI(base_url=f"{balancer.url}/v1", api_key="none", max_retries=0, http_client=transport) as client,
         openai.OpenAI(base_url=f"{replicas.coordinators[-1].url}/v1", api_key="none") as direct,
     ):
         chunks = list(client.chat.completions.create(**asked, stream=True))
@@ -195,9 +180,7 @@ def test_no_token_is_held_back(balancer: Balancer, replicas: Replicas, expected:
         stream.eventually(lambda: stream.num_tokens, "a token")
         with replicas.frozen_target():
             num_said = quiet(lambda: replicas.num_journaled(name))
-            assert 0 < num_said < LONG["max_tokens"], (
-                "the text was over too soon for this test to mean anything"
-            )
+            assert 0 < num_said < LONG["max_tokens"], "the text was over too soon for this test to mean anything"
             assert stream.num_tokens == num_said, f"held back\n{balancer.log}"
         stream.wait()
     assert stream.error is None
@@ -206,7 +189,7 @@ def test_no_token_is_held_back(balancer: Balancer, replicas: Replicas, expected:
 
 
 def quiet(look: Callable[[], int]) -> int:
-    """What is seen once it has not changed for a while."""
+    """Returns an observation of `look` that has not changed for a while."""
     seen, since_s = look(), time.monotonic()
     while time.monotonic() < since_s + QUIET_S:
         time.sleep(0.02)
@@ -216,7 +199,7 @@ def quiet(look: Callable[[], int]) -> int:
 
 
 def test_streams_are_spread_over_the_coordinators(balancer: Balancer, replicas: Replicas) -> None:
-    """Also those that came on one connection."""
+    """Streams that come over one connection are spread as well."""
     with dialled(balancer) as channel, frozen_streams(replicas, {balancer: channel}):
         found = replicas.num_requests()
     assert found == [2, 2], balancer.log
@@ -313,9 +296,7 @@ def test_a_body_that_is_too_long_is_refused(balancer: Balancer) -> None:
         assert untold.status_code in (400, 413), untold.text
         assert untold.json()["error"]["type"] == "invalid_request_error"
         # The longest one gets through to the coordinator, which says what is wrong with it.
-        longest = client.post(
-            "/v1/completions", content=b'{"prompt": "%s"}' % (b"x" * (BODY_BYTES_MAX - 100))
-        )
+        longest = client.post("/v1/completions", content=b'{"prompt": "%s"}' % (b"x" * (BODY_BYTES_MAX - 100)))
         assert (longest.status_code, longest.json()["error"]["param"]) == (400, "prompt"), longest.text[:300]
 
 
@@ -335,7 +316,7 @@ def test_streams_survive_a_reload(balancer: Balancer, replicas: Replicas, expect
 
 @dataclass
 class Fall:
-    """What became of a balancer's requests when one of two coordinators died."""
+    """Outcomes of a balancer's requests when one of two coordinators died."""
 
     streams: list[Stream]
     num_broken: int  # of these
@@ -345,7 +326,7 @@ class Fall:
 
 @pytest.fixture(scope="module")
 def falls(replicas: Replicas, balancers: Mapping[str, Balancer]) -> dict[str, Fall]:
-    """By balancer. The coordinator stays dead."""
+    """Outcomes by balancer. The coordinator that died stays dead."""
     short = LONG | {"max_tokens": 5}
     with ExitStack() as stack:
         channels = {each: stack.enter_context(dialled(each)) for each in balancers.values()}
@@ -424,12 +405,10 @@ def test_a_coordinator_that_comes_back_gets_requests_again(
     replicas.coordinators[0].start()
     replicas.coordinators[0].wait_until_ready()
     for balancer in balancers.values():
-        eventually(
-            partial(num_that_the_first_gets, replicas, balancer), bool, f"{balancer.name} asks it", COMEBACK_S
-        )
+        eventually(partial(num_that_the_first_gets, replicas, balancer), bool, f"{balancer.name} asks it", COMEBACK_S)
 
 
 def num_that_the_first_gets(replicas: Replicas, balancer: Balancer) -> int:
-    """Of four streams."""
+    """The number of streams, out of four, that the first coordinator gets."""
     with dialled(balancer) as channel, frozen_streams(replicas, {balancer: channel}):
         return replicas.num_requests()[0]

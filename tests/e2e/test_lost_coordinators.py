@@ -15,7 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from outrider.free_ports import free_ports
+from outrider.local.free_ports import free_ports
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.certificates import Authority
 from tests.e2e.chaos.stranger import Ending, Stranger
@@ -23,7 +23,7 @@ from tests.e2e.fake_coordinators import FakeCoordinators, Fate, fake_coordinator
 from tests.e2e.load_balancers import BALANCERS, Balancer, Nginx
 
 KEPT_BYTES = 60_000
-"""Of a body that every balancer keeps until its answer begins."""
+"""The number of bytes of a request body that every balancer keeps until the answer begins."""
 ATTEMPTS_MAX = 3
 
 
@@ -63,9 +63,7 @@ def balancer(behind: tuple[Balancer, FakeCoordinators]) -> Balancer:
 
 
 def client_of(balancer: Balancer, *, http2: bool = False) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=balancer.url, verify=balancer.trusted(), http2=http2, timeout=20, trust_env=False
-    )
+    return httpx.AsyncClient(base_url=balancer.url, verify=balancer.trusted(), http2=http2, timeout=20, trust_env=False)
 
 
 async def until_it_asks_both(balancer: Balancer, fakes: FakeCoordinators) -> None:
@@ -83,7 +81,6 @@ def the_first_dies(number: int) -> Fate:
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(60),
-    pytest.mark.xdist_group("balancers"),
 ]
 
 
@@ -96,9 +93,7 @@ async def test_a_request_goes_to_another_coordinator_as_long_as_nothing_of_its_a
     chosen = uuid.uuid4().hex
     async with client_of(balancer, http2=http2) as client:
         await client.get("/v1/models")  # on a connection that has been used it is no other way
-        answer = await client.post(
-            "/v1/completions", content=b"x" * num_bytes, headers={"X-Request-Id": chosen}
-        )
+        answer = await client.post("/v1/completions", content=b"x" * num_bytes, headers={"X-Request-Id": chosen})
     assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "2"), balancer.log
     assert set(fakes.taken) == {0, 1}, "the other one answered"
     assert fakes.request_ids == [chosen] * 2, "it is the same request to whoever reads the logs"
@@ -110,9 +105,7 @@ async def test_a_call_over_grpc_does_so_too(balancer: Balancer, fakes: FakeCoord
     async with grpc.aio.secure_channel(balancer.address, credentials) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         call = stub.Generate(generation_pb2.GenerationRequest(prompt="x"), timeout=20)
-        if isinstance(
-            balancer, Nginx
-        ):  # it passes a call on as it comes, and keeps nothing that it could send again
+        if isinstance(balancer, Nginx):  # it passes a call on as it comes, and keeps nothing that it could send again
             with pytest.raises(grpc.aio.AioRpcError) as told:
                 await call.read()
             assert told.value.code() is grpc.StatusCode.UNAVAILABLE, "so that its client tries again"
@@ -124,9 +117,7 @@ async def test_a_call_over_grpc_does_so_too(balancer: Balancer, fakes: FakeCoord
     assert set(fakes.taken) == {0, 1}, "the other one answered"
 
 
-async def test_an_answer_that_has_begun_is_not_begun_again(
-    balancer: Balancer, fakes: FakeCoordinators
-) -> None:
+async def test_an_answer_that_has_begun_is_not_begun_again(balancer: Balancer, fakes: FakeCoordinators) -> None:
     fakes.fate_of = lambda number: Fate.DIES_LATER
     async with client_of(balancer) as client:
         with pytest.raises(httpx.RemoteProtocolError):
@@ -146,10 +137,9 @@ async def test_a_request_that_brings_coordinators_down_meets_three_at_most(
     assert 2 <= len(fakes.taken) <= ATTEMPTS_MAX
 
 
-async def test_a_longer_request_is_repeated_or_its_client_is_told(
-    balancer: Balancer, fakes: FakeCoordinators
-) -> None:
-    """What a balancer keeps has a bound. Clients that try again by themselves do so."""
+async def test_a_longer_request_is_repeated_or_its_client_is_told(balancer: Balancer, fakes: FakeCoordinators) -> None:
+    """A balancer keeps request bodies up to a bounded size. For longer ones, clients with their own retries send the
+    request again."""
     fakes.fate_of = the_first_dies
     async with Stranger(balancer.url, "none", balancer.trusted()) as stranger:
         seen = await stranger.ask("x" * (4 << 20), 1, False)
@@ -160,7 +150,8 @@ async def test_a_longer_request_is_repeated_or_its_client_is_told(
 
 @pytest.mark.slow
 async def test_a_slow_body_has_longer_than_a_slow_head(balancer: Balancer, fakes: FakeCoordinators) -> None:
-    """What is kept has to come first, and has as long as a coordinator gives it: a minute, not ten seconds."""
+    """A body that is kept has to arrive first, and has as long as a coordinator permits: one minute instead of ten
+    seconds."""
 
     async def first_line(sent: bytes, rest: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(

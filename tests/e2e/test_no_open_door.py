@@ -25,8 +25,8 @@ import redis.asyncio
 import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.api_keys import digest
-from outrider.tls import Role
+from coordinator.access.api_keys import digest
+from outrider.security.tls import Role
 from protos.outrider.v1 import (
     common_pb2,
     draft_pb2,
@@ -121,7 +121,7 @@ class TestHttp:
             "no scheme": {"Authorization": key},
             "basic": {"Authorization": f"Basic {key}"},
             "empty": {"Authorization": "Bearer"},
-            "another header": {"X-Api-Key": key},
+            "another header": {"X-Key": key},
             "a cookie": {"Cookie": f"Authorization=Bearer {key}"},
             "upper case": {"Authorization": f"Bearer {key.upper()}"},
             "cut": {"Authorization": f"Bearer {key[:-1]}"},
@@ -166,7 +166,7 @@ class TestHttp:
             await asyncio.open_connection(host, int(port), ssl=context)
 
     async def test_a_stranger_is_refused_before_the_body_is_read(self, system: SecuredSystem) -> None:
-        """Of a body that does not end."""
+        """The request has a body that does not end."""
         host, _, port = system.url().removeprefix("https://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), ssl=system.context())
         try:
@@ -199,7 +199,7 @@ class TestTenants:
     async def test_nor_over_grpc(self, system: SecuredSystem) -> None:
         request = generation_pb2.GenerationRequest(
             prompt=PROMPT,
-            sampling=common_pb2.SamplingParams(max_tokens=60, top_p=1),
+            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=60),
             request_id="stream-2",
         )
         async with system.channel(system.grpc_address()) as channel:
@@ -216,7 +216,7 @@ class TestTenants:
 
     async def test_a_request_cannot_be_made_in_anothers_name(self, system: SecuredSystem) -> None:
         request = generation_pb2.GenerationRequest(
-            prompt=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=2, top_p=1), tenant="ads"
+            prompt=PROMPT, sampling=common_pb2.SamplingParams(temperature=0, max_tokens=2), tenant="ads"
         )
         async with system.channel(system.grpc_address()) as channel:
             code = await code_of(generate(channel, bearer(system.key), request))
@@ -238,7 +238,7 @@ async def generate(
     request: generation_pb2.GenerationRequest | None = None,
 ) -> list[generation_pb2.GenerationChunk]:
     request = request or generation_pb2.GenerationRequest(
-        prompt=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=8, top_p=1)
+        prompt=PROMPT, sampling=common_pb2.SamplingParams(temperature=0, max_tokens=8)
     )
     stub = generation_pb2_grpc.GenerationStub(channel)
     return [chunk async for chunk in stub.Generate(request, metadata=metadata, timeout=TIMEOUT_S)]
@@ -263,9 +263,7 @@ class TestGrpc:
             "no scheme": (("authorization", system.key),),
             "metrics": bearer(system.metrics_key),
         }.get(disguise, ())
-        expected = (
-            grpc.StatusCode.PERMISSION_DENIED if disguise == "metrics" else grpc.StatusCode.UNAUTHENTICATED
-        )
+        expected = grpc.StatusCode.PERMISSION_DENIED if disguise == "metrics" else grpc.StatusCode.UNAUTHENTICATED
         async with system.channel(system.grpc_address()) as channel:
             assert await code_of(generate(channel, metadata)) is expected
 
@@ -279,6 +277,7 @@ class TestGrpc:
         "method",
         [
             "/ray.serve.RayServeAPIService/ListApplications",
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
             "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
             "/outrider.v1.Target/GetInfo",
             "/outrider.v1.Draft/GetInfo",
@@ -290,6 +289,13 @@ class TestGrpc:
             # In one piece: a refusal that comes before the last of the request is followed by a reset of the stream.
             call: Any = cast(Any, channel).unary_stream(method)(b"", timeout=TIMEOUT_S)
             assert await call.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
+
+    async def test_health_needs_no_key(self, system: SecuredSystem) -> None:
+        async with system.channel(system.grpc_address()) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service="outrider.v1.Generation"), timeout=TIMEOUT_S
+            )
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def test_in_the_clear_nothing_answers(self, system: SecuredSystem) -> None:
         async with grpc.aio.insecure_channel(system.grpc_address()) as channel:
@@ -324,9 +330,7 @@ CALLS: dict[str, tuple[str, Role, Any]] = {
     "Target.GetInfo": (
         "target-0",
         Role.TARGET,
-        lambda channel: target_pb2_grpc.TargetStub(channel).GetInfo(
-            common_pb2.GetInfoRequest(), timeout=TIMEOUT_S
-        ),
+        lambda channel: target_pb2_grpc.TargetStub(channel).GetInfo(common_pb2.GetInfoRequest(), timeout=TIMEOUT_S),
     ),
     "Hints.Exchange": (
         "target-0",
@@ -336,9 +340,7 @@ CALLS: dict[str, tuple[str, Role, Any]] = {
     "Target health": (
         "target-0",
         Role.TARGET,
-        lambda channel: health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S
-        ),
+        lambda channel: health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S),
     ),
     "Draft.Attach": (
         "draft-0",
@@ -348,9 +350,7 @@ CALLS: dict[str, tuple[str, Role, Any]] = {
     "Draft.GetInfo": (
         "draft-0",
         Role.DRAFT,
-        lambda channel: draft_pb2_grpc.DraftStub(channel).GetInfo(
-            common_pb2.GetInfoRequest(), timeout=TIMEOUT_S
-        ),
+        lambda channel: draft_pb2_grpc.DraftStub(channel).GetInfo(common_pb2.GetInfoRequest(), timeout=TIMEOUT_S),
     ),
 }
 
@@ -398,9 +398,7 @@ class TestWorkers:
             assert await code_of(call(channel)) is grpc.StatusCode.PERMISSION_DENIED
 
     @pytest.mark.parametrize("name", ["target-0", "draft-0", "coordinator-0"])
-    async def test_metrics_are_for_those_who_have_a_certificate(
-        self, system: SecuredSystem, name: str
-    ) -> None:
+    async def test_metrics_are_for_those_who_have_a_certificate(self, system: SecuredSystem, name: str) -> None:
         address = f"127.0.0.1:{system.ready(name)['metrics_port']}"
         for url, context in ((f"https://{address}", system.context()), (f"http://{address}", None)):
             if context is not None:
@@ -415,9 +413,7 @@ class TestWorkers:
             assert "outrider_" in (await client.get(f"https://{address}/metrics")).text
 
     @pytest.mark.parametrize("name", ["target-0", "draft-0"])
-    async def test_the_health_port_answers_health_and_nothing_else(
-        self, system: SecuredSystem, name: str
-    ) -> None:
+    async def test_the_health_port_answers_health_and_nothing_else(self, system: SecuredSystem, name: str) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{system.ready(name)['health_port']}") as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             answer = await check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
@@ -447,7 +443,7 @@ class TestHints:
             session_id=session_id,
             hint_token="right",
             token_ids=[1, 2, 3],
-            sampling=common_pb2.SamplingParams(max_tokens=40, top_p=1, ignore_eos=True),
+            sampling=common_pb2.SamplingParams(top_p=1, max_tokens=40, ignore_eos=True),
             speculation=common_pb2.SpeculationParams(enabled=True),
         )
         async with (
@@ -476,9 +472,7 @@ class TestHints:
 
 
 class TestRedis:
-    async def test_redis_is_for_those_who_have_a_certificate_and_the_password(
-        self, system: SecuredSystem
-    ) -> None:
+    async def test_redis_is_for_those_who_have_a_certificate_and_the_password(self, system: SecuredSystem) -> None:
         url = system.redis_url_file(Role.TARGET).read_text().strip()
         bare = url.partition("?")[0]
         authority = f"ssl_ca_certs={system.certificates / 'ca.crt'}"

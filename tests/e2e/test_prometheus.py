@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from benchmarks.autoscaling_day import autoscalers
+from benchmarks.scaling.autoscaling_model import autoscalers
 from tests.e2e.rollout.prometheus import Prometheus
 from tests.e2e.secured import SecuredOptions, SecuredSystem
 from tests.k8s.test_monitoring import all_alerts, all_queries, committed_dashboards, dashboard_queries
@@ -19,7 +19,6 @@ from tests.k8s.test_monitoring import all_alerts, all_queries, committed_dashboa
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
-    pytest.mark.xdist_group("ray"),
     pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(
@@ -30,10 +29,10 @@ pytestmark = [
 TIMEOUT_S = 60.0
 # What a fleet that is well has no samples of, or that needs more traffic than a test sends.
 MAY_BE_EMPTY = {
-    "outrider-speculation: Draft workers of no use",
-    "outrider-speculation: Changes of state, a second",
-    "outrider-speculation: Probes a second, by outcome",
-    "outrider-service: Requests a second, by arm",  # no canary
+    "outrider-speculation: Draft workers whose hints are not accepted",
+    "outrider-speculation: Changes of state, per second",
+    "outrider-speculation: Probes per second, by outcome",
+    "outrider-service: Requests per second, by arm",  # no canary
 }
 # What judges this machine's speed, or is late once, may be true for a while. Certificates of a day do expire soon.
 MAY_BE_PENDING = (
@@ -70,9 +69,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secu
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def prometheus(
-    system: SecuredSystem, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Prometheus]:
+async def prometheus(system: SecuredSystem, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prometheus]:
     program = shutil.which("prometheus")
     assert program is not None
     made = Prometheus(program, system, tmp_path_factory.mktemp("prometheus"), scrape_s=1)
@@ -96,9 +93,7 @@ async def load(system: SecuredSystem) -> None:
         # On a busy machine a text may be over before its first hint.
         while num_rounds < 4 or not num_accepted:
             assert num_rounds < 20, "no hint was ever accepted"
-            answers = await asyncio.gather(
-                *(client.post("/v1/completions", json=body | each) for each in kinds)
-            )
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body | each) for each in kinds))
             assert [answer.status_code for answer in answers] == [200, 200]
             statistics = answers[0].json()["metrics"]["speculative_decoding"]
             num_accepted += statistics["num_accepted_draft_tokens"]
@@ -162,9 +157,7 @@ async def test_the_autoscalers_count_what_runs_and_what_speculates(
         await until(prometheus, f"({query}) == 0", 1)
 
 
-async def test_metrics_are_those_of_the_process_that_they_name(
-    prometheus: Prometheus, system: SecuredSystem
-) -> None:
+async def test_metrics_are_those_of_the_process_that_they_name(prometheus: Prometheus, system: SecuredSystem) -> None:
     for role in ("target", "draft"):
         series = await prometheus.ask(
             f'count by (engine, namespace, host) (outrider_max_num_seqs{{job="outrider-{role}"}})'

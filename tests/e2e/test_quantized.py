@@ -9,15 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
 from demo.corpus import held_out_prompts
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
 from tests.e2e.system import System, eventually, needs_the_pair, running_system
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("system"),
     needs_the_pair,
 ]
 

@@ -8,18 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import psutil
 import pytest
 
+from command_line.checkout import DEMO_TARGET
 from demo.corpus import held_out_prompts
-from outrider.cli.deployment import DEMO_TARGET
-from outrider.engine.loading import load_model
-from outrider.engine.model import EngineConfig
-from outrider.tokenizer import Tokenizer
+from outrider.engine.loading.loading import load_model
+from outrider.text.tokenizer import Tokenizer
+from tests import models
 from tests.e2e.system import System, eventually, needs_the_pair, running_system
 from tests.engine.sequences import feed
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("system"),
     needs_the_pair,
 ]
 
@@ -43,7 +42,7 @@ def ranks(system: System) -> list[psutil.Process]:
 
 def test_greedy_text_is_that_of_one_process_with_speculation_and_without(system: System) -> None:
     assert len(ranks(system)) == 2
-    engine = load_model(EngineConfig(DEMO_TARGET, dtype="float32", kv_cache_bytes=2**26))
+    engine = load_model(models.engine_config(DEMO_TARGET, kv_cache_gib=2**-4))
     tokenizer = Tokenizer(DEMO_TARGET)
     for prompt in PROMPTS:
         expected = list(tokenizer.encode(prompt))

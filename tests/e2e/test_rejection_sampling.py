@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks.worker_pair import WorkerPair, worker_pair
+from benchmarks.shared.worker_pair import WorkerPair, worker_pair
 from outrider.sampling_params import SamplingParams
 from tests.models import write_tokenizer
 
@@ -78,10 +78,8 @@ async def draw(pair: WorkerPair, num_samples: int) -> tuple[collections.Counter[
     return counts, accepted, drafted - accepted
 
 
-def chi_square_p(
-    counts: collections.Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]
-) -> float:
-    """Of the counts under the expected distribution; rare outcomes are put together until 10 are expected."""
+def chi_square_p(counts: collections.Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """The p-value of the counts under the expected distribution; rare outcomes are pooled until 10 are expected."""
     total = sum(counts.values())
     observed_bins, expected_bins = [0.0], [0.0]
     for outcome, probability in sorted(expected.items(), key=lambda item: item[1]):
@@ -102,11 +100,11 @@ async def test_samples_follow_the_target_whatever_the_draft_says(tmp_path: Path)
     write_model(tmp_path / "draft", seed=2)
     expected = exact_probabilities(model)
     arguments = ["--dtype", "float32"]
-    patience = ["--wait-for-num-hints", "2", "--hint-wait-ms", "50", "--always-listen"]
+    waits = ["--wait-for-num-hints", "2", "--hint-wait-ms", "50", "--always-listen"]
     async with worker_pair(
         tmp_path / "target",
         tmp_path / "draft",
-        target_arguments=[*arguments, *patience],
+        target_arguments=[*arguments, *waits],
         draft_arguments=arguments,
     ) as pair:
         counts, num_accepted, num_rejected = await draw(pair, NUM_SAMPLES)

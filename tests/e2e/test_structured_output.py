@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.worker_pair import Generation, WorkerPair, worker_pair
+from benchmarks.shared.worker_pair import Generation, WorkerPair, worker_pair
 from outrider.sampling_params import (
     AcceptanceRule,
     GrammarKind,
@@ -21,7 +21,7 @@ from outrider.sampling_params import (
     SamplingParams,
     SpeculationSettings,
 )
-from outrider.tokenizer import Tokenizer
+from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import target_pb2
 from tests import models
 from tests.schemas.catalog import SCHEMAS

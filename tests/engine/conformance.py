@@ -1,8 +1,8 @@
 """Which models does the engine run, and as what? Every family of `tests.families` against transformers itself.
 
-`python -m tests.engine.conformance --markdown` prints the table of the README; the tests beside this module ask the
-same questions one by one. All in float32, where transformers' own answer and ours may differ in rounding only;
-bit-for-bit equality in company (I2) is asked for in bfloat16 as well.
+`python -m tests.engine.conformance --markdown` prints the tables of `docs/reference/models.md`; the tests beside this
+module ask the same questions one by one. All in float32, where transformers' own answer and ours may differ in rounding
+only; bit-for-bit equality in any batch composition (I2) is asked for in bfloat16 as well.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import transformers
 
-from outrider.engine.kv_cache import KVSequence
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.layers.shards import shards_layers
+from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
-from outrider.engine.self_test import batch_invariance_failures
-from outrider.engine.shards import cuts_layers
 from tests import models
-from tests.engine.sequences import feed, logits_of, text
+from tests.engine.sequences import feed, logits_of, sharing, text
 from tests.families import FAMILIES, Family
 
 NUM_NEW_TOKENS = 64
@@ -66,6 +66,7 @@ class Writer:
     kv: KVSequence
     token_ids: list[int]
     final_len: int
+    num_shared: int = 0  # leading KV entries that were offered to others, and so are final
 
     @property
     def num_pending(self) -> int:
@@ -90,7 +91,7 @@ def write_together(engine: Engine, rng: np.random.Generator, *, disturb: bool) -
         for writer in active:
             size = int(rng.integers(1, writer.num_pending + 1)) if rng.random() < 0.5 else writer.num_pending
             start = writer.kv.length
-            engine.copy_blocks(writer.kv.extend(size))
+            writer.kv.extend(size)
             is_last = writer.num_pending == 0
             chunks.append(SequenceChunk(writer.kv, writer.token_ids[start : start + size], int(is_last)))
         rows = iter(engine.forward(chunks))
@@ -108,21 +109,23 @@ def write_together(engine: Engine, rng: np.random.Generator, *, disturb: bool) -
 
 def _disturb(engine: Engine, writer: Writer, rng: np.random.Generator) -> None:
     if rng.random() < 0.05:
-        writer.kv.truncate(int(rng.integers(max(0, writer.kv.length - 12), writer.kv.length + 1)))
+        length = writer.kv.length
+        writer.kv.truncate(int(rng.integers(max(writer.num_shared, length - 12), length + 1)))
     if rng.random() < 0.05 and writer.kv.length:
-        fork = writer.kv.fork()
+        fork = sharing(engine, writer.kv, writer.token_ids[: writer.kv.length])
+        writer.num_shared = fork.length
         if rng.random() < 0.5:  # go on with the fork; the original writes nonsense
             fork, writer.kv = writer.kv, fork
-        fork.truncate(int(rng.integers(max(0, fork.length - 4), fork.length + 1)))
+        fork.truncate(int(rng.integers(max(writer.num_shared, fork.length - 4), fork.length + 1)))
         feed(engine, fork, text(int(rng.integers(1, 12)), int(rng.integers(1000)), engine.vocab_size), 1)
         fork.free()
 
 
 def first_departure(key: str, texts: Sequence[Sequence[int]]) -> str | None:
-    """Where a text is not the one transformers writes greedily: None, if nowhere.
+    """The position of the first token that differs from transformers' greedy output, in words; None if there is none.
 
-    One forward pass over the finished text says what transformers would have said at each place, given the text before
-    it; while that is what stands there, it is transformers' own greedy text.
+    One forward pass over the finished sequence gives transformers' choice at each position, given the tokens before it;
+    as long as those agree, the sequence is transformers' own greedy output.
     """
     for prompt, token_ids in zip(prompts(), texts, strict=True):
         said = reference_logits(key, token_ids).argmax(dim=-1).tolist()
@@ -133,12 +136,12 @@ def first_departure(key: str, texts: Sequence[Sequence[int]]) -> str | None:
 
 
 def greedy_departs(key: str) -> str | None:
-    """Ragged batches and chunked prefill."""
+    """The first difference with ragged batches and chunked prefill; None if there is none."""
     return first_departure(key, write_together(models.engine(key), np.random.default_rng(1), disturb=False))
 
 
 def disturbed_departs(key: str) -> str | None:
-    """The same with rollbacks and forks in between."""
+    """The first difference with rollbacks and forks in between as well; None if there is none."""
     return first_departure(key, write_together(models.engine(key), np.random.default_rng(2), disturb=True))
 
 
@@ -184,7 +187,7 @@ def row(family: Family) -> tuple[str, ...]:
 def has_plan(key: str) -> bool:
     """Whether transformers knows how to cut a family's layers between ranks."""
     model: Any = models.engine(key).model
-    return cuts_layers(model.tp_plan)
+    return shards_layers(model.tp_plan)
 
 
 def _yes_unless(departure: str | None) -> str:
@@ -201,7 +204,7 @@ def refusal_row(family: Family) -> tuple[str, ...]:
 
 
 def tables(families: Sequence[Family] = FAMILIES) -> str:
-    """What is served, green families first, and what is not."""
+    """Markdown tables of the model families that are served, green ones first, and of those that are refused."""
     served = [row(each) for each in sorted(families, key=lambda each: not each.is_green) if not each.refused]
     refused = [refusal_row(each) for each in families if each.refused]
     return f"{_table(COLUMNS, served)}\n\n{_table(REFUSAL_COLUMNS, refused)}"
@@ -214,7 +217,7 @@ def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/reference/models.md")
     parser.add_argument("family", nargs="*", help="only these model types")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""I2, bit for bit: what a row computes does not depend on its company."""
+"""I2, bit for bit: what a row computes does not depend on the batch composition."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine import quantized_linear
-from outrider.engine.kernels import (
+from outrider.engine.compiled.kernels import (
     GROUP,
     Instructions,
     Products,
@@ -16,8 +15,9 @@ from outrider.engine.kernels import (
     has_onednn_products,
     products,
 )
-from outrider.engine.kv_cache import KVSequence
-from outrider.engine.linear import (
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.layers import quantized_linear
+from outrider.engine.layers.linear import (
     COMPILED_FORMS,
     INT8_FORMS,
     PACKED_FORMS,
@@ -30,10 +30,10 @@ from outrider.engine.linear import (
     forms_for,
     is_batch_invariant,
 )
-from outrider.engine.loading import load_model
+from outrider.engine.layers.quantized_linear import Fp8Linear, Int8Linear
+from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.quantized_linear import Fp8Linear, Int8Linear
-from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.sequences import text
 
@@ -64,9 +64,7 @@ class TestTheWholeEngine:
     @pytest.mark.parametrize("family", ["llama", "opt"])
     @pytest.mark.parametrize("quantization", ["int8", "fp8"])
     def test_self_test_finds_nothing_with_quantized_weights(self, family: str, quantization: str) -> None:
-        engine = load_model(
-            models.engine_config(models.model_dir(family), "bfloat16", quantization=quantization)
-        )
+        engine = load_model(models.engine_config(models.model_dir(family), "bfloat16", quantization=quantization))
         assert batch_invariance_failures(engine) == []
         plain = {module for module in engine.model.modules() if type(module) is nn.Linear}
         assert plain <= {engine.model.lm_head}
@@ -90,8 +88,8 @@ class TestTheWholeEngine:
             for _ in range(3):
                 first = int(rng.integers(1, 9))
                 lengths = rng.integers(1, 400, int(rng.integers(0, 6))).tolist()
-                company = [text(n, n, engine.vocab_size) for n in lengths]
-                together = _rows(engine, token_ids, start, [first, 9 - first], company)
+                others_token_ids = [text(n, n, engine.vocab_size) for n in lengths]
+                together = _rows(engine, token_ids, start, [first, 9 - first], others_token_ids)
                 assert torch.equal(alone[start], together), (start, first, lengths)
 
 
@@ -100,13 +98,13 @@ def _rows(
     token_ids: list[int],
     start: int,
     pieces: list[int],
-    company: list[list[int]] | None = None,
+    others_token_ids: list[list[int]] | None = None,
 ) -> torch.Tensor:
     """Logits of the tokens from `start` on, fed in `pieces`; others prefill and decode in the same steps."""
     kv = engine.new_sequence()
     kv.extend(start)
     engine.forward([SequenceChunk(kv, token_ids[:start], 1)])
-    others = [(engine.new_sequence(), list(tokens)) for tokens in company or []]
+    others = [(engine.new_sequence(), list(tokens)) for tokens in others_token_ids or []]
     rows, done = [], start
     for piece in pieces:
         chunks: list[SequenceChunk] = []
@@ -174,9 +172,10 @@ class TestLinearLayers:
     def test_inputs_that_cancel_show_no_difference_in_the_order_of_sums(
         self, num_outputs: int, width: int, dtype: str
     ) -> None:
-        """Where the exact sum is 0 the output is nothing but rounding, which bfloat16 otherwise hides.
+        """Inputs whose exact sums are 0 leave only rounding errors in the output, which bfloat16 otherwise hides.
 
-        Random inputs show the uncut packed form at width 1500 to differ in one row of hundreds, these in every row.
+        At width 1500 the packed form without a split differs in one of hundreds of rows for random inputs, in every row
+        for these.
         """
         generator = torch.Generator().manual_seed(width)
         half = torch.randn(num_outputs, width // 2, generator=generator).to(DTYPES[dtype])
@@ -210,9 +209,7 @@ class TestLinearLayers:
         inputs = torch.randn(1, 11, 1500).to(torch.bfloat16)
         with torch.inference_mode():
             outputs = form.build(plain)(inputs)
-            exact = nn.functional.linear(
-                inputs.double(), plain.weight.double(), plain.bias.double() if bias else None
-            )
+            exact = nn.functional.linear(inputs.double(), plain.weight.double(), plain.bias.double() if bias else None)
         assert outputs.shape == exact.shape
         torch.testing.assert_close(outputs.double(), exact, rtol=2e-2, atol=2e-2)
 
@@ -238,7 +235,7 @@ class TestLinearLayers:
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with products of fp8")
     @pytest.mark.parametrize(("num_outputs", "width"), [(96, 64), (512, 1024), (100, 40)])
     def test_fp8_on_a_gpu(self, num_outputs: int, width: int) -> None:
-        """Inputs are rounded there as well; rows still do not depend on their company."""
+        """Inputs are rounded there as well; rows still do not depend on the batch composition."""
         torch.manual_seed(0)
         plain = nn.Linear(width, num_outputs, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
         inputs = torch.randn(70, width, device="cuda").to(torch.bfloat16)
@@ -306,12 +303,10 @@ class TestLinearLayers:
         assert torch.equal(every[0], every[1])
         assert torch.equal(every[0], every[2])
 
-    def test_without_products_of_bfloat16_the_plain_ones_are_taken(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_products_of_bfloat16_the_plain_ones_are_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """oneDNN refuses to pack bfloat16 for processors with neither AVX-512 nor AVX-NE-CONVERT."""
-        monkeypatch.setattr("outrider.engine.linear.products", lambda: None)
-        monkeypatch.setattr("outrider.engine.linear.has_onednn_products", lambda: False)
+        monkeypatch.setattr("outrider.engine.layers.linear.products", lambda: None)
+        monkeypatch.setattr("outrider.engine.layers.linear.has_onednn_products", lambda: False)
         weight = torch.zeros(40, 64, dtype=torch.bfloat16)
         assert forms_for(weight) == PLAIN_FORMS
 
@@ -320,9 +315,7 @@ class TestLinearLayers:
         plain = nn.Linear(1500, 40, dtype=torch.bfloat16).requires_grad_(False)
         assert len(PackedLinear(plain, 512).parts) == 3
 
-    @pytest.mark.parametrize(
-        ("more_than", "first_row"), [(1, 0), (32, 0), (32, 32), (64, 64), (128, 128), (200, 100)]
-    )
+    @pytest.mark.parametrize(("more_than", "first_row"), [(1, 0), (32, 0), (32, 32), (64, 64), (128, 128), (200, 100)])
     def test_a_layer_that_depends_on_its_batch_is_noticed(self, more_than: int, first_row: int) -> None:
         """Kernels treat the rows behind their last full tile differently: the last rows count most."""
         linear = nn.Linear(32, 16, bias=False).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What chunks cost is found out from steps, and late chunks are cut so that they take no longer than early ones."""
+"""Tests of chunk costs: learned from steps, they shorten late chunks so that these take no longer than early ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def true_ms(*chunks: Chunk) -> float:
 
 
 def learned(noise: float = 0.0) -> ChunkCost:
-    """After the chunks of one long prompt."""
+    """A cost model that has observed the chunks of one long prompt."""
     chance, cost = random.Random(1), ChunkCost()
     for start in range(0, 4096, 512):
         chunk = Chunk(start, 512)
@@ -95,10 +95,10 @@ def test_several_prompts_in_one_step_count_together() -> None:
 def test_a_chunk_is_cut_to_no_crumbs() -> None:
     cost = learned()
     whole = Chunk(1000, 300)
-    assert cost.cut(whole, 10 * true_ms(whole), is_first=False) == whole
-    half = cost.cut(whole, true_ms(whole) / 2, is_first=False)
+    assert cost.shorten(whole, 10 * true_ms(whole), is_first=False) == whole
+    half = cost.shorten(whole, true_ms(whole) / 2, is_first=False)
     assert 140 <= half.num_tokens <= 160
     for ms in (0.0, -5.0, true_ms(Chunk(1000, MIN_CHUNK_LEN - 2))):
-        assert cost.cut(whole, ms, is_first=False).num_tokens == 0
-        assert cost.cut(whole, ms, is_first=True).num_tokens == MIN_CHUNK_LEN
-    assert cost.cut(Chunk(1000, 3), 0.0, is_first=True).num_tokens == 3
+        assert cost.shorten(whole, ms, is_first=False).num_tokens == 0
+        assert cost.shorten(whole, ms, is_first=True).num_tokens == MIN_CHUNK_LEN
+    assert cost.shorten(Chunk(1000, 3), 0.0, is_first=True).num_tokens == 3

@@ -1,4 +1,4 @@
-"""What oneDNN compiles is bounded, and trying a form needs no copies of a weight in float32."""
+"""Tests of oneDNN products: memory for compiled kernels is bounded, and trying a form copies no weight to float32."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.engine import memory_plan
-from outrider.engine.compiled_products import PRODUCT_BYTES, PRODUCTS_MAX
-from outrider.engine.kernels import has_onednn_products
-from outrider.engine.linear import LinearForm, is_batch_invariant
-from outrider.engine.memory_plan import ServingShape, plan_memory
+from outrider.engine.compiled.kernels import has_onednn_products
+from outrider.engine.compiled.products import PRODUCT_BYTES, PRODUCTS_MAX
+from outrider.engine.layers.linear import LinearForm, is_batch_invariant
+from outrider.engine.loading import memory_plan
+from outrider.engine.loading.memory_plan import ServingShape, plan_memory
 from tests import models
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 MULTIPLY_IN_MANY_SHAPES = """
 import ctypes, gc, torch
 from torch import nn
-from outrider.engine.linear import PackedLinear
-from outrider.engine.compiled_products import bound_products
+from outrider.engine.layers.linear import PackedLinear
+from outrider.engine.compiled.products import bound_products
 from tests.engine.test_tensor_parallel import own_memory_mib
 
 def settled():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.kv_layout import bytes_per_token, layout_of_config
-from outrider.engine.loading import load_model
+from outrider.engine.layers.kv_layout import bytes_per_token, layout_of_config
+from outrider.engine.loading.loading import load_model
 from outrider.engine.model import ModelLoadError
 from tests import models
 from tests.engine import conformance
@@ -23,7 +23,7 @@ CORE = (
     "phi3", "olmo2", "gpt2", "gpt_bigcode", "gpt_oss", "opt", "starcoder2", "glm4", "deepseek_v3", "mimo_v2_flash",
 )  # fmt: skip
 """The best known, and one of each kind of attention. The others are tested as thoroughly, but not by `make test`."""
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+MODELS = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 
 
 def named(families: tuple[Family, ...]) -> pytest.MarkDecorator:
@@ -39,7 +39,7 @@ def named(families: tuple[Family, ...]) -> pytest.MarkDecorator:
 
 @named(GREEN)
 class TestGreenFamilies:
-    """I2, and the acceptance test of design section 8: identical tokens."""
+    """Invariant I2: identical tokens."""
 
     def test_logits_are_those_of_transformers(self, family: Family) -> None:
         assert conformance.logits_differ(family.key) <= conformance.LOGITS_TOLERANCE
@@ -81,18 +81,18 @@ def test_what_cannot_be_served_is_refused_with_name_and_cause(family: Family) ->
     assert family.config.removesuffix("Config").lower() in str(caught.value).lower()
 
 
-def readme_rows(first_column: str) -> list[list[str]]:
-    """The cells below a table's head in the README."""
-    text_of_table = README.partition(f"\n| {first_column} |")[2].partition("\n\n")[0]
+def documented_rows(first_column: str) -> list[list[str]]:
+    """The cells below a table's head in the page of models."""
+    text_of_table = MODELS.partition(f"\n| {first_column} |")[2].partition("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text_of_table.splitlines()[2:]]
 
 
-def test_the_readme_names_the_families_that_this_suite_runs() -> None:
+def test_the_documents_name_the_families_that_this_suite_runs() -> None:
     """Its tables are the output of `python -m tests.engine.conformance --markdown`."""
-    served = {cells[0]: cells[1:] for cells in readme_rows("family")}
+    served = {cells[0]: cells[1:] for cells in documented_rows("family")}
     green = [name for name, cells in served.items() if not any(cell.startswith("no:") for cell in cells)]
     assert green == [f"`{family.model_type}`" for family in GREEN]
-    refused = {cells[0]: cells[1:] for cells in readme_rows("refused")}
+    refused = {cells[0]: cells[1:] for cells in documented_rows("refused")}
     for family in FAMILIES:
         examples, *verdict = (refused if family.refused else served)[f"`{family.model_type}`"]
         assert examples == family.examples

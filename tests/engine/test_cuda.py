@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped where there is none."""
+"""Tests that need a GPU. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.linear import BlockedLinear, forms_for, is_batch_invariant
-from outrider.engine.loading import load_model
-from outrider.engine.model import Engine, EngineConfig, SequenceChunk
-from outrider.engine.sampling import coupled_choice, probabilities
-from outrider.engine.self_test import batch_invariance_failures
-from outrider.engine.text_before import TextBefore
-from outrider.engine.verification import verify
-from outrider.hint_tree import Hint
+from outrider.engine.layers.linear import PaddedLinear, forms_for, is_batch_invariant
+from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.self_test import batch_invariance_failures
+from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.options import Device, EngineOptions
+from outrider.engine.sampling.logit_context import LogitContext
+from outrider.engine.sampling.sampling import probabilities
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import SamplingParams
 from tests import models
-from tests.engine.sequences import feed, logits_of, text
+from tests.engine.sequences import feed, logits_of, sharing, text
 from tests.engine.test_tree_attention import grow, random_tree
+from tests.engine.verification_cases import coupled_choice, verify_one
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -29,7 +30,7 @@ DEVICE = "cuda:0"
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
     """A model with heads as wide as FlashAttention likes them, drafts' trees included."""
     directory = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
@@ -44,18 +45,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         eos_token_id=0,
     )
     LlamaForCausalLM(shape).to(torch.bfloat16).save_pretrained(directory)
-    return EngineConfig(directory, device=DEVICE, max_num_seqs=8, has_trees=True)
+    return EngineOptions(model=directory, device=Device.CUDA, max_num_seqs=8, has_trees=True)
 
 
 @pytest.fixture(scope="module")
-def graphs(config: EngineConfig) -> Iterator[Engine]:
+def graphs(config: EngineOptions) -> Iterator[Engine]:
     yield load_model(config)
     torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
-def eager(config: EngineConfig) -> Engine:
-    return load_model(replace(config, use_kernels=False))
+def eager(config: EngineOptions) -> Engine:
+    return load_model(replace(config, enforce_eager=True))
 
 
 def test_a_row_has_the_same_bits_in_any_company(graphs: Engine) -> None:
@@ -86,19 +87,18 @@ def test_tree_nodes_have_the_bits_of_their_paths(graphs: Engine, prefix_len: int
 def test_logits_are_about_those_of_the_processor(family: str) -> None:
     """In float32, and so without FlashAttention."""
     here = models.engine(family)
-    there = load_model(replace(here.config, device=DEVICE))
+    there = load_model(replace(here.config, device=Device.CUDA))
     words = text(60, 3, here.vocab_size)
-    torch.testing.assert_close(
-        logits_of(there, words, 20).cpu(), logits_of(here, words, 20), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(logits_of(there, words, 20).cpu(), logits_of(here, words, 20), rtol=1e-3, atol=1e-3)
 
 
-def test_a_conversation_goes_on_after_blocks_were_copied_and_entries_moved(graphs: Engine) -> None:
+def test_a_conversation_goes_on_beside_another_that_shares_its_blocks(graphs: Engine) -> None:
     words = text(270, 5, graphs.vocab_size)
     kv = graphs.new_sequence()
     feed(graphs, kv, words[:260], 1)
-    fork = kv.fork()
-    feed(graphs, kv, words[10:20], 1)  # copies the block that both end in
+    fork = sharing(graphs, kv, words[:260])
+    feed(graphs, kv, words[10:20], 1)
+    feed(graphs, fork, words[fork.length : 260], 1)
     assert torch.equal(feed(graphs, fork, words[260:], 10), logits_of(graphs, words, 260)[-10:])
     for sequence in (kv, fork):
         sequence.free()
@@ -110,7 +110,9 @@ def test_products_keep_their_bits(shape: tuple[int, int]) -> None:
     linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device=DEVICE)
     (form,) = forms_for(linear.weight)
     assert is_batch_invariant(form, linear)
-    assert isinstance(form.build(linear), BlockedLinear)
+    built = form.build(linear)
+    assert isinstance(built, PaddedLinear)
+    assert built.in_blocks
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -126,8 +128,8 @@ def test_verdicts_are_those_of_the_processor(temperature: float) -> None:
     logits = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) * 3
     hints = [Hint(1, 0, int(logits[0].argmax())), Hint(2, 1, 5), Hint(3, 2, 6)]
     said = [[], [hints[0].token_id], [hints[0].token_id, 5], [hints[0].token_id, 5, 6]]
-    text_before = TextBefore([1, 2, 3], 3, said)
-    verdicts = [verify(logits.to(device), hints, params, 7, text_before) for device in ("cpu", DEVICE)]
+    logit_context = LogitContext([1, 2, 3], 3, said)
+    verdicts = [verify_one(logits.to(device), hints, params, 7, logit_context) for device in ("cpu", DEVICE)]
     assert verdicts[0].token_ids == verdicts[1].token_ids
     if temperature:
         probs = probabilities(logits, params)

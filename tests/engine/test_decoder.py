@@ -15,15 +15,15 @@ import torch
 import transformers
 from torch import nn
 
-from outrider.engine import decoder
-from outrider.engine.decoder import FAMILIES, why_not
-from outrider.engine.kernels import available, products
-from outrider.engine.kv_layout import find_layout
-from outrider.engine.linear import LinearForms
-from outrider.engine.loading import load_model
+from outrider.engine.compiled.kernels import available, products
+from outrider.engine.layers import decoder
+from outrider.engine.layers.decoder import FAMILIES, why_not
+from outrider.engine.layers.kv_layout import find_layout
+from outrider.engine.layers.linear import LinearForms
+from outrider.engine.layers.quantized_linear import Int8Linear
+from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import LOOKAHEAD_ENTRIES, Engine, ModelLoadError, SequenceChunk
-from outrider.engine.quantized_linear import Int8Linear
-from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.sequences import feed, logits_of, text
 
@@ -103,14 +103,14 @@ def model_dir(name: str) -> Any:
     return directory
 
 
-def load(name: str, dtype: str = "float32", *, use_kernels: bool = True, **options: Any) -> Engine:
-    return load_model(models.engine_config(model_dir(name), dtype, use_kernels=use_kernels, **options))
+def load(name: str, dtype: str = "float32", **options: Any) -> Engine:
+    return load_model(models.engine_config(model_dir(name), dtype, **options))
 
 
 @functools.cache
 def engines(name: str, dtype: str) -> tuple[Engine, Engine]:
     """One with kernels and one without."""
-    fused, plain = load(name, dtype), load(name, dtype, use_kernels=False)
+    fused, plain = load(name, dtype), load(name, dtype, enforce_eager=True)
     assert is_fused(fused), name
     assert not is_fused(plain)
     return fused, plain
@@ -176,9 +176,7 @@ def trees(engine: Engine) -> torch.Tensor:
             kvs[tree].extend(len(new))
             token_ids = text(len(new), 7 + tree + len(new), engine.vocab_size)
             chunks.append(
-                SequenceChunk(
-                    kvs[tree], token_ids, len(new), tree_start=start, paths=paths[tree][-len(new) :]
-                )
+                SequenceChunk(kvs[tree], token_ids, len(new), tree_start=start, paths=paths[tree][-len(new) :])
             )
         kvs[2].extend(1)
         rows.append(engine.forward([chunks[0], SequenceChunk(kvs[2], [len(new)], 1), chunks[1]]))
@@ -194,9 +192,7 @@ def some_logits(engine: Engine) -> torch.Tensor:
     for kv, prompt in zip(kvs, prompts, strict=True):
         kv.extend(len(prompt))
     wanted = (0, 4, 6)
-    logits = engine.forward(
-        [SequenceChunk(kv, prompt, n) for kv, prompt, n in zip(kvs, prompts, wanted, strict=True)]
-    )
+    logits = engine.forward([SequenceChunk(kv, prompt, n) for kv, prompt, n in zip(kvs, prompts, wanted, strict=True)])
     assert logits.shape == (10, engine.vocab_size)
     for kv in kvs:
         kv.free()
@@ -222,9 +218,7 @@ class TestAgreement:
 
     @pytest.mark.parametrize("name", FOUR)
     @pytest.mark.parametrize("work", WORKS)
-    def test_bfloat16_is_as_near_to_the_exact_logits_as_transformers_modules(
-        self, name: str, work: str
-    ) -> None:
+    def test_bfloat16_is_as_near_to_the_exact_logits_as_transformers_modules(self, name: str, work: str) -> None:
         fused, plain = engines(name, "bfloat16")
         exact = engines(name, "float32")[1]
         assert_as_exact(*(WORKS[work](engine) for engine in (fused, plain, exact)))
@@ -256,16 +250,14 @@ class TestPositions:
     def test_they_go_beyond_the_longest_sequence_by_the_lookahead(self) -> None:
         """A draft's tree, or hints that are verified, at the very end of a sequence of the longest length."""
         for use_kernels in (True, False):
-            engine = load("llama", use_kernels=use_kernels, max_model_len=64)
+            engine = load("llama", enforce_eager=not use_kernels, max_model_len=64)
             kv = engine.new_sequence()
             feed(engine, kv, text(64, 1, engine.vocab_size), 1)
             start, rows = kv.length, []
             for depth in range(1, LOOKAHEAD_ENTRIES + 1):  # one branch as deep as there is room
                 kv.extend(1)
                 path = [list(range(start, start + depth))]
-                rows.append(
-                    engine.forward([SequenceChunk(kv, [depth % 50], 1, tree_start=start, paths=path)])
-                )
+                rows.append(engine.forward([SequenceChunk(kv, [depth % 50], 1, tree_start=start, paths=path)]))
             kv.free()
             if use_kernels:
                 fused = torch.cat(rows)
@@ -273,7 +265,7 @@ class TestPositions:
 
     def test_a_sequence_longer_than_any_before_finds_room(self) -> None:
         """Scratch is made for 1024 keys at a time."""
-        engine, plain = (load("llama, long", use_kernels=use_kernels) for use_kernels in (True, False))
+        engine, plain = (load("llama, long", enforce_eager=not use_kernels) for use_kernels in (True, False))
         for length in (1000, 1100, 2100, 30):
             token_ids = text(length, length, engine.vocab_size)
             fused, expected = (logits_of(e, token_ids, prefill=length - 5)[-5:] for e in (engine, plain))
@@ -281,15 +273,13 @@ class TestPositions:
 
     @pytest.mark.parametrize("rope", ["llama, dynamic scaling"])
     def test_scaling_that_moves_beyond_its_length_is_still_served_within_it(self, rope: str) -> None:
-        plain = load(rope, use_kernels=False)
+        plain = load(rope, enforce_eager=True)
         assert_close(prefill(load(rope)), prefill(plain))
 
 
 @pytest.mark.skipif(products() is None, reason="this processor multiplies otherwise")
 class TestStepsInOneCall:
-    @pytest.mark.parametrize(
-        "work", [prefill, chunked_prefill_beside_decoding, trees], ids=lambda w: w.__name__
-    )
+    @pytest.mark.parametrize("work", [prefill, chunked_prefill_beside_decoding, trees], ids=lambda w: w.__name__)
     @pytest.mark.parametrize("name", [*FOUR, *ODD])
     def test_it_has_the_bits_of_call_after_call(self, name: str, work: Work) -> None:
         at_once, one_by_one = load(name, "bfloat16"), load(name, "bfloat16")
@@ -307,10 +297,8 @@ class TestStepsInOneCall:
         with pytest.raises(IndexError, match="vocabulary"):
             engine.forward([SequenceChunk(kv, [3, token_id], 1)])
 
-    def test_without_compiled_products_steps_go_call_after_call(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("outrider.engine.linear.products", lambda: None)
+    def test_without_compiled_products_steps_go_call_after_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("outrider.engine.layers.linear.products", lambda: None)
         engine = load("llama", "bfloat16")
         assert engine._fused is not None
         assert engine._fused._whole is None
@@ -324,14 +312,14 @@ class TestInt8:
         fused = load(name, "bfloat16", quantization="int8")
         assert is_fused(fused)
         assert linear_classes(fused) == {Int8Linear}
-        plain = load(name, "bfloat16", quantization="int8", use_kernels=False)
+        plain = load(name, "bfloat16", quantization="int8", enforce_eager=True)
         exact = engines(name, "float32")[1]
         assert_as_exact(*(prefill(engine) for engine in (fused, plain, exact)))
         assert batch_invariance_failures(fused) == []
 
 
 def linear_classes(engine: Engine) -> set[type]:
-    """Of a fused engine's layers."""
+    """The classes of linear layers in a fused engine."""
     assert engine._fused is not None
     return {type(product) for layer in engine._fused._layers for product in layer.products()}
 
@@ -396,7 +384,7 @@ class TestFallback:
     def test_a_model_that_cannot_be_fused_is_served_and_the_log_says_why(
         self, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with caplog.at_level(logging.INFO, logger="outrider.engine.loading"):
+        with caplog.at_level(logging.INFO, logger="outrider.engine.loading.loading"):
             engine = load(name)
         assert not is_fused(engine)
         assert "without compiled kernels" in caplog.text
@@ -407,7 +395,7 @@ class TestFallback:
         monkeypatch.setattr(decoder, "kernels", lambda dtype: None)
         engine = load("qwen2")
         assert not is_fused(engine)
-        assert torch.equal(prefill(engine), prefill(load("qwen2", use_kernels=False)))
+        assert torch.equal(prefill(engine), prefill(load("qwen2", enforce_eager=True)))
 
     @needs_kernels
     def test_wrong_arithmetic_is_refused_at_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,13 +416,9 @@ class TestWeights:
         )
         model.eval().requires_grad_(False)
         joined = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
-        copied = {
-            key: weakref.ref(parameter) for key, parameter in model.named_parameters() if key.endswith(joined)
-        }
+        copied = {key: weakref.ref(parameter) for key, parameter in model.named_parameters() if key.endswith(joined)}
         assert len(copied) == 15
-        engine = Engine(
-            model, models.engine_config(model_dir(name), dtype), find_layout(model), num_parameters=0
-        )
+        engine = Engine(model, models.engine_config(model_dir(name), dtype), find_layout(model), num_parameters=0)
         with torch.inference_mode():
             engine.fuse(LinearForms())
         gc.collect()

@@ -11,16 +11,16 @@ import pytest
 from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
-from outrider.engine.idle_check import LOOK_EVERY_S, IdleCheck
-from outrider.engine.kv_cache import BlockAllocator, KVSequence
-from outrider.telemetry import DraftMetrics, TargetMetrics
+from outrider.engine.kv.idle_check import LOOK_EVERY_S, IdleCheck
+from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.observability.telemetry import DraftMetrics, TargetMetrics
 from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
-from target_worker.scheduler import Scheduler
+from target_worker.scheduling.scheduler import Scheduler
 from tests.draft_worker.test_scheduler import attach
 from tests.target_worker.fakes import VOCAB_SIZE
 
-ENGINE: Any = SimpleNamespace(rest=lambda: None)  # all that is asked of it
+ENGINE: Any = SimpleNamespace(idle=lambda: None)  # all that is asked of it
 
 
 class Count:
@@ -42,9 +42,7 @@ def test_blocks_that_are_all_accounted_for_are_not_worth_a_word(caplog: pytest.L
 
 
 @pytest.mark.parametrize("damage", ["lost", "free twice", "kept for nothing"])
-def test_what_is_wrong_is_told_and_counted_at_most_once_a_minute(
-    damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_wrong_is_told_and_counted_at_most_once_a_minute(damage: str, caplog: pytest.LogCaptureFixture) -> None:
     allocator, count = BlockAllocator(9, 4), Count()
     match damage:
         case "lost":

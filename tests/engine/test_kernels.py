@@ -1,4 +1,4 @@
-"""The compiled kernels against the same arithmetic spelt out, and bit for bit against themselves in other company."""
+"""The compiled kernels against the same arithmetic spelt out, and bit for bit against themselves in other batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.attention import QueryBlock
-from outrider.engine.decoder import RaggedStep
-from outrider.engine.kernels import HEAD_DIMS, MAX_QUERIES, Kernels, Shape, available, kernels
-from outrider.engine.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.compiled.kernels import HEAD_DIMS, MAX_QUERIES, Kernels, Shape, available, kernels
+from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.layers.attention import QueryBlock
+from outrider.engine.layers.decoder import RaggedStep
 
 pytestmark = pytest.mark.skipif(not available(), reason="the installation found no C++ compiler")
 
@@ -209,7 +209,7 @@ class Layer:
         )
 
     def sequences(self, lengths: Sequence[int]) -> list[KVSequence]:
-        """Their blocks alternate in the cache."""
+        """Sequences of these lengths, whose blocks alternate in the cache."""
         made = [KVSequence(self.allocator) for _ in lengths]
         while any(kv.length < length for kv, length in zip(made, lengths, strict=True)):
             for kv, length in zip(made, lengths, strict=True):
@@ -217,13 +217,13 @@ class Layer:
         return made
 
     def queries(self, blocks: Sequence[QueryBlock], seed: int = 13) -> torch.Tensor:
-        """Of all rows of a step.  # [num_rows, width]"""
+        """Random queries, keys and values of all rows of a step.  # [num_rows, width]"""
         return normal(seeded(seed), self.dtype, sum(block.num_rows for block in blocks), self.width)
 
     def attend(
         self, qkv: torch.Tensor, blocks: Sequence[QueryBlock], members: tuple[int, int] | None = None
     ) -> torch.Tensor:
-        """Rows of other members than those asked for keep a 7.  # [num_rows, num_heads * head_dim]"""
+        """The attention output; rows of members that were not requested stay 7.  # [num_rows, num_heads * head_dim]"""
         step, shape = RaggedStep(blocks, self.block_size), self.struct
         assert step.num_rows == len(qkv)
         output = Guarded(torch.full((step.num_rows, self.num_heads * self.head_dim), 7.0, dtype=self.dtype))
@@ -261,7 +261,7 @@ class Layer:
 
 
 def visible_slots(blocks: Sequence[QueryBlock]) -> list[np.ndarray]:
-    """What each row of a step sees, in the order of positions."""
+    """The KV slots that each row of a step attends to, in the order of positions."""
     found = []
     for block in blocks:
         slots = block.kv.slots(0, block.kv.length)
@@ -321,9 +321,7 @@ class TestAttend:
     @BOTH_TYPES
     @pytest.mark.parametrize("num_rows", [8, 23, 24, 25, 40, 130])
     @pytest.mark.parametrize("share", [1, 3])
-    def test_more_rows_than_share_one_pass_over_the_keys(
-        self, dtype: torch.dtype, num_rows: int, share: int
-    ) -> None:
+    def test_more_rows_than_share_one_pass_over_the_keys(self, dtype: torch.dtype, num_rows: int, share: int) -> None:
         layer = Layer(dtype, 2 * share, 2, 16)
         kvs = layer.sequences([num_rows, num_rows + 37])
         assert_exact(layer, [QueryBlock(kv, num_rows) for kv in kvs])
@@ -409,9 +407,7 @@ class TestAttend:
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(
-        parts=st.lists(
-            st.tuples(st.booleans(), st.integers(0, 70), st.integers(1, 30)), min_size=1, max_size=5
-        ),
+        parts=st.lists(st.tuples(st.booleans(), st.integers(0, 70), st.integers(1, 30)), min_size=1, max_size=5),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         head_dim=st.sampled_from(HEAD_DIMS),
         heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 2), (5, 1), (8, 1), (7, 1)]),
@@ -459,7 +455,7 @@ class TestAttend:
 
 @dataclass
 class Rotation:
-    """What `rotate_and_store` is given besides a layer."""
+    """Arguments of `rotate_and_store` besides a layer: rotation angles and the weights of norms."""
 
     layer: Layer
     has_norms: bool
@@ -477,9 +473,7 @@ class Rotation:
             self.query_norm = normal(seeded(21), layer.dtype, layer.head_dim)
             self.key_norm = normal(seeded(22), layer.dtype, layer.head_dim)
 
-    def run(
-        self, qkv: torch.Tensor, blocks: Sequence[QueryBlock]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(self, qkv: torch.Tensor, blocks: Sequence[QueryBlock]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows and both caches afterwards; the layer's own stay as they were."""
         layer = self.layer
         step, shape = RaggedStep(blocks, layer.block_size), layer.struct
@@ -531,17 +525,13 @@ class TestRotateAndStore:
         num_queries, num_keys = heads[0] * head_dim, heads[1] * head_dim
         split = [num_queries, num_keys, num_keys]
         query, key, value = (part.unflatten(1, (-1, head_dim)) for part in qkv.clone().split(split, dim=1))
-        rtol, atol = (
-            EXACT[dtype] if not has_norms else ((2e-5, 1e-5) if dtype == torch.float32 else (2**-6, 0.05))
-        )
+        rtol, atol = EXACT[dtype] if not has_norms else ((2e-5, 1e-5) if dtype == torch.float32 else (2**-6, 0.05))
         close = {"rtol": rtol, "atol": atol}
         exact_query = rotation.exact(query, rotation.query_norm, positions)
         torch.testing.assert_close(rows[:, :num_queries], exact_query.flatten(1), **close)
         assert torch.equal(rows[:, num_queries:], qkv[:, num_queries:])
 
-        slots = torch.from_numpy(
-            np.concatenate([b.kv.slots(b.kv.length - b.num_rows, b.kv.length) for b in blocks])
-        )
+        slots = torch.from_numpy(np.concatenate([b.kv.slots(b.kv.length - b.num_rows, b.kv.length) for b in blocks]))
         torch.testing.assert_close(keys[slots], rotation.exact(key, rotation.key_norm, positions), **close)
         assert torch.equal(values[slots], value)
         others = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, slots, False)

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.engine.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError
-from outrider.engine.prefix_cache import block_digests
+from outrider.engine.kv.kv_cache import NULL_BLOCK, BlockAllocator, KVSequence, OutOfBlocksError
+from outrider.engine.kv.prefix_cache import block_digests
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -37,25 +37,23 @@ class KVCacheMachine(RuleBasedStateMachine):
     def extend(self, index: int, num_entries: int) -> None:
         i = self.pick(index)
         sequence = self.sequences[i]
+        if num_entries and sequence.length % 3 and not self.allocator.may_write(sequence.block_ids[-1]):
+            with pytest.raises(AssertionError, match="published block"):
+                sequence.extend(num_entries)
+            return
         before = (list(sequence.block_ids), sequence.length, self.allocator.num_free)
         num_missing = sequence.num_missing(num_entries)
         has_room = num_entries <= sequence.room(self.allocator.num_free)
         assert has_room == (num_missing <= self.allocator.num_free)
         try:
-            copies = sequence.extend(num_entries)
+            sequence.extend(num_entries)
             assert has_room
-            num_taken = before[2] - self.allocator.num_free
-            assert num_taken == num_missing or (copies and num_taken < num_missing)
+            assert num_missing == before[2] - self.allocator.num_free
         except OutOfBlocksError:
             assert not has_room
             assert (sequence.block_ids, sequence.length, self.allocator.num_free) == before
             assert num_entries > 0
             return
-        for source, destination in copies:
-            size = self.allocator.block_size
-            self.cache[destination * size : (destination + 1) * size] = self.cache[
-                source * size : (source + 1) * size
-            ]
         values = list(range(self.next_value, self.next_value + num_entries))
         self.next_value += num_entries
         written = sequence.slots(before[1], sequence.length).tolist()
@@ -72,15 +70,6 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.sequences[i].truncate(length)
         del self.contents[i][length:]
 
-    @precondition(lambda self: 0 < len(self.sequences) < 5)
-    @rule(index=st.integers(0, 9))
-    def fork(self, index: int) -> None:
-        i = self.pick(index)
-        num_free = self.allocator.num_free
-        self.sequences.append(self.sequences[i].fork())
-        self.contents.append(list(self.contents[i]))
-        assert self.allocator.num_free == num_free
-
     @precondition(lambda self: self.sequences)
     @rule(index=st.integers(0, 9))
     def publish(self, index: int) -> None:
@@ -93,14 +82,14 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.published and len(self.sequences) < 5)
     @rule(index=st.integers(0, 9))
     def adopt(self, index: int) -> None:
-        """What is still there of a text that was published some time ago; the cache must hold its values."""
+        """Adopts the blocks that are left of a sequence published earlier; the cache must contain its values."""
         content = self.published[index % len(self.published)]
         digests = block_digests(content, self.allocator.block_size)
         num_blocks = self.allocator.num_published(digests)
-        num_free, num_held = self.allocator.num_free, self.allocator.num_held(digests)
+        num_free, num_shared = self.allocator.num_free, self.allocator.num_shared(digests)
         sequence = KVSequence(self.allocator)
         sequence.adopt(digests[:num_blocks])
-        assert num_free - self.allocator.num_free == num_blocks - num_held
+        assert num_free - self.allocator.num_free == num_blocks - num_shared
         self.sequences.append(sequence)
         self.contents.append(content[: num_blocks * self.allocator.block_size])
 
@@ -125,9 +114,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
-TestKVCacheMachine.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestKVCacheMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def test_extension_without_room_changes_nothing() -> None:
@@ -141,18 +128,6 @@ def test_extension_without_room_changes_nothing() -> None:
     assert (first.block_ids, first.length, allocator.num_free) == (blocks, 3, 0)
     first.extend(1)  # room within its last block
     allocator.check_integrity([first, second])
-
-
-def test_copy_on_write_needs_a_block_and_says_so() -> None:
-    allocator = BlockAllocator(num_blocks=2, block_size=4)
-    sequence = KVSequence(allocator)
-    sequence.extend(2)
-    fork = sequence.fork()
-    with pytest.raises(OutOfBlocksError):
-        fork.extend(1)
-    sequence.free()
-    assert fork.extend(1) == []
-    allocator.check_integrity([fork])
 
 
 def test_integrity_check_can_fail() -> None:
@@ -226,12 +201,11 @@ class TestPublishedBlocks:
             assert allocator.num_published(digests) == num_left
 
     def test_a_published_block_is_not_written_by_its_owner_either(self) -> None:
-        """Should it ever be rolled back into one, it goes on in a copy."""
         allocator = BlockAllocator(num_blocks=4, block_size=2)
         sequence = KVSequence(allocator)
         sequence.extend(2)
         sequence.publish(block_digests([1, 2], 2), 0)
-        block_id = sequence.block_ids[0]
         sequence.truncate(1)
-        assert sequence.extend(1) == [(block_id, sequence.block_ids[0])]
-        assert sequence.block_ids[0] != block_id
+        with pytest.raises(AssertionError, match="published block"):
+            sequence.extend(1)
+        assert sequence.length == 1

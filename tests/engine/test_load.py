@@ -1,4 +1,4 @@
-"""What the engine cannot run it refuses at load, by name and with the way out."""
+"""Tests of load errors: a model that the engine cannot run is refused at load, with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.engine.loading import load_model
-from outrider.engine.model import EngineConfig, ModelLoadError, SequenceChunk
-from outrider.engine.self_test import batch_invariance_failures
+from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.self_test import batch_invariance_failures
+from outrider.engine.model import ModelLoadError, SequenceChunk
+from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
+from outrider.settings import settings_of
 from tests import models
 from tests.engine.sequences import text
 
@@ -24,9 +26,9 @@ def test_load_errors_are_the_operators_to_fix() -> None:
 
 def test_missing_folder_and_missing_config_say_so(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
-        load_model(EngineConfig(tmp_path / "nowhere"))
+        load_model(models.engine_config(tmp_path / "nowhere"))
     with pytest.raises(ModelLoadError, match=r"config\.json"):
-        load_model(EngineConfig(tmp_path))
+        load_model(models.engine_config(tmp_path))
 
 
 def test_missing_weights_say_so(tmp_path: Path) -> None:
@@ -34,7 +36,7 @@ def test_missing_weights_say_so(tmp_path: Path) -> None:
     for file in directory.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(ModelLoadError, match="no weights"):
-        load_model(EngineConfig(directory))
+        load_model(models.engine_config(directory))
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
@@ -72,8 +74,8 @@ def test_config_that_makes_no_sense_is_refused(tmp_path: Path, config: str) -> N
 
 
 def test_unknown_dtype_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ModelLoadError, match=r"float16.*float32, bfloat16"):
-        EngineConfig(Path("anywhere"), "float16")
+    with pytest.raises(ValueError, match=r"'float16'.*bfloat16, float32"):
+        settings_of(EngineOptions)["dtype"].read("float16")
 
 
 def test_bounds_of_the_context_are_checked() -> None:
@@ -83,7 +85,7 @@ def test_bounds_of_the_context_are_checked() -> None:
 
 def test_kv_cache_too_small_for_one_sequence_is_refused_with_what_it_needs() -> None:
     with pytest.raises(ModelLoadError, match=r"KV cache hold no sequence of 512 tokens"):
-        load_model(models.engine_config(models.model_dir("llama"), kv_cache_bytes=1 << 16))
+        load_model(models.engine_config(models.model_dir("llama"), kv_cache_gib=2**-14))
 
 
 @pytest.mark.parametrize("max_model_len", [2, 8, 20])
@@ -128,7 +130,7 @@ def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     torch.save(_Booby(ran), directory / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match="save them as safetensors"):
-        load_model(EngineConfig(directory))
+        load_model(models.engine_config(directory))
     assert not ran.exists()
 
 
@@ -146,12 +148,12 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     }
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=str(directory)):
-        load_model(EngineConfig(directory))
+        load_model(models.engine_config(directory))
     assert not ran.exists()
 
 
 class _Booby:
-    """Whose unpickling leaves a file."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from outrider.engine.logit_processing import NEVER, TextBefore, num_rows_alive, process
-from outrider.engine.sampling import coupled_choice, draft_distributions, probabilities, sample_draft
+from outrider.engine.sampling.logit_processing import NEVER, LogitContext, process
+from outrider.engine.sampling.sampling import draft_distributions, probabilities, sample_draft
 from outrider.grammar import GrammarCompiler
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams
+from tests import grammars
+from tests.engine.verification_cases import coupled_choice, verify_one
 from tests.schemas.walk import permitted_token_ids
 
 VOCAB_SIZE = 40
@@ -62,9 +65,7 @@ def of_transformers(
         steps.append(logits_process.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
     if params.min_tokens:
         steps.append(
-            logits_process.MinNewTokensLengthLogitsProcessor(
-                num_prompt_tokens, params.min_tokens, sorted(ENDS)
-            )
+            logits_process.MinNewTokensLengthLogitsProcessor(num_prompt_tokens, params.min_tokens, sorted(ENDS))
         )
     for step in steps:
         logits = step(input_ids, logits)
@@ -85,13 +86,11 @@ def openai_penalties(scores: torch.Tensor, params: SamplingParams, output: Seque
     return scores
 
 
-def check_rows(
-    params: SamplingParams, token_ids: list[int], num_prompt: int, continuations: list[list[int]]
-) -> None:
+def check_rows(params: SamplingParams, token_ids: list[int], num_prompt: int, continuations: list[list[int]]) -> None:
     """Each row against transformers, and against itself alone."""
     logits = random_logits(len(token_ids), len(continuations))
     before = logits.clone()
-    text = TextBefore(token_ids, num_prompt, continuations, ENDS)
+    text = LogitContext(token_ids, num_prompt, continuations, ENDS)
     together = process(logits, params, text)
     assert torch.equal(logits, before), "the input was changed"
     assert together.shape == logits.shape
@@ -100,9 +99,9 @@ def check_rows(
     for row, said in enumerate(continuations):
         whole = [*token_ids, *said]
         own = logits[row : row + 1]
-        alone = process(own, params, TextBefore(token_ids, num_prompt, [said], ENDS))
-        assert torch.equal(alone[0], together[row]), "a row depends on its company"
-        committed = process(own, params, TextBefore(whole, num_prompt, [[]], ENDS))
+        alone = process(own, params, LogitContext(token_ids, num_prompt, [said], ENDS))
+        assert torch.equal(alone[0], together[row]), "a row depends on the batch composition"
+        committed = process(own, params, LogitContext(whole, num_prompt, [[]], ENDS))
         assert torch.equal(committed[0], together[row]), "a row depends on whether its text is committed"
         expected = of_transformers(own, params, whole, num_prompt)
         if params.presence_penalty or params.frequency_penalty:  # sums in another order
@@ -140,13 +139,13 @@ def test_the_nodes_of_a_tree_are_processed_each_by_its_own_branch(
 
 def test_nothing_to_do_gives_the_logits_themselves() -> None:
     logits = random_logits(0, 3)
-    assert process(logits, SamplingParams(), TextBefore([1, 2], 2, [[], [3], [3, 4]], ENDS)) is logits
+    assert process(logits, SamplingParams(), LogitContext([1, 2], 2, [[], [3], [3, 4]], ENDS)) is logits
 
 
 @pytest.mark.parametrize("num_said", range(4))
 def test_min_tokens_counts_output_and_hints_and_no_prompt(num_said: int) -> None:
     hints = [11, 12, 13]
-    text = TextBefore([1] * 10 + [2] * num_said, 10, [hints[:length] for length in range(4)], ENDS)
+    text = LogitContext([1] * 10 + [2] * num_said, 10, [hints[:length] for length in range(4)], ENDS)
     processed = process(random_logits(0, 4), SamplingParams(min_tokens=3), text)
     is_forbidden = [(row[sorted(ENDS)] == NEVER).all().item() for row in processed]
     assert is_forbidden == [num_said + length < 3 for length in range(4)]
@@ -154,11 +153,9 @@ def test_min_tokens_counts_output_and_hints_and_no_prompt(num_said: int) -> None
 
 
 class TestBadWords:
-    def forbidden(
-        self, words: Sequence[tuple[int, ...]], token_ids: list[int], said: Sequence[int] = ()
-    ) -> list[int]:
+    def forbidden(self, words: Sequence[tuple[int, ...]], token_ids: list[int], said: Sequence[int] = ()) -> list[int]:
         params = SamplingParams(bad_words=tuple(words))
-        processed = process(random_logits(0, 1), params, TextBefore(token_ids, 1, [list(said)]))
+        processed = process(random_logits(0, 1), params, LogitContext(token_ids, 1, [list(said)]))
         return [int(t) for t in torch.nonzero(processed[0] == NEVER)[:, 0]]
 
     def test_a_word_is_cut_off_before_its_last_token_wherever_it_began(self) -> None:
@@ -194,7 +191,7 @@ def test_ids_beyond_the_vocabulary_are_passed_over(
         allowed_token_ids=params.allowed_token_ids | set(beyond),
     )
     rows = [hints[:length] for length in range(len(hints) + 1)]
-    text = TextBefore([*token_ids, beyond[0], token_ids[-1]], 3, rows, ENDS)
+    text = LogitContext([*token_ids, beyond[0], token_ids[-1]], 3, rows, ENDS)
     logits = random_logits(1, len(rows))
     narrow = process(logits, wider, dataclasses.replace(text, end_token_ids=ENDS | set(beyond)))
     assert torch.equal(narrow, process(logits, params, text))
@@ -205,16 +202,20 @@ def test_ids_beyond_the_vocabulary_are_passed_over(
 
 def test_only_tokens_that_the_model_lacks_may_be_allowed_and_no_row_is_alive() -> None:
     params = SamplingParams(allowed_token_ids=frozenset({VOCAB_SIZE + 3}))
-    processed = process(random_logits(0, 2), params, TextBefore([1], 1, [[], [2]]))
-    assert num_rows_alive(processed) == 0
+    text = LogitContext([1], 1, [[], [2]])
+    assert bool((process(random_logits(0, 2), params, text) == NEVER).all())
+    assert verify_one(random_logits(0, 2), [Hint(1, 0, 2)], params, 0, text).token_ids == []
 
 
-def test_rows_are_alive_up_to_the_first_without_a_token() -> None:
-    rows = torch.zeros(4, 3)
-    assert num_rows_alive(rows) == 4
-    rows[2] = NEVER
-    rows[1, :2] = NEVER
-    assert num_rows_alive(rows) == 2
+@pytest.mark.parametrize(("bad_words", "said"), [((), [0, 1, 2, 0]), (((1, 2), (1, 0), (1, 1)), [0, 1])])
+def test_rows_are_alive_up_to_the_first_without_a_token(
+    bad_words: tuple[tuple[int, ...], ...], said: list[int]
+) -> None:
+    params = SamplingParams(temperature=0.0, bad_words=bad_words)
+    logits = torch.eye(3)[[0, 1, 2, 0]]
+    hints = [Hint(row + 1, row, row) for row in range(3)]
+    text = LogitContext([2], 1, [[0, 1, 2][:row] for row in range(4)])
+    assert verify_one(logits, hints, params, 0, text).token_ids == said
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_rows_are_alive_up_to_the_first_without_a_token() -> None:
 def test_extremes_that_are_permitted_give_a_distribution(extreme: dict[str, Any], seed: int | None) -> None:
     """I7: no request may end a model thread, nor have nonsense said."""
     params = SamplingParams(seed=seed, **extreme)
-    text = TextBefore([1, 2, 3, 4, 5, 6] * 50, 6, [[], [7], [7, 2]], ENDS)
+    text = LogitContext([1, 2, 3, 4, 5, 6] * 50, 6, [[], [7], [7, 2]], ENDS)
     processed = process(random_logits(3, 3) * 10, params, text)
     probs = probabilities(processed, params)
     assert bool(torch.isfinite(probs).all())
@@ -254,7 +255,7 @@ class TestGrammar:
         )
         rng = random.Random(0)
         for pattern in ("(yes|no|maybe)( indeed){0,3}", "[0-9a-f]{1,6}", "(?s:.*)"):
-            state = compiler.compile(GrammarSpec(GrammarKind.REGEX, pattern))
+            state = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, pattern))
             committed: list[int] = []
             walker, path = state.fork(), list[int]()
             while len(path) < 6 and (permitted := permitted_token_ids(walker)):
@@ -265,20 +266,18 @@ class TestGrammar:
             hints = [*path[1:], 5]  # the last one is hardly ever permitted
             rows = [hints[:length] for length in range(len(hints) + 1)]
             logits = random_logits(1, len(rows), self.LARGE_VOCAB_SIZE)
-            text = TextBefore([9, 9, *committed], 2, rows, frozenset([self.EOS]), state)
+            text = LogitContext([9, 9, *committed], 2, rows, frozenset([self.EOS]), state)
             processed = process(logits, SamplingParams(), text)
             assert permitted_token_ids(state) == permitted_token_ids(state.fork())
             for row, said in enumerate(rows):
-                place = compiler.compile(GrammarSpec(GrammarKind.REGEX, pattern))
+                place = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, pattern))
                 whole = [*committed, *said]
                 if place.num_valid(whole) < len(whole) or self.EOS in whole:
                     assert bool((processed[row] == NEVER).all())
                     continue
                 place.advance(whole)
                 allowed = permitted_token_ids(place)
-                constraint = logits_process.PrefixConstrainedLogitsProcessor(
-                    lambda *_, allowed=allowed: allowed, 1
-                )
+                constraint = logits_process.PrefixConstrainedLogitsProcessor(lambda *_, allowed=allowed: allowed, 1)
                 expected = constraint(torch.tensor([[9, 9, *whole]]), logits[row : row + 1])
                 assert torch.equal(processed[row : row + 1], expected)
 
@@ -286,10 +285,10 @@ class TestGrammar:
         compiler = GrammarCompiler(
             self.TOKENIZER_JSON, vocab_size=self.LARGE_VOCAB_SIZE, eos_token_ids=frozenset([self.EOS])
         )
-        state = compiler.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]{1,3}"))
+        state = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "[0-9]{1,3}"))
         allowed = permitted_token_ids(state)
         params = SamplingParams(bad_words=((allowed[0],),), logit_bias=((allowed[1], 100.0),), min_tokens=1)
-        text = TextBefore([9], 1, [[], [allowed[1]]], frozenset([self.EOS]), state)
+        text = LogitContext([9], 1, [[], [allowed[1]]], frozenset([self.EOS]), state)
         processed = process(random_logits(0, 2, self.LARGE_VOCAB_SIZE), params, text)
         alive = [torch.nonzero(row != NEVER)[:, 0].tolist() for row in processed]
         assert alive[0] == allowed[1:]

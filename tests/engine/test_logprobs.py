@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.logprobs import token_logprobs
-from outrider.token_logprobs import TokenLogprobs
+from outrider.engine.sampling.logprobs import ScoredRows
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.engine.sampling.transfers import to_host
 
 VOCAB_SIZE = 30
 
 
 def random_logits(seed: int, num_rows: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 5
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    rows = ScoredRows(logits, torch.tensor(token_ids, dtype=torch.int64), num_top)
+    return rows.read(to_host(rows.scores()))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -32,9 +39,7 @@ def test_they_are_those_of_the_softmax(
 ) -> None:
     logits = random_logits(seed, len(token_ids)) * scale
     for row in logits:
-        row[
-            torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))[:num_ruled_out]
-        ] = -torch.inf
+        row[torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))[:num_ruled_out]] = -torch.inf
     before = logits.clone()
     results = token_logprobs(logits, token_ids, num_top)
     assert torch.equal(logits, before)

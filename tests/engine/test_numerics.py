@@ -11,18 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.checkpoint_fingerprint import checkpoint_fingerprint
-from outrider.engine.loading import load_model
-from outrider.engine.numerics import Arithmetic, cpu_class, cpu_model, describe
-from outrider.worker_options import WorkerOptions
-from outrider.worker_process import identity, record_from_info, worker_info
-from outrider.worker_record import WorkerRecord
+from outrider.engine.compiled.numerics import Arithmetic, cpu_class, cpu_model, describe
+from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
+from outrider.engine.loading.loading import load_model
+from outrider.registry.worker_record import WorkerRecord
+from outrider.worker.worker_options import WorkerOptions
+from outrider.worker.worker_process import identity, record_from_info, worker_info
 from tests import models
 from tests.engine.quantized_checkpoints import ENCODERS, write_pair
 
-OURS = Arithmetic(
-    "bfloat16", "none", 1, "cpu/avx512-bf16", "compiled-4", {"64x64": "compiled", "8x64": "compiled"}, 1
-)
+OURS = Arithmetic("bfloat16", "none", 1, "cpu/avx512-bf16", "compiled-4", {"64x64": "compiled", "8x64": "compiled"}, 1)
 LIBRARY = replace(OURS, linear_forms={"64x64": "packed", "8x64": "plain"})
 PROBE = torch.arange(12.0).view(3, 4)
 
@@ -51,9 +49,7 @@ class TestTheLine:
         ],
         ids=str,
     )
-    def test_whatever_may_change_a_bit_makes_another_line(
-        self, base: Arithmetic, change: dict[str, Any]
-    ) -> None:
+    def test_whatever_may_change_a_bit_makes_another_line(self, base: Arithmetic, change: dict[str, Any]) -> None:
         assert line(base) == line(replace(base))
         assert line(replace(base, **change)) != line(base)
 
@@ -92,9 +88,7 @@ class TestProcessors:
             ("arm64", "DEFAULT", False, False, "cpu/arm64-generic"),
         ],
     )
-    def test_classes(
-        self, machine: str, capability: str, has_amx: bool, has_bfloat16: bool, expected: str
-    ) -> None:
+    def test_classes(self, machine: str, capability: str, has_amx: bool, has_bfloat16: bool, expected: str) -> None:
         assert cpu_class(machine, capability, has_amx=has_amx, has_bfloat16=has_bfloat16) == expected
 
     def test_the_processor_is_read_from_its_description(self, tmp_path: Path) -> None:
@@ -127,7 +121,7 @@ class TestEngines:
         ]
         assert len(set(lines)) == 4, lines
         if "layers=compiled" in lines[0]:
-            assert loaded(directory, use_kernels=False) not in lines
+            assert loaded(directory, enforce_eager=True) not in lines
 
     def test_a_tensor_that_was_trained_further_changes_the_probe_too(self, tmp_path: Path) -> None:
         """Also where the fingerprint only samples."""
@@ -138,9 +132,7 @@ class TestEngines:
         assert loaded(tuned) != loaded(models.model_dir("llama"))
 
     @pytest.mark.parametrize("method", ENCODERS)
-    def test_published_quantized_weights_are_told_from_the_plain_ones(
-        self, tmp_path: Path, method: str
-    ) -> None:
+    def test_published_quantized_weights_are_told_from_the_plain_ones(self, tmp_path: Path, method: str) -> None:
         quantized, plain = write_pair(method, tmp_path)
         copy = shutil.copytree(quantized, tmp_path / "copy")
         assert checkpoint_fingerprint(quantized) == checkpoint_fingerprint(copy)

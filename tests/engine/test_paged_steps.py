@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.attention import Visibility
 from outrider.engine.device_steps import DeviceSteps, empty_step
-from outrider.engine.kv_cache import KVSequence
-from outrider.engine.loading import load_model
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.layers.attention import Visibility
+from outrider.engine.layers.paged_attention import window_of
+from outrider.engine.layers.paged_layout import PagedShape, plan_paged
+from outrider.engine.loading.loading import load_model
 from outrider.engine.model import Engine, SequenceChunk
-from outrider.engine.paged_attention import window_of
-from outrider.engine.paged_layout import PagedShape, plan_paged
 from tests import models
-from tests.engine.sequences import text
+from tests.engine.sequences import sharing, text
 from tests.engine.test_tree_attention import Tree, random_tree
 
 BLOCK_SIZE = 8
@@ -87,20 +87,18 @@ class Pair:
 @pytest.fixture(scope="module", params=["llama", "qwen3", "opt", "mistral"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     config = models.engine_config(
-        models.model_dir(request.param), block_size=BLOCK_SIZE, use_kernels=False, max_model_len=200
+        models.model_dir(request.param), block_size=BLOCK_SIZE, enforce_eager=True, max_model_len=200
     )
     engine = load_model(config)
     scratch = [engine.allocator.allocate() for _ in range(NUM_SCRATCH)]
     return Pair(
         engine,
-        DeviceSteps(
-            engine.model, engine.layers, BLOCK_SIZE, scratch, MAX_BLOCKS * BLOCK_SIZE, attend_row_by_row
-        ),
+        DeviceSteps(engine.model, engine.layers, BLOCK_SIZE, scratch, MAX_BLOCKS * BLOCK_SIZE, attend_row_by_row),
     )
 
 
 def feed(pair: Pair, kv: KVSequence, token_ids: Sequence[int]) -> torch.Tensor:
-    pair.engine.copy_blocks(kv.extend(len(token_ids)))
+    kv.extend(len(token_ids))
     return pair.forward([SequenceChunk(kv, list(token_ids), len(token_ids))])
 
 
@@ -134,10 +132,11 @@ def test_texts_forks_and_trees_share_a_step(pair: Pair) -> None:
     tree = random_tree(np.random.default_rng(3), engine.vocab_size, 17, 6)
     first, second = engine.new_sequence(), engine.new_sequence()
     feed(pair, first, tree.prefix)
-    fork = first.fork()
+    fork = sharing(engine, first, tree.prefix)
+    feed(pair, fork, tree.prefix[fork.length :])
     words = text(40, 9, engine.vocab_size)
     for kv, count in ((first, 6), (second, 40), (fork, 3)):
-        engine.copy_blocks(kv.extend(count))
+        kv.extend(count)
     rows = pair.forward(
         [
             SequenceChunk(second, words, 40),
@@ -154,7 +153,7 @@ def test_texts_forks_and_trees_share_a_step(pair: Pair) -> None:
 
 
 def test_a_larger_shape_changes_no_bit(pair: Pair) -> None:
-    """What a captured graph runs: more rows, sequences, blocks and copies than the step has."""
+    """A captured graph runs such a shape: more rows, sequences, blocks and copies than the step has."""
     engine = pair.engine
     tree = random_tree(np.random.default_rng(4), engine.vocab_size, 21, 5)
     kv = engine.new_sequence()
@@ -162,9 +161,7 @@ def test_a_larger_shape_changes_no_bit(pair: Pair) -> None:
     kv.extend(5)
     chunk = tree.chunk(kv, list(range(5)), list(range(5)))
     expected = pair.forward([chunk])
-    plan = plan_paged(
-        [chunk.query_block()], chunk.token_ids, range(5), BLOCK_SIZE, pair.steps._scratch_block_ids
-    )
+    plan = plan_paged([chunk.query_block()], chunk.token_ids, range(5), BLOCK_SIZE, pair.steps._scratch_block_ids)
     assert plan is not None
     shape = PagedShape(32, 20, MAX_BLOCKS, NUM_SCRATCH * BLOCK_SIZE)
     assert shape.holds(plan.shape)
@@ -181,7 +178,7 @@ def test_a_step_of_nothing_but_padding_is_harmless(pair: Pair) -> None:
     kept = line(pair, text(20, 1, pair.engine.vocab_size), 0)
     shape = PagedShape(16, 17, MAX_BLOCKS, NUM_SCRATCH * BLOCK_SIZE)
     with torch.inference_mode():
-        logits = pair.steps._run(torch.from_numpy(empty_step(shape, BLOCK_SIZE)), shape, 16)
+        logits = pair.steps._run(torch.from_numpy(empty_step(shape)), shape, 16)
     assert bool(logits.isfinite().all())
     assert torch.equal(line(pair, text(20, 1, pair.engine.vocab_size), 0), kept)
 

@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from outrider.engine.kv_cache import KVSequence
-from outrider.engine.loading import load_model
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.layers.quantized_linear import Fp8Linear, Int8Linear
+from outrider.engine.loading.checkpoint_formats import checkpoint_format, unpack
+from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.quantized_loading import read_as_plain
+from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
-from outrider.engine.published import published_format, unpack
-from outrider.engine.published_loading import read_as_plain
-from outrider.engine.quantized_linear import Fp8Linear, Int8Linear
-from outrider.engine.self_test import batch_invariance_failures
 from tests import models
 from tests.engine.quantized_checkpoints import ENCODERS, describe, write_pair
 from tests.engine.sequences import text
@@ -42,9 +42,7 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Te
     with safe_open(GOLDEN, "pt") as file:
         described = json.loads(file.metadata()[name])
     prefix = f"{name}/"
-    tensors = {
-        key.removeprefix(prefix): each for key, each in load_file(GOLDEN).items() if key.startswith(prefix)
-    }
+    tensors = {key.removeprefix(prefix): each for key, each in load_file(GOLDEN).items() if key.startswith(prefix)}
     return described, tensors, tensors.pop("expected")
 
 
@@ -60,35 +58,33 @@ class TestOneWeight:
     @pytest.mark.parametrize("name", golden_names())
     def test_is_read_as_its_maker_reads_it(self, name: str) -> None:
         described, tensors, expected = golden(name)
-        read = published_format(described).read(tensors)
+        read = checkpoint_format(described).read(tensors)
         assert torch.equal(read.to(torch.bfloat16), expected)
 
     @pytest.mark.parametrize("name", golden_names())
     def test_all_its_tensors_are_asked_for(self, name: str) -> None:
         described, tensors, _ = golden(name)
-        assert tensors.keys() <= set(published_format(described).tensor_names)
+        assert tensors.keys() <= set(checkpoint_format(described).tensor_names)
 
     def test_values_come_out_of_words_with_the_lowest_bits_first(self) -> None:
-        assert unpack(torch.tensor([[0x76543210, -1]], dtype=torch.int32), 4).tolist() == [
-            [*range(8), *[15] * 8]
-        ]
+        assert unpack(torch.tensor([[0x76543210, -1]], dtype=torch.int32), 4).tolist() == [[*range(8), *[15] * 8]]
         assert unpack(torch.tensor([[-2]], dtype=torch.int32), 8).tolist() == [[254, 255, 255, 255]]
 
     def test_what_was_not_quantized_stays_as_it_is(self) -> None:
         weight = torch.randn(4, 64).to(torch.bfloat16)
         for name in golden_names():
-            assert published_format(golden(name)[0]).read({"weight": weight}) is weight
+            assert checkpoint_format(golden(name)[0]).read({"weight": weight}) is weight
 
     def test_scales_that_do_not_divide_the_weights_are_refused(self) -> None:
         described, tensors, _ = golden("ct-w8a8")
         with pytest.raises(ValueError, match="do not divide"):
-            published_format(described).read({**tensors, "weight_scale": torch.ones(7, 1)})
+            checkpoint_format(described).read({**tensors, "weight_scale": torch.ones(7, 1)})
 
     def test_values_without_a_scale_are_refused(self) -> None:
         described, tensors, _ = golden("fp8-block")
         del tensors["weight_scale_inv"]
         with pytest.raises(ValueError, match=r"scales .* missing"):
-            published_format(described).read(tensors)
+            checkpoint_format(described).read(tensors)
 
     @pytest.mark.parametrize(
         "tensors",
@@ -100,14 +96,12 @@ class TestOneWeight:
     )
     def test_layouts_of_torchaos_kernels_are_refused(self, tensors: dict[str, torch.Tensor]) -> None:
         with pytest.raises(ValueError, match="torchao's kernels"):
-            published_format({"quant_method": "torchao"}).read(tensors)
+            checkpoint_format({"quant_method": "torchao"}).read(tensors)
 
 
 class TestWholeModels:
     @pytest.mark.parametrize("method", ENCODERS)
-    def test_a_quantized_checkpoint_says_what_its_weights_written_out_say(
-        self, method: str, tmp_path: Path
-    ) -> None:
+    def test_a_quantized_checkpoint_says_what_its_weights_written_out_say(self, method: str, tmp_path: Path) -> None:
         quantized, plain = write_pair(method, tmp_path)
         engine = load_model(models.engine_config(quantized, "bfloat16"))
         assert torch.equal(logits(engine), logits(load_model(models.engine_config(plain, "bfloat16"))))
@@ -184,7 +178,7 @@ class TestKeepingTheGrid:
         built = Int8Linear(layer(expected))
         assert torch.equal(built.scales, tensors["weight_scale"].flatten())
         written = built.weight[:, : expected.shape[1]].float() * built.scales.float().unsqueeze(1)
-        assert torch.equal(written, published_format(described).read(tensors))
+        assert torch.equal(written, checkpoint_format(described).read(tensors))
 
     def test_fp8_keeps_every_value_and_every_scale(self) -> None:
         _, tensors, expected = golden("ct-fp8-dynamic")

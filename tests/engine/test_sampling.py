@@ -17,24 +17,24 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from outrider.engine import sampling
-from outrider.engine.sampling import (
+from outrider.engine.sampling import sampling
+from outrider.engine.sampling.randomness import GOLDEN, MASK_64, Purpose, key, mix, uniform
+from outrider.engine.sampling.sampling import (
     _token_uniforms,
-    coupled_choice,
     coupled_scores,
     draft_distributions,
     greedy_choices,
     most_likely,
     probabilities,
     sample_draft,
-    sample_from,
+    sample_rows,
 )
-from outrider.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution
-from outrider.randomness import GOLDEN, MASK_64, Purpose, key, mix, uniform
+from outrider.hints.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution
 from outrider.sampling_params import SamplingParams
+from tests.engine.verification_cases import coupled_choice
 
 ERROR_RATE = 1e-4
-"""Of each chi-square test, were its seeds drawn anew; they are fixed, so no test is flaky."""
+"""Probability that a chi-square test fails by chance for random seeds; they are fixed, so no test is flaky."""
 
 
 def of_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -82,9 +82,7 @@ class TestProbabilities:
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(4, 60, generator=generator) * spread
         logits[:, torch.randperm(60, generator=generator)[:num_ruled_out]] = -torch.inf
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p
-        )
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
         ours, theirs = probabilities(logits.clone(), params), of_transformers(logits.clone(), params)
         assert torch.equal(ours > 0, theirs > 0) or torch.allclose(ours, theirs, atol=1e-5)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -139,6 +137,11 @@ class TestProbabilities:
         assert draft_distributions(probs, 32)[0].token_ids == (1,)
 
 
+def sample_from(weights: torch.Tensor, number: float) -> int:
+    """A token from weights that need not add up to one.  # [vocab_size]"""
+    return int(sample_rows(weights[None].double(), torch.tensor([[number]], dtype=torch.float64)))
+
+
 class TestSampleFrom:
     def test_number_picks_the_token_whose_share_it_falls_into(self) -> None:
         weights = torch.tensor([0.0, 0.5, 0.0, 1.5, 0.0])
@@ -151,9 +154,8 @@ class TestSampleFrom:
 
     def test_shares_follow_the_weights(self) -> None:
         weights = torch.tensor([3.0, 1.0, 0.0, 2.0, 0.5])
-        counts = np.bincount(
-            [sample_from(weights, uniform(5, i, Purpose.BONUS)) for i in range(20_000)], minlength=5
-        )
+        numbers = torch.tensor([[uniform(5, i, Purpose.BONUS)] for i in range(20_000)], dtype=torch.float64)
+        counts = np.bincount(sample_rows(weights.double().expand(20_000, -1), numbers)[:, 0].numpy(), minlength=5)
         assert counts[2] == 0
         expected = np.array([3.0, 1.0, 2.0, 0.5]) / 6.5 * 20_000
         assert stats.chisquare(counts[[0, 1, 3, 4]], expected).pvalue > ERROR_RATE
@@ -237,9 +239,7 @@ class TestDraftDistribution:
         spread=st.sampled_from([0.0, 1.0, 6.0, 60.0]),
         max_entries=st.sampled_from([1, 2, 32, 500]),
     )
-    def test_weights_are_positive_and_add_up(
-        self, seed: int, vocab_size: int, spread: float, max_entries: int
-    ) -> None:
+    def test_weights_are_positive_and_add_up(self, seed: int, vocab_size: int, spread: float, max_entries: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         probs = torch.softmax(torch.randn(vocab_size, generator=generator) * spread, dim=-1)
         distribution = draft_distributions(probs[None], max_entries)[0]
@@ -265,9 +265,7 @@ class TestDraftDistribution:
         assert sum(counts) == num_samples
         assert stats.chisquare(merged, expected).pvalue > ERROR_RATE
 
-    def test_each_of_the_65536_equal_parts_belongs_to_its_token(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_each_of_the_65536_equal_parts_belongs_to_its_token(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Exhaustive: not nearly the weights but the weights."""
         distribution = DraftDistribution((5, 1, 8), (65_000, 535, 1))
         numbers = iter((np.arange(WEIGHT_TOTAL_MAX) + 0.5) / WEIGHT_TOTAL_MAX)

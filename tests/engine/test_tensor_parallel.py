@@ -21,20 +21,20 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine import linear
-from outrider.engine.kv_cache import BlockAllocator, KVSequence
-from outrider.engine.loading import load_model
+from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.layers import linear
+from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import Engine, ModelLoadError
-from outrider.engine.orders import decode_pairs, decode_step, encode_pairs, encode_step
-from outrider.engine.rank_group import RankGroup, join_ranks
-from outrider.engine.self_test import batch_invariance_failures
+from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pairs, encode_step
+from outrider.engine.ranks.rank_group import RankGroup, join_ranks
 from outrider.engine.sequence_chunk import SequenceChunk
-from outrider.free_ports import free_ports
-from outrider.worker_process import leave
-from outrider.worker_ranks import EXIT_ALONE
+from outrider.local.free_ports import free_ports
+from outrider.worker.worker_process import leave
+from outrider.worker.worker_ranks import EXIT_ALONE
 from tests import models
 from tests.engine.conformance import has_plan
-from tests.engine.sequences import feed, text
+from tests.engine.sequences import feed, sharing, text
 from tests.families import FAMILIES as ALL_FAMILIES
 from tests.families import Family
 
@@ -57,7 +57,7 @@ def greedy(engine: Engine, prompt: list[int]) -> list[int]:
 
 
 def greedy_with_hints(engine: Engine, prompt: list[int], right: list[int], seed: int) -> list[int]:
-    """Likewise, verifying hints of which some are wrong; what was wrong is rolled back."""
+    """The greedy output with verification of hints, some of which are wrong; rejected hints are rolled back."""
     chance = random.Random(seed)
     kv = engine.new_sequence()
     token_ids = list(prompt)
@@ -73,18 +73,19 @@ def greedy_with_hints(engine: Engine, prompt: list[int], right: list[int], seed:
 
 
 def texts(engine: Engine) -> dict[str, Any]:
-    """What the test compares: plain texts, whether hints change them, and forks and moves on all ranks."""
+    """Results that must not depend on the number of ranks: plain outputs, those that hints change, and the next tokens
+    after a fork and after entries were moved."""
     plain = [greedy(engine, text(length, length, engine.vocab_size)) for length in PROMPT_LENS]
     hinted = [
         greedy_with_hints(engine, said[:length], said, seed=length)
         for length, said in zip(PROMPT_LENS, plain, strict=True)
     ]
-    # A fork copies the block that both would write; entries are moved back and forth.
+    # A fork shares a full block, and computes the rest again; entries are moved back and forth.
     kv = engine.new_sequence()
     feed(engine, kv, plain[1][:20], 1)
-    fork = kv.fork()
+    fork = sharing(engine, kv, plain[1][:20])
     feed(engine, kv, [1, 2, 3], 1)
-    after_fork = feed(engine, fork, [plain[1][20]], 1)
+    after_fork = feed(engine, fork, plain[1][fork.length : 21], 1)
     slots = fork.slots(0, 2)
     engine.move_entries(slots, slots[::-1].copy())
     engine.move_entries(slots[::-1].copy(), slots)
@@ -125,9 +126,7 @@ class Ranks:
         for rank in range(size):
             with (folder / f"said-{rank}").open("w") as said:
                 self.processes.append(
-                    subprocess.Popen(
-                        words, env=environment | {"RANK": str(rank)}, cwd=ROOT, stdout=said, stderr=said
-                    )
+                    subprocess.Popen(words, env=environment | {"RANK": str(rank)}, cwd=ROOT, stdout=said, stderr=said)
                 )
 
     def wait(self, timeout_s: float = 120.0) -> list[int]:
@@ -176,12 +175,12 @@ def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", [pytest.param(each, id=each.model_type) for each in SERVED])
 def test_every_family_with_a_plan_is_cut_between_two_ranks(tmp_path: Path, family: Family) -> None:
-    """All that the README's table names; where there is no plan that is said."""
+    """All that the page of models names; where there is no plan that is said."""
     with Ranks(2, tmp_path, "speak", models.model_dir(family.key)) as ranks:
         statuses = ranks.wait()
     if not has_plan(family.key):
         assert statuses == [1, 1]
-        assert re.search("no plan to cut|has no `tp_plan`", ranks.said())
+        assert re.search("no plan to shard|has no `tp_plan`", ranks.said())
         return
     assert statuses == [0, 0], ranks.said()
     found = json.loads((tmp_path / "found.json").read_text())[family.key]
@@ -260,7 +259,7 @@ def weigh(group: RankGroup, folder: Path, model_dir: str, products: str) -> None
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    config = models.engine_config(Path(model_dir), "bfloat16", kv_cache_bytes=2**22, max_model_len=64)
+    config = models.engine_config(Path(model_dir), "bfloat16", kv_cache_gib=2**-8, max_model_len=64)
     engine = load_model(config, group)
     is_done.set()
     watcher.join()
@@ -310,14 +309,14 @@ def talk(group: RankGroup, folder: Path, model_dir: str) -> None:
             feed(engine, kv, [1, 2, 3], 1)
             kv.truncate(0)
             time.sleep(0.6 * TIMEOUT_S)
-            engine.rest()
+            engine.idle()
             (folder / "talks").touch()
     except RuntimeError:
         leave(EXIT_ALONE)
 
 
 def test_heads_that_the_ranks_cannot_share_are_named(tmp_path: Path) -> None:
-    group = RankGroup(0, 3, tensors=None, orders=None)
+    group = RankGroup(0, 3, tensors=None, messages=None)
     with pytest.raises(ModelLoadError, match="3 ranks cannot share 4 attention heads and 2 KV heads"):
         load_model(models.engine_config(models.model_dir("llama")), group)
 
@@ -330,11 +329,7 @@ def test_without_torchrun_there_is_no_group(monkeypatch: pytest.MonkeyPatch) -> 
 numbers = st.lists(st.integers(0, 2**31 - 1), max_size=9)
 
 
-@given(
-    st.lists(
-        st.tuples(numbers, numbers, st.none() | st.lists(numbers, max_size=4), *[st.integers(0, 999)] * 3)
-    )
-)
+@given(st.lists(st.tuples(numbers, numbers, st.none() | st.lists(numbers, max_size=4), *[st.integers(0, 999)] * 3)))
 def test_a_step_arrives_as_it_was_sent(parts: list[tuple[Any, ...]]) -> None:
     allocator = BlockAllocator(2, 8)
     chunks = [

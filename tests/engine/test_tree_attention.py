@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.kv_cache import KVSequence
+from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.model import Engine, SequenceChunk
 from tests import models
 from tests.engine.sequences import feed, logits_of, text
@@ -68,9 +68,7 @@ def grow(engine: Engine, kv: KVSequence, tree: Tree, sizes: list[int]) -> torch.
 @pytest.mark.parametrize("family", models.SUPPORTED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("prefix_len", "sizes"), [(5, [1, 3, 8, 2]), (60, [8, 8]), (23, [1] * 6 + [9])])
-def test_tree_nodes_have_the_logits_of_their_paths(
-    family: str, dtype: str, prefix_len: int, sizes: list[int]
-) -> None:
+def test_tree_nodes_have_the_logits_of_their_paths(family: str, dtype: str, prefix_len: int, sizes: list[int]) -> None:
     """The very same bits: a draft equal to its target must make the same choices, near ties included."""
     engine = models.engine(family, dtype)
     rng = np.random.default_rng(prefix_len)
@@ -103,9 +101,7 @@ def test_trees_and_lines_share_a_step() -> None:
     feed(engine, first, tree.prefix, 1)
     first.extend(6)
     second.extend(40)
-    rows = engine.forward(
-        [SequenceChunk(second, line, 40), tree.chunk(first, list(range(6)), list(range(6)))]
-    )
+    rows = engine.forward([SequenceChunk(second, line, 40), tree.chunk(first, list(range(6)), list(range(6)))])
     first.free()
     second.free()
     assert torch.equal(rows[:40], logits_of(engine, line))
@@ -116,9 +112,7 @@ def test_trees_and_lines_share_a_step() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "opt"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_after_entries_were_moved_together_the_path_goes_on_as_if_it_had_been_a_line(
-    family: str, dtype: str
-) -> None:
+def test_after_entries_were_moved_together_the_path_goes_on_as_if_it_had_been_a_line(family: str, dtype: str) -> None:
     """`move_entries`, overlapping sources and destinations included; in every type the very same bits."""
     engine = models.engine(family, dtype)
     rng = np.random.default_rng(7)

@@ -1,4 +1,4 @@
-"""Design section 5: greedy and coupled text do not depend on hints; rejection keeps the target's distribution.
+"""Greedy and coupled text do not depend on hints; rejection keeps the target's distribution.
 
 Block verification is checked twice: exactly, by enumerating every path a small draft can take, and by sampling. The
 chi-square tests' seeds are fixed; drawn anew, all of them together would fail by chance once in 10,000 times
@@ -19,22 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.engine import verification
-from outrider.engine.logit_processing import TextBefore
-from outrider.engine.sampling import draft_distributions, probabilities, sample_draft
-from outrider.engine.verification import (
-    Verdict,
+from outrider.engine.sampling import rejection, verification
+from outrider.engine.sampling.logit_processing import LogitContext
+from outrider.engine.sampling.randomness import Purpose, uniform
+from outrider.engine.sampling.rejection import (
+    Acceptance,
     block_chances,
     draft_distribution,
     likelihood_ratio,
-    residual,
-    verify,
-    verify_block,
-    verify_tokens,
+    residuals,
 )
-from outrider.hint_tree import DraftDistribution, Hint
-from outrider.randomness import Purpose, uniform
+from outrider.engine.sampling.sampling import draft_distributions, probabilities, sample_draft
+from outrider.engine.sampling.verification import Verdict
+from outrider.hints.hint_tree import DraftDistribution, Hint
 from outrider.sampling_params import AcceptanceRule, SamplingParams
+from tests.engine.verification_cases import Case, verify_one, verify_together
 
 NUM_TESTS = 24
 ERROR_RATE = 1e-4 / NUM_TESTS
@@ -42,10 +41,10 @@ VOCAB_SIZE = 10
 PARAMS = SamplingParams(temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
-Rule = Callable[[torch.Tensor, Sequence[Hint], int, int], Verdict]
-Chances = Callable[[torch.Tensor, Sequence[Hint]], tuple[list[float], list[float]]]
+Block = tuple[torch.Tensor, Sequence[Hint], int, int]  # target_probs of its rows, hints, seed, position
+Chances = Callable[[Sequence[Sequence[float]], Sequence[Hint]], tuple[list[float], list[float]]]
 Residual = Callable[[torch.Tensor, DraftDistribution, float], torch.Tensor]
-BOTH_RULES = pytest.mark.parametrize("rule", [verify_tokens, verify_block], ids=["token", "block"])
+BOTH_RULES = pytest.mark.parametrize("rule", list(AcceptanceRule), ids=lambda rule: rule.name.lower())
 
 
 def random_logits(seed: int, num_rows: int, spread: float = 1.2) -> torch.Tensor:
@@ -68,16 +67,36 @@ def hint(token_id: int, distribution: DraftDistribution | None = None, node_id: 
     return Hint(node_id, node_id - 1, token_id, distribution)
 
 
-def decide(
-    logits: torch.Tensor, hints: Sequence[Hint], params: SamplingParams, seed: int, position: int
-) -> Verdict:
+def decide(logits: torch.Tensor, hints: Sequence[Hint], params: SamplingParams, seed: int, position: int) -> Verdict:
     said = [hint.token_id for hint in hints]
-    before = TextBefore(range(position), position, [said[:row] for row in range(len(logits))])
-    return verify(logits, hints, params, seed, before)
+    before = LogitContext(range(position), position, [said[:row] for row in range(len(logits))])
+    return verify_one(logits, hints, params, seed, before)
+
+
+def verify_blocks(rule: AcceptanceRule, blocks: Sequence[Block]) -> list[Verdict]:
+    """The verdicts of all blocks, verified in one step in rejection mode."""
+    cases = []
+    for target_probs, hints, seed, position in blocks:
+        said = [hint.token_id for hint in hints]
+        text = LogitContext(range(position), position, [said[:row] for row in range(len(target_probs))])
+        cases.append(Case(target_probs.log().float(), list(hints), PARAMS, seed, text, rule))
+    return verify_together(cases)
+
+
+def target_at(rows: torch.Tensor, hints: Sequence[Hint]) -> list[list[float]]:
+    """The target's probabilities of the tokens in each hint's draft distribution, as `rejection` takes them."""
+    return [rows[row, list(draft_distribution(h).token_ids)].tolist() for row, h in enumerate(hints)]
+
+
+def residual(target_probs: torch.Tensor, draft: DraftDistribution, scale: float = 1.0) -> torch.Tensor:
+    """The residual weights of one row, max(0, scale * p - q).  # [vocab_size]"""
+    draft_probs = torch.tensor(draft.weights, dtype=torch.float64) / draft.total
+    scales = torch.tensor([[scale]], dtype=torch.float64)
+    return residuals(target_probs[None], scales, torch.tensor(draft.token_ids), draft_probs)[0]
 
 
 class TestChosenTokens:
-    """I2: with greedy and coupled decoding hints cannot change the text."""
+    """I2: with greedy and coupled decoding hints cannot change the output."""
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(
@@ -95,8 +114,7 @@ class TestChosenTokens:
         plain = [decide(logits[i : i + 1], [], params, seed, 50 + i).token_ids[0] for i in range(num_rows)]
         num_hints = num_rows - 1 + has_free_hint
         hints = [
-            hint(plain[i] if matching[i] else (plain[i] + 1) % VOCAB_SIZE, node_id=i + 1)
-            for i in range(num_hints)
+            hint(plain[i] if matching[i] else (plain[i] + 1) % VOCAB_SIZE, node_id=i + 1) for i in range(num_hints)
         ]
         verdict = decide(logits, hints, params, seed, 50)
         num_right = next((i for i in range(num_rows - 1) if not matching[i]), num_rows - 1)
@@ -104,17 +122,14 @@ class TestChosenTokens:
         assert verdict.token_ids == plain[: num_right + 1]
 
     def test_greedy_takes_the_first_of_equal_maxima(self) -> None:
-        """As transformers does; both a row alone and a row in company."""
+        """As transformers does; both a row alone and a row among others."""
         logits = torch.zeros(3, VOCAB_SIZE)
         logits[:, 4] = logits[:, 7] = 1.0
         assert decide(logits, [hint(4), hint(4)], GREEDY, 0, 9).token_ids == [4, 4, 4]
 
     def test_coupled_text_is_a_function_of_the_seed(self) -> None:
         logits = random_logits(0, 1, 0.3).repeat(1, 1)
-        texts = [
-            [decide(logits, [], SamplingParams(seed=s), s, p).token_ids[0] for p in range(30)]
-            for s in (1, 1, 2)
-        ]
+        texts = [[decide(logits, [], SamplingParams(seed=s), s, p).token_ids[0] for p in range(30)] for s in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
 
 
@@ -155,16 +170,16 @@ class TestDeadEnds:
 
     @pytest.mark.parametrize("params", PARAMS)
     def test_at_the_first_position_nothing_is_said(self, params: SamplingParams) -> None:
-        before = TextBefore([5, 1], 1, [[], [2]])
-        verdict = verify(random_logits(0, 2), [hint(2)], params, 3, before)
+        before = LogitContext([5, 1], 1, [[], [2]])
+        verdict = verify_one(random_logits(0, 2), [hint(2)], params, 3, before)
         assert verdict == Verdict([], 0, 0)
 
     @pytest.mark.parametrize("params", PARAMS)
     def test_further_on_the_tokens_before_it_are_said(self, params: SamplingParams) -> None:
         logits = random_logits(0, 2)
         logits[0, 1] = 50.0
-        before = TextBefore([5, 6], 1, [[], [1]])
-        assert verify(logits, [hint(1)], params, 3, before).token_ids == [1]
+        before = LogitContext([5, 6], 1, [[], [1]])
+        assert verify_one(logits, [hint(1)], params, 3, before).token_ids == [1]
 
 
 class Pair:
@@ -219,7 +234,7 @@ def outcome_chances(
     expected = 0.0
     for hints, path_chance in pair.all_paths(num_hints):
         rows = pair.rows(size, hints)[: num_hints + (not is_last_free)]
-        scales, acceptance = chances_of(rows, hints)
+        scales, acceptance = chances_of(target_at(rows, hints), hints)
         for held in range(num_hints + 1):
             reached = path_chance * (acceptance[held - 1] if held else 1.0)
             reached *= float(np.prod([1.0 - chance for chance in acceptance[held:]]))
@@ -257,8 +272,8 @@ class TestBlockVerificationExactly:
         by_token = 0.0
         for hints, path_chance in pair.all_paths(3):
             rows, held = pair.rows(3, hints), 1.0
-            for row, each in enumerate(hints):
-                held *= min(likelihood_ratio(rows[row], draft_distribution(each), each.token_id), 1.0)
+            for own, each in zip(target_at(rows, hints), hints, strict=True):
+                held *= min(likelihood_ratio(own, draft_distribution(each), each.token_id), 1.0)
                 by_token += path_chance * held
         assert by_block >= by_token + 1e-4
 
@@ -267,7 +282,7 @@ class TestBlockVerificationExactly:
         pair = Pair(5, vocab_size=4, num_entries=4)
         for hints, _ in pair.all_paths(3):
             rows = pair.rows(4, hints)
-            scales, acceptance = block_chances(rows, hints)
+            scales, acceptance = block_chances(target_at(rows, hints), hints)
             for held in range(3):
                 is_reached = held == 0 or acceptance[held - 1] > 0.0
                 if is_reached and acceptance[held] < 1.0:
@@ -280,7 +295,7 @@ Q_CUT = draft_distributions(torch.softmax(random_logits(102, 1), -1), 3, bits=6)
 
 
 def single_position_counts(
-    rule: Rule,
+    rule: AcceptanceRule,
     seed: int,
     num_samples: int,
     draft: DraftDistribution,
@@ -293,12 +308,16 @@ def single_position_counts(
     params = SamplingParams(temperature=1.0, top_k=top_k)
     probs = probabilities(random_logits(seed, 1), params)
     rows = probs.repeat(2, 1) if fed else probs
-    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
+    blocks: list[Block] = []
     for position in range(num_samples):
         token_id = sample_draft(draft, seed + 1, position)
-        hints = [hint(token_id, draft if sends_distribution else None)]
-        counts[rule(rows, hints, seed, position).token_ids[0]] += 1
-    return counts, probs[0].double().numpy()
+        blocks.append((rows, [hint(token_id, draft if sends_distribution else None)], seed, position))
+    return first_tokens(verify_blocks(rule, blocks)), probs[0].double().numpy()
+
+
+def first_tokens(verdicts: Sequence[Verdict]) -> npt.NDArray[np.int64]:
+    """How often each token is the first."""
+    return np.bincount([verdict.token_ids[0] for verdict in verdicts], minlength=VOCAB_SIZE)
 
 
 @BOTH_RULES
@@ -306,36 +325,34 @@ class TestRejectionKeepsTheTargetsDistribution:
     """I2 for sampling."""
 
     @pytest.mark.parametrize("fed", [True, False], ids=["fed hint", "free last hint"])
-    def test_honest_distribution(self, rule: Rule, fed: bool) -> None:
+    def test_honest_distribution(self, rule: AcceptanceRule, fed: bool) -> None:
         assert p_value(*single_position_counts(rule, 1, 20_000, Q_FAR, fed=fed)) > ERROR_RATE
 
-    def test_truncated_and_quantized_distribution(self, rule: Rule) -> None:
+    def test_truncated_and_quantized_distribution(self, rule: AcceptanceRule) -> None:
         """The draft samples from what it sends (I5), three tokens in sixty-fourths."""
         assert p_value(*single_position_counts(rule, 2, 20_000, Q_CUT)) > ERROR_RATE
 
-    def test_filtered_target(self, rule: Rule) -> None:
+    def test_filtered_target(self, rule: AcceptanceRule) -> None:
         """The draft proposes tokens that the target's top-k forbids; the helper checks that none is said."""
         assert p_value(*single_position_counts(rule, 3, 20_000, Q_FAR, top_k=4)) > ERROR_RATE
 
-    def test_sampled_hint_without_its_distribution(self, rule: Rule) -> None:
+    def test_sampled_hint_without_its_distribution(self, rule: AcceptanceRule) -> None:
         """Taken as certain: costs acceptance, not exactness."""
         counts = single_position_counts(rule, 4, 20_000, Q_FAR, sends_distribution=False)
         assert p_value(*counts) > ERROR_RATE
 
     @pytest.mark.parametrize("rank", [0, 5])
-    def test_point_mass(self, rule: Rule, rank: int) -> None:
+    def test_point_mass(self, rule: AcceptanceRule, rank: int) -> None:
         """A lookup's guess, likely or unlikely."""
         guess = int(torch.argsort(random_logits(5, 1)[0], descending=True)[rank])
         certain = DraftDistribution((guess,), (65536,))
         assert p_value(*single_position_counts(rule, 5, 10_000, certain)) > ERROR_RATE
 
-    def test_accepted_share_is_the_overlap_of_the_distributions(self, rule: Rule) -> None:
+    def test_accepted_share_is_the_overlap_of_the_distributions(self, rule: AcceptanceRule) -> None:
         """Leviathan et al. 2211.17192, theorem 3.5: sum of min(p, q); of a single hint a block accepts no more."""
         probs = probabilities(random_logits(9, 2), PARAMS)
-        num_accepted = 0
-        for position in range(10_000):
-            token_id = sample_draft(Q_FAR, 5, position)
-            num_accepted += rule(probs, [hint(token_id, Q_FAR)], 6, position).num_accepted
+        blocks = [(probs, [hint(sample_draft(Q_FAR, 5, i), Q_FAR)], 6, i) for i in range(10_000)]
+        num_accepted = sum(verdict.num_accepted for verdict in verify_blocks(rule, blocks))
         draft = torch.zeros(VOCAB_SIZE)
         draft[list(Q_FAR.token_ids)] = torch.tensor(Q_FAR.weights) / Q_FAR.total
         expected = float(torch.minimum(probs[0], draft).sum())
@@ -345,34 +362,44 @@ class TestRejectionKeepsTheTargetsDistribution:
 
 def test_a_plain_token_follows_the_targets_distribution() -> None:
     logits = random_logits(6, 1)
-    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
-    for position in range(20_000):
-        counts[decide(logits, [], PARAMS, 8, position).token_ids[0]] += 1
+    probs = probabilities(logits, PARAMS)
+    blocks: list[Block] = [(probs, [], 8, position) for position in range(20_000)]
+    counts = first_tokens(verify_blocks(AcceptanceRule.BLOCK, blocks))
     assert p_value(counts, probabilities(logits, PARAMS)[0].double().numpy()) > ERROR_RATE
 
 
 def joint_counts(
-    pair: Pair, rule: Rule, num_samples: int, num_fed: int, num_hints: int, *, reuses_draws: bool = False
+    pair: Pair,
+    rule: AcceptanceRule,
+    num_samples: int,
+    num_fed: int,
+    num_hints: int,
+    *,
+    reuses_draws: bool = False,
 ) -> npt.NDArray[np.int64]:
     """Three tokens per sample, decided in as many steps as it takes, with hints drawn again in every step.
 
-    Draws are numbered as the draft worker numbers them, or after their position where `reuses_draws`.
+    Draws are numbered so that none comes back, as the draft worker numbers them, or after their position where
+    `reuses_draws`. The samples are the sequences of each step.
     """
     size = pair.vocab_size
-    counts = np.zeros((size,) * 3, dtype=np.int64)
-    draw = 0
-    for sample in range(num_samples):
-        text, start = [size], 10 * sample
-        while len(text) < 4:
+    texts = [[size] for _ in range(num_samples)]
+    draws = itertools.count()
+    while unfinished := [sample for sample, text in enumerate(texts) if len(text) < 4]:
+        blocks: list[Block] = []
+        for sample in unfinished:
+            text, start = texts[sample], 10 * sample
             hints, last = [], text[-1]
             for index in range(num_hints):
-                number = start + len(text) + index if reuses_draws else draw
-                draw += 1
+                draw = next(draws)
                 distribution = pair.drafts[last]
-                last = sample_draft(distribution, 77, number)
+                last = sample_draft(distribution, 77, start + len(text) + index if reuses_draws else draw)
                 hints.append(hint(last, distribution, index + 1))
-            rows = pair.rows(text[-1], hints[:num_fed])
-            text += rule(rows, hints, 3, start + len(text)).token_ids
+            blocks.append((pair.rows(text[-1], hints[:num_fed]), hints, 3, start + len(text)))
+        for sample, verdict in zip(unfinished, verify_blocks(rule, blocks), strict=True):
+            texts[sample] += verdict.token_ids
+    counts = np.zeros((size,) * 3, dtype=np.int64)
+    for text in texts:
         counts[tuple(text[1:4])] += 1
     return counts
 
@@ -383,7 +410,7 @@ def joint_counts(
     [(3, 3), (1, 2), (2, 2), (0, 1)],
     ids=["longer than the sample", "block and free hint", "all fed", "free hints only"],
 )
-def test_joint_distribution_over_several_steps(rule: Rule, num_fed: int, num_hints: int) -> None:
+def test_joint_distribution_over_several_steps(rule: AcceptanceRule, num_fed: int, num_hints: int) -> None:
     pair = Pair(1, vocab_size=4, num_entries=3)
     counts = joint_counts(pair, rule, 8_000, num_fed, num_hints)
     assert p_value(counts.reshape(-1), pair.joint(3).reshape(-1)) > ERROR_RATE
@@ -393,16 +420,16 @@ class TestTheTestsCanFail:
     """The same checks notice a wrong rule, with fewer samples."""
 
     @BOTH_RULES
-    def test_accepting_more_than_p_over_q(self, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = verification.likelihood_ratio
-        monkeypatch.setattr(verification, "likelihood_ratio", lambda p, q, token: right(p, q, token) * 1.4)
+    def test_accepting_more_than_p_over_q(self, rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = rejection.likelihood_ratio
+        monkeypatch.setattr(rejection, "likelihood_ratio", lambda p, q, token: right(p, q, token) * 1.4)
         assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
     @BOTH_RULES
     def test_recovering_from_p_instead_of_the_residual(
-        self, rule: Rule, monkeypatch: pytest.MonkeyPatch
+        self, rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(verification, "residual", lambda p, q, scale: p)
+        monkeypatch.setattr(verification, "residuals", lambda rows, *_: rows)
         assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
     def test_a_residual_that_forgets_the_blocks_scale(self) -> None:
@@ -411,43 +438,39 @@ class TestTheTestsCanFail:
         assert np.abs(chances - pair.joint(3)).max() > 1e-4
 
     @BOTH_RULES
-    def test_one_random_number_for_all_decisions(self, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_random_number_for_all_decisions(self, rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
         """Purposes must differ (I6)."""
-        monkeypatch.setattr(
-            verification, "uniform", lambda seed, position, *_: uniform(seed, position, Purpose.ACCEPT)
-        )
+        monkeypatch.setattr(rejection, "uniform", lambda seed, position, *_: uniform(seed, position, Purpose.ACCEPT))
         assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
     def test_hints_drawn_with_numbers_that_a_verdict_has_seen(self) -> None:
         """A block's verdict depends on all of its hints, so a redrawn one must be new (not so token by token)."""
         pair = Pair(1, vocab_size=4, num_entries=3, noise=1.5)
-        counts = joint_counts(pair, verify_block, 20_000, 3, 3, reuses_draws=True)
+        counts = joint_counts(pair, AcceptanceRule.BLOCK, 20_000, 3, 3, reuses_draws=True)
         assert p_value(counts.reshape(-1), pair.joint(3).reshape(-1)) < ERROR_RATE
 
     @BOTH_RULES
-    def test_a_draft_that_does_not_sample_from_what_it_sends(self, rule: Rule) -> None:
-        """What I5 forbids: the likeliest token proposed, with the whole distribution beside it."""
+    def test_a_draft_that_does_not_sample_from_what_it_sends(self, rule: AcceptanceRule) -> None:
+        """A hint that is the likeliest token, reported with the whole distribution, which I5 forbids."""
         probs = probabilities(random_logits(1, 1), PARAMS)
-        counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
-        for position in range(4000):
-            counts[rule(probs, [hint(Q_FAR.token_ids[0], Q_FAR)], 2, position).token_ids[0]] += 1
-        assert p_value(counts, probs[0].double().numpy()) < ERROR_RATE
+        blocks = [(probs, [hint(Q_FAR.token_ids[0], Q_FAR)], 2, position) for position in range(4000)]
+        assert p_value(first_tokens(verify_blocks(rule, blocks)), probs[0].double().numpy()) < ERROR_RATE
 
     @BOTH_RULES
-    def test_a_draft_that_truncates_after_sampling(self, rule: Rule) -> None:
+    def test_a_draft_that_truncates_after_sampling(self, rule: AcceptanceRule) -> None:
         """Sampled from everything, sent as if from the likeliest three, the first of which stands for others."""
         probs = probabilities(random_logits(1, 1), PARAMS)
         sent = DraftDistribution(Q_FAR.token_ids[:3], Q_FAR.weights[:3])
-        counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
+        blocks: list[Block] = []
         for position in range(20_000):
             token_id = sample_draft(Q_FAR, 4, position)
             kept = token_id if token_id in sent.token_ids else sent.token_ids[0]
-            counts[rule(probs, [hint(kept, sent)], 2, position).token_ids[0]] += 1
-        assert p_value(counts, probs[0].double().numpy()) < ERROR_RATE
+            blocks.append((probs, [hint(kept, sent)], 2, position))
+        assert p_value(first_tokens(verify_blocks(rule, blocks)), probs[0].double().numpy()) < ERROR_RATE
 
     def test_a_chance_that_is_a_little_too_great_is_seen_by_enumeration(self) -> None:
-        def too_great(rows: torch.Tensor, hints: Sequence[Hint]) -> tuple[list[float], list[float]]:
-            scales, acceptance = block_chances(rows, hints)
+        def too_great(target_at: Sequence[Sequence[float]], hints: Sequence[Hint]) -> tuple[list[float], list[float]]:
+            scales, acceptance = block_chances(target_at, hints)
             return scales, [min(1.02 * chance, 1.0) for chance in acceptance]
 
         pair = Pair(1, vocab_size=3, num_entries=3)
@@ -459,22 +482,24 @@ class TestTheTestsCanFail:
 def test_the_request_chooses_the_rule(rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
 
-    def noted(name: str, right: Rule) -> Rule:
-        def call(*args: Any) -> Verdict:
+    def noted(name: str) -> Callable[..., Acceptance]:
+        right = getattr(rejection, name)
+
+        def call(*args: Any) -> Acceptance:
             called.append(name)
             return right(*args)
 
         return call
 
-    for name in ("verify_block", "verify_tokens"):
-        monkeypatch.setattr(verification, name, noted(name, getattr(verification, name)))
-    before = TextBefore([1], 1, [[]])
-    verify(random_logits(0, 1), [hint(1)], PARAMS, 0, before, rule)
-    assert called == ["verify_block" if rule is AcceptanceRule.BLOCK else "verify_tokens"]
+    for name in ("accept_block", "accept_tokens"):
+        monkeypatch.setattr(rejection, name, noted(name))
+    before = LogitContext([1], 1, [[]])
+    verify_one(random_logits(0, 1), [hint(1)], PARAMS, 0, before, rule)
+    assert called == ["accept_block" if rule is AcceptanceRule.BLOCK else "accept_tokens"]
 
 
 def test_residual_of_equal_distributions_still_gives_a_token() -> None:
     probs = torch.tensor([0.5, 0.25, 0.25, 0.0])
     weights = residual(probs, DraftDistribution((0, 1, 2), (32768, 16384, 16384)))
-    assert torch.equal(weights, probs)
+    assert torch.equal(weights, probs.double())
     assert torch.equal(probs, torch.tensor([0.5, 0.25, 0.25, 0.0])), "the argument was changed"

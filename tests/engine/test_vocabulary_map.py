@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 
-from draft_worker.__main__ import learn_language, parse_arguments
-from outrider.engine.loading import load_model
+from draft_worker.__main__ import parse_arguments, use_vocabulary
+from outrider.engine.loading.loading import load_model
 from outrider.errors import TokenizerMismatch
-from outrider.tokenizer import Tokenizer
-from outrider.vocabulary_map import has_same_base, map_vocabulary
+from outrider.text.tokenizer import Tokenizer
+from outrider.text.vocabulary_map import has_same_base, map_vocabulary
 from tests import models
 from tests.engine.sequences import logits_of, text
 
@@ -56,7 +56,7 @@ def test_the_same_model_under_other_ids_says_the_same(tmp_path: Path) -> None:
     assert vocabulary.num_shared == len(vocabulary.own_ids) == target.num_ids
     assert list(vocabulary.own_ids) == order[: target.num_ids]
     engine = load_model(models.engine_config(folder))
-    engine.speak(vocabulary, target.eos_token_ids)
+    engine.set_vocabulary(vocabulary, target.eos_token_ids)
     words = text(40, 1, target.num_ids)
     expected = logits_of(models.engine("llama"), words, 10)[:, : target.num_ids]
     assert torch.equal(logits_of(engine, words, 10), expected)
@@ -83,9 +83,7 @@ def test_only_tokens_that_both_have_are_guessed(tmp_path: Path) -> None:
     target = Tokenizer(other_tokenizer(tmp_path / "target", ["the cat sat on the mat"] * 9, 268))
     own = Tokenizer(models.model_dir("llama"))
     vocabulary = map_vocabulary(target, own, models.VOCAB_SIZE)
-    for token_id, (own_id, is_shared) in enumerate(
-        zip(vocabulary.own_ids, vocabulary.is_shared, strict=True)
-    ):
+    for token_id, (own_id, is_shared) in enumerate(zip(vocabulary.own_ids, vocabulary.is_shared, strict=True)):
         spelled = target.token_bytes(token_id)
         if token_id in target.eos_token_ids:
             assert own_id in own.eos_token_ids
@@ -97,7 +95,7 @@ def test_only_tokens_that_both_have_are_guessed(tmp_path: Path) -> None:
     assert missing
     assert vocabulary.num_shared > 256
     engine = load_model(models.engine_config(models.model_dir("llama")))
-    engine.speak(vocabulary, target.eos_token_ids)
+    engine.set_vocabulary(vocabulary, target.eos_token_ids)
     assert engine.vocab_size == target.num_ids
     logits = logits_of(engine, [1, missing[0], 5])
     assert bool((logits[:, missing] == float("-inf")).all())
@@ -120,7 +118,7 @@ def test_added_tokens_and_padding_may_differ(tmp_path: Path) -> None:
     edit_tokenizer(folder, added_tokens=[*description["added_tokens"], extra])
     assert has_same_base(folder, models.model_dir("llama"))
     engine = load_model(models.engine_config(models.model_dir("llama")))
-    assert learn_language(engine, arguments(models.model_dir("llama"), folder)) == folder
+    assert use_vocabulary(engine, arguments(models.model_dir("llama"), folder)) == folder
     assert engine.vocab_size == new_id + 1
     logits = logits_of(engine, [1, new_id, 5])
     assert bool((logits[:, new_id] == float("-inf")).all())
@@ -130,7 +128,7 @@ def test_added_tokens_and_padding_may_differ(tmp_path: Path) -> None:
 def test_the_same_tokenizer_needs_no_map(tmp_path: Path) -> None:
     engine = load_model(models.engine_config(models.model_dir("llama")))
     folder = models.copy_of("llama", tmp_path / "target")
-    assert learn_language(engine, arguments(models.model_dir("llama"), folder)) == models.model_dir("llama")
+    assert use_vocabulary(engine, arguments(models.model_dir("llama"), folder)) == models.model_dir("llama")
     assert engine.vocab_size == models.VOCAB_SIZE
 
 
@@ -138,6 +136,6 @@ def test_another_way_to_cut_texts_is_refused_unless_it_is_allowed(tmp_path: Path
     folder = other_tokenizer(tmp_path / "target", ["the cat sat on the mat"] * 9, 268)
     engine = load_model(models.engine_config(models.model_dir("llama")))
     with pytest.raises(TokenizerMismatch, match="--allow-heterogeneous-vocab"):
-        learn_language(engine, arguments(models.model_dir("llama"), folder))
+        use_vocabulary(engine, arguments(models.model_dir("llama"), folder))
     allowed = arguments(models.model_dir("llama"), folder, "--allow-heterogeneous-vocab")
-    assert learn_language(engine, allowed) == folder
+    assert use_vocabulary(engine, allowed) == folder

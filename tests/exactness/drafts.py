@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outrider.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution, Hint
+from outrider.hints.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode
 from target_worker import messages as target_messages
 from tests.exactness.in_process import (
@@ -44,7 +44,7 @@ class HostileDraft:
         self._texts[session_id] = list(known)
         self._sent[session_id] = []
         known_len = self._rng.choice([len(known), len(known), 0, len(known) + 50])
-        return [subscription(session_id, self._attachments[session_id], known_len)]
+        return [subscription(session_id, known_len)]
 
     def hear(self, commit: target_messages.CommitPublished) -> list[target_messages.Event]:
         if commit.session_id in self._texts and commit.from_len <= len(self._texts[commit.session_id]):
@@ -61,10 +61,7 @@ class HostileDraft:
         if not self._requests or self._rng.random() < 0.4:
             return None
         return [
-            event
-            for request in self._requests.values()
-            if self._rng.random() < 0.8
-            for event in self._speak(request)
+            event for request in self._requests.values() if self._rng.random() < 0.8 for event in self._speak(request)
         ]
 
     def close(self) -> None:
@@ -85,9 +82,7 @@ class HostileDraft:
             case "stale":  # an older root, with what was committed since, or with something else
                 base_len = self._rng.randint(1, len(text))
             case "early":
-                base_len = self._rng.choice(
-                    [0, len(text) + 1, len(text) + self._rng.randint(1, 9), 2**32 - 1]
-                )
+                base_len = self._rng.choice([0, len(text) + 1, len(text) + self._rng.randint(1, 9), 2**32 - 1])
             case "old":
                 attachment = max(attachment - 1, 0)
             case "anew":

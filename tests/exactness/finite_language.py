@@ -18,6 +18,7 @@ from tokenizers import models as tokenizer_models
 
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.sampling_params import GrammarKind, GrammarSpec
+from tests import grammars
 from tests.exactness.in_process import LARGE, SMALL, TinyModel
 from tests.models import root_dir
 
@@ -25,7 +26,7 @@ FIRST_CHARACTER = 33  # of printable ASCII that is no blank
 
 
 def character(token_id: int) -> str:
-    """What the token stands for, as byte-level vocabularies write it."""
+    """The character that byte-level vocabularies use for the token."""
     return chr(FIRST_CHARACTER + token_id) if token_id < 94 else chr(0xA1 + token_id - 94)
 
 
@@ -55,7 +56,7 @@ class FiniteLanguage:
                 self._following.setdefault(text[:length], set()).add(token_id)
 
     def mask(self, output: Sequence[int]) -> torch.Tensor:
-        """What may follow; ends of sequence where a text may end.  # bool [vocab_size]"""
+        """The permitted next tokens, including end-of-sequence ids where an output may end.  # bool [vocab_size]"""
         permitted = torch.zeros(self._tiny.vocab_size, dtype=torch.bool)
         permitted[sorted(self._following.get(tuple(output), ()))] = True
         if tuple(output) in self.texts:
@@ -73,7 +74,7 @@ class FiniteLanguage:
             vocab_size=self._tiny.vocab_size,
             eos_token_ids=frozenset(self._tiny.end_of_sequence_ids),
         )
-        return compiler.compile(GrammarSpec(GrammarKind.REGEX, pattern))
+        return grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, pattern))
 
 
 def _escaped(token_id: int) -> str:
@@ -96,9 +97,7 @@ def _tokenizer_json(tiny: TinyModel) -> Path:
     return path
 
 
-SMALL_LANGUAGE = FiniteLanguage(
-    SMALL, words=((0, 1), (1, 0), (2, 3), (2, 4), (5,)), num_least=1, num_most=3, last=(7,)
-)
+SMALL_LANGUAGE = FiniteLanguage(SMALL, words=((0, 1), (1, 0), (2, 3), (2, 4), (5,)), num_least=1, num_most=3, last=(7,))
 """With choices, tokens without a choice, texts that may end or go on, and texts that can only end."""
 LARGE_LANGUAGE = FiniteLanguage(
     LARGE,

@@ -22,20 +22,21 @@ from draft_worker import messages as draft_messages
 from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.loading import load_model
-from outrider.engine.model import Engine, EngineConfig
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.loading.loading import load_model
+from outrider.engine.model import Engine
 from outrider.errors import Overloaded
 from outrider.grammar import GrammarState
-from outrider.hint_tree import DraftDistribution, Hint
+from outrider.hints.hint_tree import DraftDistribution, Hint
+from outrider.observability.telemetry import DraftMetrics, TargetMetrics
 from outrider.sampling_params import AcceptanceRule, DecodingMode, SamplingParams, SpeculationSettings
-from outrider.telemetry import DraftMetrics, TargetMetrics
 from protos.outrider.v1 import target_pb2
 from target_worker import messages as target_messages
+from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
-from target_worker.scheduler import Scheduler
-from target_worker.step_cost import StepCost, StepLine
+from target_worker.scheduling.scheduler import Scheduler
+from tests import models
 from tests.exactness.reference import Ending, Reference
 from tests.models import root_dir
 
@@ -61,13 +62,13 @@ class TinyModel:
 SMALL = TinyModel(vocab_size=8, seed=5, end_of_sequence_ids=(6,))
 """Few enough tokens to enumerate every output of four."""
 LARGE = TinyModel(vocab_size=96, seed=3, end_of_sequence_ids=(7, 41))
-"""Enough tokens that two texts agree by no accident."""
+"""Enough tokens that two outputs do not agree by chance."""
 GOOD_NOISE = {SMALL.vocab_size: 0.2, LARGE.vocab_size: 0.03}
-"""Of a draft that is right more often than not."""
+"""Noise, by vocabulary size, with which a draft is right more often than not."""
 
 
 def draft_of(target: TinyModel) -> TinyModel:
-    """A draft that mostly means what its target says."""
+    """A draft model that agrees with its target most of the time."""
     noise = GOOD_NOISE[target.vocab_size]
     return TinyModel(target.vocab_size, target.seed, target.end_of_sequence_ids, noise)
 
@@ -108,9 +109,7 @@ def _model_dir(tiny: TinyModel) -> Path:
 @functools.cache
 def engine(tiny: TinyModel, role: str) -> Engine:
     """The loaded model; roles that share weights have caches of their own."""
-    config = EngineConfig(
-        _model_dir(tiny), "float32", max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_size=8
-    )
+    config = models.engine_config(_model_dir(tiny), max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
     return load_model(config)
 
 
@@ -187,10 +186,8 @@ def attach_session(
     )
 
 
-def subscription(session_id: str, attachment: int, known_len: int) -> target_messages.SubscribeDraft:
-    return target_messages.SubscribeDraft(
-        stream_id=STREAM_ID, session_id=session_id, attachment=attachment, known_len=known_len
-    )
+def subscription(session_id: str, known_len: int) -> target_messages.SubscribeDraft:
+    return target_messages.SubscribeDraft(stream_id=STREAM_ID, session_id=session_id, known_len=known_len)
 
 
 def hints_arrived(
@@ -226,7 +223,7 @@ def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> Tar
         num_speculative_tokens=5,
         hint_wait_ms_max=0.0,
         max_lookup_tokens=4096,
-        may_rest=False,  # hostile hints are to be verified too
+        may_pause=False,  # hostile hints are to be verified too
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, "target")
@@ -250,7 +247,7 @@ def _draft_core(tiny: TinyModel) -> DraftCore:
 
 
 def _new_allocator(model: Engine, num_blocks: int | None = None) -> BlockAllocator:
-    """Of one core: a test that fails leaves nothing behind in the engine, which all tests share."""
+    """A separate allocator for one core: a failed test leaves nothing behind in the engine, which all tests share."""
     return BlockAllocator(num_blocks or model.allocator.num_blocks, model.allocator.block_size)
 
 
@@ -289,7 +286,7 @@ class Request:
 
 @dataclass(slots=True)
 class Result:
-    """What the target told the caller of one session."""
+    """Everything that the target reported to the caller of one session."""
 
     token_ids: list[int] = field(default_factory=list)
     steps: list[target_messages.TokensCommitted] = field(default_factory=list)
@@ -309,17 +306,17 @@ class Result:
 
 
 class Draft(Protocol):
-    """What stands at the other end of the hint stream. It returns what it sends."""
+    """The peer of the target on the hint stream. Its methods return the events that it sends."""
 
     def attach(self, request: Request, known: Sequence[int]) -> list[target_messages.Event]: ...
 
     def hear(self, commit: target_messages.CommitPublished) -> list[target_messages.Event]: ...
 
     def detach(self, session_id: str) -> list[target_messages.Event]:
-        """The coordinator says that the session has ended."""
+        """Handles the coordinator's message that the session has ended."""
 
     def run(self) -> list[target_messages.Event] | None:
-        """A step; None when there is nothing to be done."""
+        """Runs a step; None when there is nothing to do."""
 
     def close(self) -> None: ...
 
@@ -356,11 +353,11 @@ class ModelDraft:
 
     def hear(self, commit: target_messages.CommitPublished) -> list[target_messages.Event]:
         return self._handle(
-            draft_messages.CommitHeard(
+            draft_messages.CommitReceived(
                 session_id=commit.session_id,
                 from_len=commit.from_len,
                 token_ids=commit.token_ids,
-                is_listening=commit.is_listening,
+                accepts_hints=commit.accepts_hints,
                 is_finished=commit.is_finished,
             )
         )
@@ -393,11 +390,9 @@ class ModelDraft:
         for action in actions:
             match action:
                 case draft_messages.SendHints():
-                    events.append(
-                        hints_arrived(action.session_id, action.attachment, action.base_len, action.hints)
-                    )
+                    events.append(hints_arrived(action.session_id, action.attachment, action.base_len, action.hints))
                 case draft_messages.Subscribe():
-                    events.append(subscription(action.session_id, action.attachment, action.known_len))
+                    events.append(subscription(action.session_id, action.known_len))
                 case draft_messages.Unsubscribe():
                     events.append(target_messages.UnsubscribeDraft(STREAM_ID, action.session_id))
                 case draft_messages.AttachmentRefused():
@@ -413,7 +408,7 @@ FromTarget = target_messages.CommitPublished | target_messages.SessionEnded
 class Manner:
     """How the two sides take turns."""
 
-    patience: float = 0.5  # chance that every hint that the draft can find arrives before a target step
+    on_time: float = 0.5  # chance that every hint that the draft can find arrives before a target step
     unrest: float = 0.0  # chance per target step that a session's draft is attached anew, or not listened to
 
 
@@ -493,7 +488,7 @@ class Bridge:
         if self._draft is None:
             return
         self._upset()
-        if self._rng.random() < self._manner.patience:
+        if self._rng.random() < self._manner.on_time:
             self._deliver(self._to_draft, len(self._to_draft))
             for _ in range(MAX_DRAFT_STEPS):
                 if (events := self._draft.run()) is None:

@@ -1,6 +1,6 @@
-"""What a target should say, decided without any of our engine: transformers' model and transformers' processors.
+"""Reference outputs of a target, without any of our engine: by transformers' model and transformers' logits processors.
 
-One token at a time, the whole text through the model's own forward pass at every token, no cache, no speculation.
+One token at a time, the whole sequence through the model's own forward pass at every token, no cache or speculation.
 Nothing here imports the engine; of the product it knows the parameters alone. Their order is that of transformers:
 logit_bias, repetition_penalty, presence_penalty and frequency_penalty (OpenAI's, written out here, since transformers
 has none), bad_words, min_tokens, allowed_token_ids, a grammar's mask; then, unless greedy, temperature, top_k, top_p,
@@ -62,7 +62,7 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The model's own, after each of `texts`, which have one length.  # float32 [num_texts, vocab_size]"""
+        """The model's own, after each of `texts`, which have one length.  # float32 [num_sequences, vocab_size]"""
         return self._model(input_ids=torch.tensor(texts), use_cache=False).logits[:, -1].float()
 
     @torch.inference_mode()
@@ -78,13 +78,11 @@ class Reference:
         params: SamplingParams,
         mask: Mask | None = None,
     ) -> torch.Tensor:
-        """`logits` after everything that `params` ask for; what is ruled out is -inf.  # [num_texts, vocab_size]"""
+        """`logits` after everything that `params` ask for; what is ruled out is -inf.  # [num_sequences, vocab_size]"""
         input_ids = torch.tensor(texts)
         scores = logits
         if params.logit_bias:
-            biases: list[list[list[int] | float]] = [
-                [[token_id], float(bias)] for token_id, bias in params.logit_bias
-            ]
+            biases: list[list[list[int] | float]] = [[[token_id], float(bias)] for token_id, bias in params.logit_bias]
             scores = logits_process.SequenceBiasLogitsProcessor(biases)(input_ids, scores)
         if params.repetition_penalty != 1.0:
             penalty = logits_process.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
@@ -93,15 +91,11 @@ class Reference:
             scores = _without_penalties(scores, input_ids[:, num_prompt_tokens:], params)
         bad_words = [list(word) for word in params.bad_words]
         if any(word not in [[end] for end in self._end_of_sequence_ids] for word in bad_words):
-            no_bad_words = logits_process.NoBadWordsLogitsProcessor(
-                bad_words, self._end_of_sequence_ids or None
-            )
+            no_bad_words = logits_process.NoBadWordsLogitsProcessor(bad_words, self._end_of_sequence_ids or None)
             scores = no_bad_words(input_ids, scores)
         ends = sorted({*self._end_of_sequence_ids, *params.stop_token_ids})
         if params.min_tokens and ends:
-            min_tokens = logits_process.MinNewTokensLengthLogitsProcessor(
-                num_prompt_tokens, params.min_tokens, ends
-            )
+            min_tokens = logits_process.MinNewTokensLengthLogitsProcessor(num_prompt_tokens, params.min_tokens, ends)
             scores = min_tokens(input_ids, scores)
         if params.allowed_token_ids:
             permitted = torch.zeros(scores.shape[-1], dtype=torch.bool)
@@ -141,9 +135,7 @@ class Reference:
 
         return self._decode(prompt, params, choose, mask)
 
-    def joint(
-        self, prompt: Sequence[int], params: SamplingParams, mask: Mask | None = None
-    ) -> dict[Outcome, float]:
+    def joint(self, prompt: Sequence[int], params: SamplingParams, mask: Mask | None = None) -> dict[Outcome, float]:
         """The exact probability of every output of at most `params.max_tokens` tokens."""
         finished: dict[Outcome, float] = {}
         open_prefixes: dict[tuple[int, ...], float] = {(): 1.0}
@@ -212,10 +204,8 @@ class Reference:
         return self._noise[key]
 
 
-def _without_penalties(
-    scores: torch.Tensor, output_ids: torch.Tensor, params: SamplingParams
-) -> torch.Tensor:
-    """OpenAI's two penalties.  # [num_texts, vocab_size], [num_texts, num_output_tokens]"""
+def _without_penalties(scores: torch.Tensor, output_ids: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """OpenAI's two penalties.  # [num_sequences, vocab_size], [num_sequences, num_output_tokens]"""
     counts = torch.zeros_like(scores)
     for row, token_ids in enumerate(output_ids.tolist()):
         for token_id in token_ids:
@@ -252,6 +242,4 @@ def exponentials(seed: int, position: int, count: int) -> list[float]:
     """The exponential variates of tokens 0 to `count - 1` at one position of the text of one seed."""
     gumbel = 1  # the purpose that these numbers serve
     stream = split_mix(split_mix(split_mix(seed, 1) ^ position, 1) ^ gumbel, 1)
-    return [
-        -math.log(((split_mix(stream, token_id + 1) >> 12) + 0.5) * 2.0**-52) for token_id in range(count)
-    ]
+    return [-math.log(((split_mix(stream, token_id + 1) >> 12) + 0.5) * 2.0**-52) for token_id in range(count)]

@@ -23,7 +23,7 @@ from typing import TypeVar
 import pytest
 from scipy import stats
 
-from outrider.randomness import mix
+from outrider.engine.sampling.randomness import mix
 from outrider.sampling_params import SamplingParams
 from tests.exactness.cases import (
     LARGE_CASES,
@@ -129,16 +129,14 @@ def check_same(result: Result, expected: Output) -> None:
 def test_text_is_that_of_the_reference(case: str, mode: str, draft: str) -> None:
     """I2, greedy and coupled: with any draft, hints at any time, drafts that come, go and fall silent."""
     manner = Manner(unrest=0.0 if draft == "none" else 0.02)
-    for result, expected in zip(
-        run_texts(case, mode, draft, manner), expected_outputs(case, mode) * 2, strict=True
-    ):
+    for result, expected in zip(run_texts(case, mode, draft, manner), expected_outputs(case, mode) * 2, strict=True):
         check_same(result, expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", LARGE_CASES)
 def test_a_session_that_moved_goes_on_as_if_it_had_not(case: str, mode: str) -> None:
-    """What another worker committed counts as output: for penalties, words begun in it, min_tokens, the grammar."""
+    """Tokens that another worker committed count as output: for penalties, bad words, min_tokens and the grammar."""
     results = run_texts(case, mode, "good", Manner(), are_moved=True)
     for result, expected in zip(results, expected_outputs(case, mode) * 2, strict=True):
         check_same(result, expected)
@@ -149,7 +147,7 @@ def test_a_session_that_moved_goes_on_as_if_it_had_not(case: str, mode: str) -> 
 def test_a_draft_equal_to_its_target_is_accepted(case: str, mode: str) -> None:
     """95 % or better: the draft applies every parameter as its target does."""
     verified = accepted = forced = 0
-    for result in run_texts(case, mode, "self", Manner(patience=1.0)):
+    for result in run_texts(case, mode, "self", Manner(on_time=1.0)):
         assert result.ended is not None
         counts = result.hint_counts()
         verified += counts[0]
@@ -165,7 +163,7 @@ def test_a_draft_equal_to_its_target_is_accepted(case: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_good_draft_is_right_mostly_and_wrong_at_times(mode: str) -> None:
     """Else the tests above would show little."""
-    counts = [result.hint_counts() for result in run_texts("none", mode, "good", Manner(patience=1.0))]
+    counts = [result.hint_counts() for result in run_texts("none", mode, "good", Manner(on_time=1.0))]
     share = sum(accepted for _, accepted in counts) / sum(verified for verified, _ in counts)
     assert 0.3 < share < 0.9
 
@@ -177,8 +175,7 @@ def test_every_parameter_matters(case: str, mode: str) -> None:
     texts = [(output.token_ids, output.ending) for output in expected_outputs(case, mode)]
     plain = [(output.token_ids, output.ending) for output in expected_outputs("none", mode)]
     is_without_effect = case == "none" or (
-        mode == "greedy"
-        and case in ("temperature-0.5", "temperature-1.7", "top-p", "top-k", "min-p", "typical-p")
+        mode == "greedy" and case in ("temperature-0.5", "temperature-1.7", "top-p", "top-k", "min-p", "typical-p")
     )
     assert (texts == plain) == is_without_effect
 
@@ -187,9 +184,7 @@ def test_every_parameter_matters(case: str, mode: str) -> None:
 
 
 @functools.cache
-def expected_distribution(
-    params: SamplingParams, language: FiniteLanguage | None = None
-) -> dict[Outcome, float]:
+def expected_distribution(params: SamplingParams, language: FiniteLanguage | None = None) -> dict[Outcome, float]:
     return reference(SMALL).joint(SMALL_PROMPT, params, None if language is None else language.mask)
 
 
@@ -208,7 +203,7 @@ def draw(
     rule: str,
     num_sessions: int,
     luck: int,
-    patience: float = 0.5,
+    on_time: float = 0.5,
     language: FiniteLanguage | None = None,
 ) -> Drawn:
     """`make` is given a new number for each batch of sessions, and their draft is what it returns."""
@@ -220,7 +215,7 @@ def draw(
             Request(f"s{index}", SMALL_PROMPT, params, seed=mix(batch ^ index), rule=rule, grammar=grammar)
             for index in range(min(BATCH, num_sessions - start))
         ]
-        for result in Bridge(SMALL, make(batch), batch, Manner(patience, unrest=0.01)).run(requests):
+        for result in Bridge(SMALL, make(batch), batch, Manner(on_time, unrest=0.01)).run(requests):
             assert result.ended is not None
             drawn.counts[tuple(result.token_ids), result.ending] += 1
             drawn.verified += result.ended.stats.num_draft_tokens
@@ -230,7 +225,7 @@ def draw(
 
 
 def chi_square_p(counts: Mapping[ValueT, float], expected: Mapping[ValueT, float]) -> float:
-    """Of the counts under the expected distribution; rare values are put together until 5 are expected."""
+    """The p-value of the counts under the expected distribution; rare values are merged until 5 are expected."""
     assert counts.keys() <= expected.keys(), f"came and cannot come: {counts.keys() - expected.keys()}"
     total = sum(counts.values())
     observed_cells, expected_cells = [0.0], [0.0]
@@ -249,10 +244,8 @@ def chi_square_p(counts: Mapping[ValueT, float], expected: Mapping[ValueT, float
     return float(stats.chisquare(observed_cells, [value * scale for value in expected_cells]).pvalue)
 
 
-def p_values(
-    counts: Mapping[Outcome, float], expected: Mapping[Outcome, float], num_tokens: int
-) -> list[float]:
-    """Of whole outputs; then, each of fewer values and so the sharper, of every two neighbouring tokens."""
+def p_values(counts: Mapping[Outcome, float], expected: Mapping[Outcome, float], num_tokens: int) -> list[float]:
+    """The p-values of whole outputs and of every two neighbouring tokens, which take fewer values: a sharper test."""
     values = [chi_square_p(counts, expected)]
     for place in range(max(num_tokens - 1, 1)):
         values.append(chi_square_p(neighbours(counts, place), neighbours(expected, place)))
@@ -260,7 +253,7 @@ def p_values(
 
 
 def neighbours(weights: Mapping[Outcome, float], place: int) -> dict[Hashable, float]:
-    """Weights of what stands at `place` and after it; the ending counts as a token."""
+    """Weights of the pairs of tokens at `place` and after it; the ending counts as a token."""
     pairs: dict[Hashable, float] = {}
     for (token_ids, ending), weight in weights.items():
         pair = (*token_ids, ending)[place : place + 2]
@@ -325,9 +318,7 @@ def test_long_blocks_leave_the_distribution_as_it_is(draft: str, rule: str) -> N
     for the same positions bias the text so little that it takes as many tokens to see it.
     """
     luck = luck_of(draft, rule)
-    drawn = draw(
-        LONG_BLOCKS, lambda batch: make_draft(draft, SMALL, batch), rule, NUM_LONG_BLOCK_SESSIONS, luck, 1.0
-    )
+    drawn = draw(LONG_BLOCKS, lambda batch: make_draft(draft, SMALL, batch), rule, NUM_LONG_BLOCK_SESSIONS, luck, 1.0)
     assert drawn.verified > NUM_LONG_BLOCK_SESSIONS / 2
     check_distribution(drawn, LONG_BLOCKS, None)
 

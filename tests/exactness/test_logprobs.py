@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.sampling_params import SamplingParams
-from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import PromptScored
 from tests.exactness.cases import LARGE_CASES, LARGE_PROMPTS, Arguments
 from tests.exactness.drafts import DRAFTS, make_draft
@@ -29,11 +29,7 @@ def params_of(mode: str, case: str, *, num_logprobs: int, are_processed: bool) -
     params = SamplingParams(**arguments, num_logprobs=num_logprobs, are_logprobs_processed=are_processed)
     if mode == "rejection":
         return params
-    return (
-        dataclasses.replace(params, temperature=0.0)
-        if mode == "greedy"
-        else dataclasses.replace(params, seed=9)
-    )
+    return dataclasses.replace(params, temperature=0.0) if mode == "greedy" else dataclasses.replace(params, seed=9)
 
 
 def run(params: SamplingParams, draft: str, luck: int = 1) -> list[Result]:
@@ -74,9 +70,7 @@ def check_output(result: Result, prompt: Sequence[int], params: SamplingParams, 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("are_processed", [False, True], ids=["raw", "processed"])
 @pytest.mark.parametrize("case", ["none", "top-k", "everything"])
-def test_log_probabilities_are_those_of_the_text(
-    case: str, are_processed: bool, mode: str, draft: str
-) -> None:
+def test_log_probabilities_are_those_of_the_text(case: str, are_processed: bool, mode: str, draft: str) -> None:
     num_logprobs = {"none": 0, "top-k": 20, "everything": 5}[case]
     params = params_of(mode, case, num_logprobs=num_logprobs, are_processed=are_processed)
     for result, prompt in zip(run(params, draft), LARGE_PROMPTS, strict=True):

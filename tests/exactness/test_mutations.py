@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from draft_worker import runner as draft_runner
-from outrider import randomness
-from outrider.engine import sampling, verification
-from outrider.hint_tree import DraftDistribution
-from target_worker import session as target_session
-from target_worker.hint_path import HintPath, choose_path
+from outrider.engine.sampling import randomness, rejection, sampling, verification
+from outrider.hints.hint_tree import DraftDistribution
+from target_worker.hints.hint_path import HintPath, choose_path
+from target_worker.scheduling import session as target_session
 from tests.exactness.cases import LARGE_PROMPTS, small_params
 from tests.exactness.drafts import make_draft
 from tests.exactness.in_process import SMALL, Manner
@@ -39,38 +38,36 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = verification.likelihood_ratio
-    monkeypatch.setattr(verification, "likelihood_ratio", lambda p, q, token: 1.5 * right(p, q, token))
+    right = rejection.likelihood_ratio
+    monkeypatch.setattr(rejection, "likelihood_ratio", lambda p, q, token: 1.5 * right(p, q, token))
 
 
 def recovers_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the residual."""
-    monkeypatch.setattr(verification, "residual", lambda p, q, scale: p)
+    monkeypatch.setattr(verification, "residuals", lambda rows, *_: rows)
 
 
 def one_key_for_all_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepting and recovering share a number."""
     right = randomness.uniform
-    monkeypatch.setattr(verification, "uniform", lambda seed, *_: right(seed, 1, randomness.Purpose.ACCEPT))
+    monkeypatch.setattr(rejection, "uniform", lambda seed, *_: right(seed, 1, randomness.Purpose.ACCEPT))
 
 
 def draws_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft samples every hint with one number."""
     right = sampling.sample_draft
-    monkeypatch.setattr(
-        draft_runner, "sample_draft", lambda distribution, seed, _: right(distribution, seed, 0)
-    )
+    monkeypatch.setattr(draft_runner, "sample_draft", lambda distribution, seed, _: right(distribution, seed, 0))
 
 
 def truncates_after_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft samples from everything and sends the likeliest token beside what it sampled (I5)."""
     right = draft_runner._sampled
 
-    def sampled(distribution: DraftDistribution, token_id: int, primary_chance: float) -> Any:
+    def sampled(distribution: DraftDistribution, token_id: int, *others: Any) -> Any:
         pairs = list(zip(distribution.token_ids, distribution.weights, strict=True))
         kept = [pair for index, pair in enumerate(pairs) if index == 0 or pair[0] == token_id]
         sent = DraftDistribution(tuple(t for t, _ in kept), tuple(w for _, w in kept))
-        return right(sent, token_id, primary_chance)
+        return right(sent, token_id, *others)
 
     monkeypatch.setattr(draft_runner, "_sampled", sampled)
 
@@ -101,16 +98,14 @@ MUTATIONS: list[Mutation] = [
 
 def least_p_value(rule: str) -> float:
     params = small_params("temperature-0.5")
-    drawn = draw(params, lambda batch: make_draft("good", SMALL, batch), rule, NUM_SESSIONS, 7, patience=1.0)
+    drawn = draw(params, lambda batch: make_draft("good", SMALL, batch), rule, NUM_SESSIONS, 7, on_time=1.0)
     assert drawn.verified > NUM_SESSIONS / 4
     return min(p_values(drawn.counts, expected_distribution(params), params.max_tokens))
 
 
 @pytest.mark.parametrize("rule", ["block", pytest.param("token", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_sampled_text_shows_that_a_rule_is_broken(
-    mutate: Mutation, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_text_shows_that_a_rule_is_broken(mutate: Mutation, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     assert least_p_value(rule) < CAUGHT
 
@@ -121,9 +116,7 @@ def test_sampled_text_of_the_rules_as_they_are_shows_nothing(rule: str) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["seed", "position", "purpose"])
-def test_coupled_text_shows_that_the_noise_has_another_key(
-    forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coupled_text_shows_that_the_noise_has_another_key(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers share the mistake, so that hints are accepted as ever; the reference does not."""
     right = randomness.key
 
@@ -132,7 +125,7 @@ def test_coupled_text_shows_that_the_noise_has_another_key(
         return right(given["seed"], given["position"], given["purpose"])
 
     monkeypatch.setattr(sampling, "key", wrong)
-    results = run_texts("none", "coupled", "self", Manner(patience=1.0))
+    results = run_texts("none", "coupled", "self", Manner(on_time=1.0))
     verified = sum(result.hint_counts()[0] for result in results)
     assert sum(result.hint_counts()[1] for result in results) > 0.9 * verified > 0
     for result, expected in zip(results, expected_outputs("none", "coupled") * 2, strict=True):

@@ -24,14 +24,8 @@ def requests_of(mode: str, case: str) -> list[Request]:
     """Three of each prompt, with log probabilities of all there is."""
     params = params_of(mode, case, num_logprobs=5, are_processed=False)
     # Long texts: nothing may end them early.
-    params = replace(
-        params, num_prompt_logprobs=3, max_tokens=100, ignore_eos=True, stop_token_ids=frozenset()
-    )
-    return [
-        Request(f"{prefix}{len(prompt)}", prompt, params, seed=9)
-        for prefix in "abc"
-        for prompt in LARGE_PROMPTS
-    ]
+    params = replace(params, num_prompt_logprobs=3, max_tokens=100, ignore_eos=True, stop_token_ids=frozenset())
+    return [Request(f"{prefix}{len(prompt)}", prompt, params, seed=9) for prefix in "abc" for prompt in LARGE_PROMPTS]
 
 
 def run(requests: list[Request], draft: str, num_blocks: int | None) -> tuple[list[Result], int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.randomness import Purpose, key
+from outrider.engine.sampling.randomness import Purpose, key
 from outrider.sampling_params import SamplingParams
 from tests.exactness.cases import LARGE_PROMPTS, SMALL_CASES, SMALL_PROMPT, large_params, small_params
 from tests.exactness.in_process import LARGE, SMALL, hugging_face_model, reference

@@ -38,7 +38,7 @@ class Stage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its own ENV instructions set."""
+        """Variables that the stage's own ENV instructions set."""
         pairs = [word.partition("=") for each in self.of("ENV") for word in each.words]
         return {name: value for name, _, value in pairs}
 

@@ -46,9 +46,7 @@ def can_build() -> bool:
 
 def pip_settings() -> dict[str, str]:
     """This machine's, as environment variables."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    )
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     pairs = [line.partition("=") for line in listed.stdout.splitlines() if "=" in line]
     settings = {
         f"PIP_{name.rpartition('.')[2].upper().replace('-', '_')}": str(ast.literal_eval(value))
@@ -76,9 +74,7 @@ def is_in_context(name: str, patterns: Sequence[str]) -> bool:
         if bare.startswith("**/"):
             meets = any(fnmatch.fnmatchcase(part, bare[3:]) for part in parts)
         else:
-            meets = any(
-                path.count("/") == bare.count("/") and fnmatch.fnmatchcase(path, bare) for path in above
-            )
+            meets = any(path.count("/") == bare.count("/") and fnmatch.fnmatchcase(path, bare) for path in above)
         if meets:
             is_in = pattern.startswith("!")
     return is_in
@@ -138,7 +134,10 @@ class Root:
         is_read_only: bool = False,
         volumes: Mapping[Path, str] | None = None,
     ) -> list[str]:
-        """What runs `words` in it, as the first process of its own process namespace. volumes: mounted read-only."""
+        """The command line that runs `words` in this root, as the first process of a PID namespace of its own.
+
+        volumes: mounted read-only.
+        """
         root = shlex.quote(str(self.folder))
         lines = ["set -e", f"mount --bind {root} {root}"]
 
@@ -196,7 +195,7 @@ class Root:
 
 @dataclass(slots=True)
 class Image:
-    """What a build makes: the last stage's root, and how it wants to be run."""
+    """The result of a build: the last stage's root, and how it is to be run."""
 
     root: Root
     workdir: str = "/"
@@ -206,7 +205,7 @@ class Image:
     def command(
         self, words: Sequence[str], *, volumes: Mapping[Path, str] | None = None, has_entrypoint: bool = True
     ) -> list[str]:
-        """What runs it as Kubernetes would: as its user, on a read-only root with a /tmp."""
+        """The command line that runs the image as Kubernetes would: as its user, on a read-only root with a /tmp."""
         return self.root.command(
             [*(self.entrypoint if has_entrypoint else ()), *words],
             workdir=self.workdir,
@@ -217,7 +216,7 @@ class Image:
 
 
 def build(dockerfile: Path, context: Path, folder: Path, arguments: Mapping[str, str] | None = None) -> Image:
-    """Every stage that the last one needs, below `folder`. Raises as `_follow`."""
+    """Builds every stage that the last one needs, below `folder`, and returns the last. Raises as `_follow`."""
     stages = parse(dockerfile.read_text(encoding="utf-8"), arguments)
     by_name = {stage.name: stage for stage in stages}
     settings = pip_settings() | dict(arguments or {})
@@ -267,9 +266,7 @@ def _follow(image: Image, step: Instruction, context: Path, stage_of: Callable[[
                 _copy(origin / source.lstrip("/"), image.root.folder / target.relative_to("/"), place)
         case "RUN":
             command = image.root.command(["/bin/sh", "-c", step.value], workdir=image.workdir)
-            result = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=STEP_TIMEOUT_S
-            )
+            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=STEP_TIMEOUT_S)
             assert not result.returncode, f"RUN {step.value}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
         case "ARG" | "EXPOSE" | "CMD":
             pass

@@ -20,7 +20,7 @@ from k8s.images.audit import (
     public_versions,
 )
 from k8s.images.locks import Pin
-from outrider.free_ports import free_ports
+from outrider.local.free_ports import free_ports
 
 ADVISORY = {
     "id": "PYSEC-2024-0001",

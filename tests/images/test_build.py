@@ -22,7 +22,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.free_ports import free_ports
+from outrider.local.free_ports import free_ports
 from tests.images.stages import Image, build, can_build
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
 
 
 def run(image: Image, words: Sequence[str], *, has_entrypoint: bool = True) -> str:
-    """What it prints. Raises AssertionError where it fails."""
+    """The standard output of a command in the image. Raises AssertionError if the command fails."""
     command = image.command(words, volumes=MODELS, has_entrypoint=has_entrypoint)
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
     assert result.returncode == 0, result.stderr
@@ -72,7 +72,7 @@ def evaluated(image: Image, code: str) -> str:
 
 @contextmanager
 def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Kills it afterwards, which is unshare, with all that runs below it."""
+    """Kills the process, which is unshare, and all its descendants afterwards."""
     try:
         yield
     finally:
@@ -146,7 +146,7 @@ def test_torchrun_and_ray_start_where_manifests_look_for_them(worker: Image, coo
 
 
 def test_the_coordinator_image_has_what_manifests_and_the_guide_call(coordinator: Image) -> None:
-    assert "--draft-model" in run(coordinator, ["outrider", "canary", "start", "--help"])
+    assert "--draft-model" in run(coordinator, ["command_line", "canary", "start", "--help"])
     script = (ROOT / "k8s" / "base" / "haproxy.sh").read_text(encoding="utf-8")
     named = [word for word in script.split() if word.startswith(("/app/", "/venv/"))]
     assert len(named) == 2
@@ -171,9 +171,7 @@ def test_images_have_no_compiler(request: pytest.FixtureRequest, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["worker", "coordinator"])
-def test_images_run_as_nobody_in_particular_and_write_to_tmp_alone(
-    request: pytest.FixtureRequest, name: str
-) -> None:
+def test_images_run_as_nobody_in_particular_and_write_to_tmp_alone(request: pytest.FixtureRequest, name: str) -> None:
     image: Image = request.getfixturevalue(name)
     assert image.user == "10001:10001"
     assert (
@@ -188,10 +186,8 @@ def test_images_run_as_nobody_in_particular_and_write_to_tmp_alone(
 
 
 def test_the_compiled_kernels_load_in_the_worker_image(worker: Image) -> None:
-    assert (
-        evaluated(worker, "from outrider.engine import kernels; print(kernels.available() is not None)")
-        == "True"
-    )
+    script = "from outrider.engine.compiled.kernels import available; print(available())"
+    assert evaluated(worker, script) == "True"
 
 
 def test_a_worker_is_ready_by_the_probes_of_the_manifests(worker: Image, tmp_path: Path) -> None:
@@ -206,9 +202,7 @@ def test_a_worker_is_ready_by_the_probes_of_the_manifests(worker: Image, tmp_pat
 
 def test_a_ray_node_of_the_coordinator_image_answers_its_probe(coordinator: Image, tmp_path: Path) -> None:
     ports = dict(zip(("port", "dashboard-port", "metrics-export-port", "agent"), free_ports(4), strict=True))
-    flags = " ".join(
-        f"--{name.replace('agent', 'dashboard-agent-listen-port')}={port}" for name, port in ports.items()
-    )
+    flags = " ".join(f"--{name.replace('agent', 'dashboard-agent-listen-port')}={port}" for name, port in ports.items())
     # As KubeRay starts a head.
     start = f"ray start --head --block --num-cpus=0 --object-store-memory=100000000 {flags}"
     with (tmp_path / "log").open("w") as log:

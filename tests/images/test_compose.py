@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from coordinator.__main__ import _parse as parse_coordinator
 from draft_worker.__main__ import parse_arguments as parse_draft
 from outrider.errors import ConfigurationError
-from outrider.worker_options import worker_options
+from outrider.worker.worker_options import worker_options
 from target_worker.__main__ import parse_arguments as parse_target
 
 FOLDER = Path(__file__).parents[2] / "k8s" / "images"
@@ -111,7 +111,7 @@ SCHEMA: Final = closed(
 
 
 def mistakes(compose: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong, in words: by the schema, and what a schema does not know."""
+    """Sentences about the mistakes in a compose file: by the schema, and what a schema cannot express."""
     known = {name: value for name, value in compose.items() if not name.startswith("x-")}
     for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(known):
         yield f"{error.json_path}: {error.message}"
@@ -192,8 +192,8 @@ PARSERS: Final = {"target": parse_target, "draft": parse_draft}
 
 
 def started(name: str, service: Mapping[str, Any], secrets: Path) -> Any:
-    """What a process of ours makes of its command: `WorkerOptions`, or the coordinator's settings. Raises what it would
-    end with, and AssertionError for a file that is not among its secrets."""
+    """The options that a process parses from its command: `WorkerOptions`, or the coordinator's settings. Raises the
+    error that the process would end with, and AssertionError for a file that is not among its secrets."""
     role, *words = service["command"]
     for word in words:
         _, _, file = word.partition("=/run/secrets/")

@@ -27,7 +27,7 @@ def ignored() -> list[str]:
 
 
 def mistakes(stages: list[Stage]) -> Iterator[str]:
-    """What is wrong with a Dockerfile, in words."""
+    """Sentences about the mistakes in a Dockerfile."""
     names = {stage.name for stage in stages}
     for stage in stages:
         if stage.base not in names and not DIGEST.search(stage.base):
@@ -88,9 +88,7 @@ def test_a_mistake_is_found(path: Path, written: str, instead: str) -> None:
 @pytest.mark.skipif(not HADOLINT.exists() and shutil.which("hadolint") is None, reason="hadolint is not here")
 def test_hadolint_has_nothing_to_say() -> None:
     program = str(HADOLINT) if HADOLINT.exists() else "hadolint"
-    result = subprocess.run(
-        [program, *map(str, DOCKERFILES)], capture_output=True, text=True, check=False, timeout=60
-    )
+    result = subprocess.run([program, *map(str, DOCKERFILES)], capture_output=True, text=True, check=False, timeout=60)
     assert (result.returncode, result.stdout) == (0, "")
 
 
@@ -117,9 +115,9 @@ def test_the_registry_is_one_image_in_compose_and_in_manifests() -> None:
 @pytest.mark.parametrize(
     ("name", "is_in"),
     [
-        ("outrider/engine/kernels.cpp", True),
+        ("outrider/engine/compiled/kernels.cpp", True),
         ("k8s/images/locks/worker-cpu.txt", True),
-        ("outrider/engine/_kernels.cpython-311-x86_64-linux-gnu.so", False),
+        ("outrider/engine/compiled/_kernels.cpython-311-x86_64-linux-gnu.so", False),
         ("outrider/__pycache__/errors.cpython-311.pyc", False),
         ("k8s/images/secrets/redis-url", False),
         (".git/config", False),

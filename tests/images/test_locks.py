@@ -15,15 +15,25 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from k8s.images.locks import FOLDER, LICENCES, ROLES, licence_of, parse_lock, read_lock, requirements_of
+from k8s.images.locks import (
+    FOLDER,
+    LICENCES,
+    ROLES,
+    dependencies,
+    licence_of,
+    parse_lock,
+    read_lock,
+    requirements_of,
+)
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-OURS = {"outrider", "protos", "coordinator", "draft_worker", "target_worker"}
+OURS = {"outrider", "protos", "coordinator", "draft_worker", "target_worker", "command_line"}
 ENTRIES = {
     "coordinator": [
-        *("coordinator.__main__", "coordinator.app", "coordinator.grpc_ingress"),
-        "outrider.cli.canary.command",  # where the registry can be reached from
+        *("coordinator.__main__", "coordinator.hosting.app"),
+        *(f"coordinator.api.grpc.grpc_{name}" for name in ("ingress", "health", "reflection")),
+        "command_line.canary.command",  # where the registry can be reached from
     ],
     "worker": ["target_worker.__main__", "draft_worker.__main__"],
 }
@@ -42,11 +52,13 @@ NEEDED_UNSEEN = {
     "coordinator": {
         "uvloop",
         "httpx",
+        "obstore",  # imported by name, where files are in S3
+        "python-multipart",  # by Starlette
         _EXPORTER,
-    },  # httpx: of the other commands, which `outrider.cli` imports, too
+    },  # httpx: of the other commands, which `command_line` imports, too
     "worker": {"accelerate", _EXPORTER},
 }
-"""What others import where it is there; pyproject.toml says why."""
+"""Packages needed by a role that its modules do not import: others import them if present; pyproject.toml says why."""
 
 STATES_NO_LICENCE = {"cuda-toolkit"}  # a package of nothing but dependencies, by NVIDIA
 
@@ -114,24 +126,22 @@ import runpy, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in absent:
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(name, name=name)
 
 absent = set(sys.argv[1].split(","))
 sys.meta_path.insert(0, Absent())
 sys.argv[:] = ["outrider", *sys.argv[2:]]
-runpy.run_module("outrider", run_name="__main__")
+runpy.run_module("command_line", run_name="__main__")
 """
 
 
 def test_canaries_are_steered_with_what_the_coordinators_image_holds() -> None:
     carried = {canonicalize_name(name) for name in PYPROJECT["tool"]["outrider"]["images"]["coordinator"]}
-    dependencies = {
-        canonicalize_name(Requirement(text).name) for text in PYPROJECT["project"]["dependencies"]
-    }
+    known = {canonicalize_name(Requirement(text).name) for text in dependencies(PYPROJECT)}
     modules = {distribution: module for module, distribution in IMPORTED_AS.items()}
-    absent = {modules.get(name, name) for name in dependencies - carried}
+    absent = {modules.get(name, name) for name in known - carried}
     absent |= {"draft_worker", "target_worker", "demo", "benchmarks", "k8s"}
-    assert {"torch", "grpc_health"} <= absent
+    assert {"torch", "grpc_status"} <= absent
     command = [sys.executable, "-c", WITHOUT, ",".join(sorted(absent)), "canary", "start", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -145,9 +155,7 @@ def imported_by(entries: list[str]) -> set[str]:
     while todo:
         name = todo.pop()
         stem = ROOT / name.replace(".", "/")
-        path = next(
-            (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None
-        )
+        path = next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
         if path is None or path in seen:
             continue
         seen.add(path)
@@ -170,9 +178,7 @@ GOOD = f"numpy==2.4.6 \\\n    --hash=sha256:{'0' * 64} \\\n    --hash=sha256:{'1
 
 
 def test_a_pin_is_read_with_its_hashes_and_whose_wish_it_was() -> None:
-    (numpy, torch) = parse_lock(
-        f"# said by uv\n{GOOD}torch==2.13.0+cpu --hash=sha256:{'2' * 64}\n    # via x\n"
-    )
+    (numpy, torch) = parse_lock(f"# said by uv\n{GOOD}torch==2.13.0+cpu --hash=sha256:{'2' * 64}\n    # via x\n")
     assert (numpy.name, numpy.version, len(numpy.hashes), numpy.is_direct) == ("numpy", "2.4.6", 2, True)
     assert (torch.version, torch.is_direct) == ("2.13.0+cpu", False)
 

@@ -33,9 +33,7 @@ def test_a_bill_lists_every_package_of_its_lock_with_hashes_and_licence(bills: l
 def test_a_bill_says_what_we_asked_for_ourselves(bills: list[Path]) -> None:
     bill = json.loads(bills[list(ROLES).index("worker-cpu")].read_text())
     names = {each["bom-ref"]: each["name"] for each in bill["components"]}
-    (root,) = [
-        each for each in bill["dependencies"] if each["ref"] == bill["metadata"]["component"]["bom-ref"]
-    ]
+    (root,) = [each for each in bill["dependencies"] if each["ref"] == bill["metadata"]["component"]["bom-ref"]]
     asked_for = {names[reference] for reference in root["dependsOn"]}
     assert {"torch", "grpcio"} <= asked_for
     assert "sympy" not in asked_for

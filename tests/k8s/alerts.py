@@ -10,7 +10,7 @@ Rule = Mapping[str, Any]
 
 SEVERITIES: Final = ("critical", "warning", "info")
 ANNOTATIONS: Final = ("summary", "description", "runbook_url")
-GUIDE: Final = "https://example.com/outrider/k8s/README.md#"
+GUIDE: Final = "https://example.com/outrider/operations/runbooks/#"
 
 
 def headings(markdown: str) -> set[str]:
@@ -36,7 +36,7 @@ def without_a_way_out(alerts: Sequence[Rule], anchors: Collection[str]) -> Itera
             yield f"{name} sends to another alert's runbook"
 
 
-def speaking_of_labels_it_has_not(alert: Rule, labels: Collection[str]) -> Iterator[str]:
+def naming_labels_it_has_not(alert: Rule, labels: Collection[str]) -> Iterator[str]:
     """labels: of the alert's expression."""
     for name in ANNOTATIONS:
         for label in re.findall(r"\$labels\.(\w+)", alert["annotations"].get(name, "")):

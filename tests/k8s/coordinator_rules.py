@@ -23,7 +23,7 @@ DEFAULTS: Final = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": 3600,
 }
 END_S: Final = 10
-"""What is left of a pod's grace for ending processes."""
+"""Seconds of a pod's termination grace period that are left for ending processes."""
 
 
 def services(objects: Sequence[Object]) -> Iterator[Object]:
@@ -36,7 +36,7 @@ def serve_configuration(service: Object) -> Mapping[str, Any]:
 
 
 def setting(pod: Pod, name: str) -> int:
-    """Of Ray, in the pod's first container."""
+    """The value of a variable of Ray in the pod's first container, or else Ray's default."""
     variables = {each["name"]: each.get("value") for each in pod.spec["containers"][0].get("env", ())}
     return int(variables.get(name, DEFAULTS[name]))
 
@@ -141,7 +141,10 @@ def certificates_that_name_no_address(objects: Sequence[Object]) -> Iterator[str
 
 
 def memories_that_are_not_there(objects: Sequence[Object], secrets: Sequence[str]) -> Iterator[str]:
-    """Of the head, without which it does not start. secrets: that whoever installs it makes."""
+    """Sentences about what is missing of the Redis of Ray's head, without which the head does not start.
+
+    secrets: names of those that the installer creates.
+    """
     ports = {
         (each["metadata"]["name"], port["port"])
         for each in objects

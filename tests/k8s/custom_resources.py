@@ -37,9 +37,7 @@ def _array(items: Schema) -> Schema:
 
 _WORDS: Final[Schema] = {"type": "object", "additionalProperties": TEXT}
 _METADATA: Final = _object({"name": TEXT, "namespace": TEXT, "labels": _WORDS, "annotations": _WORDS}, "name")
-_TEMPLATE: Final = _object(
-    {"metadata": _object({"labels": _WORDS, "annotations": _WORDS}), "spec": POD}, "spec"
-)
+_TEMPLATE: Final = _object({"metadata": _object({"labels": _WORDS, "annotations": _WORDS}), "spec": POD}, "spec")
 _PORT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 65535}
 # https://gateway-api.sigs.k8s.io/reference/spec/, as of v1.3
 _HOST: Final[Schema] = {"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
@@ -90,17 +88,11 @@ SPECS: Final[Mapping[str, Schema]] = {
     "ray.io/v1/RayService": _object(
         {
             "excludeHeadPodFromServeSvc": FLAG,
-            "upgradeStrategy": _object(
-                {"type": {"enum": ["NewCluster", "None", "NewClusterWithIncrementalUpgrade"]}}
-            ),
+            "upgradeStrategy": _object({"type": {"enum": ["NewCluster", "None", "NewClusterWithIncrementalUpgrade"]}}),
             "rayClusterDeletionDelaySeconds": COUNT,
             "serveConfigV2": TEXT,
             "serveService": _object(
-                {
-                    "spec": _object(
-                        {"ports": _array(_object({"name": TEXT, "port": _PORT, "appProtocol": TEXT}))}
-                    )
-                }
+                {"spec": _object({"ports": _array(_object({"name": TEXT, "port": _PORT, "appProtocol": TEXT}))})}
             ),
             "rayClusterConfig": _object(
                 {
@@ -278,9 +270,7 @@ SPECS: Final[Mapping[str, Schema]] = {
         {
             "replicas": COUNT,
             "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
-            "networkConfig": _object(
-                {"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}}, "subdomainPolicy"
-            ),
+            "networkConfig": _object({"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}}, "subdomainPolicy"),
             "rolloutStrategy": _object(
                 {
                     "type": {"enum": ["RollingUpdate"]},
@@ -293,9 +283,7 @@ SPECS: Final[Mapping[str, Schema]] = {
             "leaderWorkerTemplate": _object(
                 {
                     "size": {"type": "integer", "minimum": 1},
-                    "restartPolicy": {
-                        "enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
-                    },
+                    "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
                     "leaderTemplate": _TEMPLATE,
                     "workerTemplate": _TEMPLATE,
                 },
@@ -317,9 +305,7 @@ SPECS: Final[Mapping[str, Schema]] = {
                         "tls": _object(
                             {
                                 "mode": {"enum": ["Terminate", "Passthrough"]},
-                                "certificateRefs": _array(
-                                    _object({"kind": {"const": "Secret"}, "name": TEXT}, "name")
-                                ),
+                                "certificateRefs": _array(_object({"kind": {"const": "Secret"}, "name": TEXT}, "name")),
                             }
                         ),
                         "allowedRoutes": _object(
@@ -344,9 +330,7 @@ SPECS: Final[Mapping[str, Schema]] = {
                         "matches": _array(
                             _object(
                                 {
-                                    "method": {
-                                        "enum": ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"]
-                                    },
+                                    "method": {"enum": ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"]},
                                     "path": _object(
                                         {
                                             "type": {"enum": ["Exact", "PathPrefix", "RegularExpression"]},
@@ -395,12 +379,9 @@ def check_custom_resource(resource: Mapping[str, Any]) -> None:
     """Raises AssertionError for a kind that is not known, or a field that it does not have."""
     kind = f"{resource['apiVersion']}/{resource['kind']}"
     assert kind in SPECS, f"there is no schema of {kind}"
-    schema = _object(
-        {"apiVersion": TEXT, "kind": TEXT, "metadata": _METADATA, "spec": SPECS[kind]}, "metadata", "spec"
-    )
+    schema = _object({"apiVersion": TEXT, "kind": TEXT, "metadata": _METADATA, "spec": SPECS[kind]}, "metadata", "spec")
     errors = [
-        f"{error.json_path}: {error.message}"
-        for error in jsonschema.Draft202012Validator(schema).iter_errors(resource)
+        f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(resource)
     ]
     assert not errors, f"{kind} {resource['metadata']['name']}: {errors}"
     for template in _pod_templates(resource):

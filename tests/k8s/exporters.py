@@ -1,4 +1,4 @@
-"""What each kind of process exports, read from the metrics that it really makes, after everything has happened once."""
+"""Metrics that each kind of process exports, read from its real registry after everything has happened once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.fallback import FallbackState, Trigger
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.priors import Evidence, PriorKey
-from coordinator.statistics import RequestTimes
+from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.observability.statistics import RequestTimes
+from coordinator.speculation.fallback import FallbackState, Trigger
+from coordinator.speculation.priors import Evidence, PriorKey
 from outrider import errors
 from outrider.canary.plan import ArmName
-from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import OutriderError
-from outrider.telemetry import DraftMetrics, TargetMetrics, show_expiry
-from outrider.tls import Role, TlsFiles
+from outrider.observability.telemetry import DraftMetrics, TargetMetrics, show_expiry
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role, TlsFiles
 
 Labels = Mapping[str, frozenset[str]]  # by label, its values
 Exports = Mapping[str, Mapping[str, Labels]]  # by job and name of a sample
@@ -28,7 +28,7 @@ _MODEL: Final = "model"
 
 
 def exports(folder: Path) -> Exports:
-    """folder: for certificates, whose expiry is exported as well."""
+    """The exported metrics of all processes. folder: for certificates, whose expiry is exported as well."""
     authority, files = CertificateAuthority.make(), {}
     for role in (Role.COORDINATOR, Role.TARGET, Role.DRAFT):
         authority.issue(folder / role.name, role, names=(), valid_for=datetime.timedelta(days=1))
@@ -85,13 +85,11 @@ def _coordinator(files: TlsFiles) -> CollectorRegistry:
 
 
 def _read(registry: CollectorRegistry) -> Mapping[str, Labels]:
-    """A metric of which there is no sample is not there: what asks for it could be given nothing."""
+    """Labels of each metric that has a sample; a metric without one is left out, since a query for it finds nothing."""
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
             labels = found.setdefault(sample.name, {})
             for name, value in sample.labels.items():
                 labels.setdefault(name, set()).add(value)
-    return {
-        name: {label: frozenset(values) for label, values in labels.items()} for name, labels in found.items()
-    }
+    return {name: {label: frozenset(values) for label, values in labels.items()} for name, labels in found.items()}

@@ -89,9 +89,7 @@ def _panel(kind: str, options: Schema) -> Schema:
             "description": TEXT,
             "datasource": _SOURCE,
             "gridPos": _PLACE,
-            "fieldConfig": fields(
-                {"defaults": _DEFAULTS, "overrides": {"const": []}}, "defaults", "overrides"
-            ),
+            "fieldConfig": fields({"defaults": _DEFAULTS, "overrides": {"const": []}}, "defaults", "overrides"),
             "options": options,
             "targets": {**array(_TARGET), "minItems": 1},
         },
@@ -195,9 +193,7 @@ def mistakes(dashboard: Mapping[str, Any]) -> Iterator[str]:
         place = panel["gridPos"]
         if place["x"] + place["w"] > WIDTH:
             yield f"{panel['title']} goes beyond the right edge"
-        rows, columns = (
-            range(place[start], place[start] + place[size]) for start, size in (("y", "h"), ("x", "w"))
-        )
+        rows, columns = (range(place[start], place[start] + place[size]) for start, size in (("y", "h"), ("x", "w")))
         taken.update((row, column) for row in rows for column in columns)
         if panel["type"] != "row":
             if len(panel["description"]) < 40:

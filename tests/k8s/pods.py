@@ -1,4 +1,4 @@
-"""Whose pods there are in rendered manifests, and which of them a selector chooses."""
+"""The pods in rendered manifests with their owners, and which of them a selector chooses."""
 
 from __future__ import annotations
 
@@ -38,21 +38,15 @@ def pods(objects: Sequence[Object]) -> Iterator[Pod]:
         claims = frozenset[str]()
         if each["kind"] in WORKLOADS:
             templates = [(name, each["spec"]["template"])]
-            claims = frozenset(
-                claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", ())
-            )
+            claims = frozenset(claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", ()))
         elif each["kind"] == "RayService":
             cluster = each["spec"]["rayClusterConfig"]
             templates = [(f"{name} head", cluster["headGroupSpec"]["template"])]
-            templates += [
-                (f"{name} {group['groupName']}", group["template"]) for group in cluster["workerGroupSpecs"]
-            ]
+            templates += [(f"{name} {group['groupName']}", group["template"]) for group in cluster["workerGroupSpecs"]]
         elif each["kind"] == "LeaderWorkerSet":
             group = each["spec"]["leaderWorkerTemplate"]
             templates = [
-                (f"{name} {kind}", group[kind])
-                for kind in ("leaderTemplate", "workerTemplate")
-                if kind in group
+                (f"{name} {kind}", group[kind]) for kind in ("leaderTemplate", "workerTemplate") if kind in group
             ]
         for owner, template in templates:
             yield Pod(owner, template.get("metadata", {}).get("labels", {}), template["spec"], claims)

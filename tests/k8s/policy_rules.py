@@ -1,4 +1,4 @@
-"""Who may speak to whom, by the network policies that are rendered. Pure: rendered objects in, sentences out.
+"""Which pods may connect to which, by the rendered network policies. Pure: rendered objects in, sentences out.
 
 A connection needs two permissions, to leave one pod and to enter the other. Only what our own policies are made of is
 understood; anything else raises KeyError or ValueError.
@@ -102,7 +102,7 @@ def hops_that_are_shut(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def pods_that_are_not_looked_at(objects: Sequence[Object]) -> Iterator[str]:
-    """Of another name than the table's: what they need and may not do would not be checked."""
+    """Sentences about pods that are not in the table `NEEDED`, whose connections would not be checked."""
     if any(each["kind"] == "NetworkPolicy" for each in objects):
         known = {end for source, destination, _ in NEEDED for end in (source, destination)}
         for name in sorted({pod.name for pod in pods(objects)} - known):
@@ -115,10 +115,8 @@ def hops_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
             yield f"{source} reaches port {port} of {destination}"
 
 
-def _asked(
-    objects: Sequence[Object], hops: Sequence[tuple[str, str, int]]
-) -> Iterator[tuple[str, str, int, bool]]:
-    """Nothing where there are no policies."""
+def _asked(objects: Sequence[Object], hops: Sequence[tuple[str, str, int]]) -> Iterator[tuple[str, str, int, bool]]:
+    """Hops between parties that exist, and whether the policies permit each; nothing where there are no policies."""
     policies = [each["spec"] for each in objects if each["kind"] == "NetworkPolicy"]
     parties = OTHERS | {pod.name: Party({NAME: pod.name}) for pod in pods(objects)}
     for source, destination, port in hops:
@@ -160,8 +158,6 @@ def _is_peer(peer: Object, other: Party) -> bool:
         case ["namespaceSelector"]:
             return matches(peer["namespaceSelector"], other.namespace)
         case ["namespaceSelector", "podSelector"]:
-            return matches(peer["namespaceSelector"], other.namespace) and matches(
-                peer["podSelector"], other.labels
-            )
+            return matches(peer["namespaceSelector"], other.namespace) and matches(peer["podSelector"], other.labels)
         case kinds:
             raise ValueError(f"a peer of {kinds}")

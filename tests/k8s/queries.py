@@ -1,4 +1,4 @@
-"""What a PromQL query asks for, and whether anybody exports it. Pure: a query in, sentences about its mistakes out."""
+"""Checks of PromQL queries against the exported metrics. Pure: a query in, sentences about its mistakes out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import promql_parser
 from tests.k8s.exporters import Exports, Labels
 
 SCRAPE_LABELS: Final = frozenset({"job", "instance", "namespace", "host", "pod", "container", "endpoint"})
-"""That Prometheus, its operator and our relabeling add to every sample."""
+"""Labels that Prometheus, its operator and our relabeling add to every sample."""
 NAMES_OF_ANYTHING: Final = frozenset({"model_name", "engine"})
 """Labels whose values are for an operator to choose."""
 OF_PROMETHEUS: Final[Mapping[str, Labels]] = {"up": {}}
@@ -22,14 +22,14 @@ _WORDS: Final = re.compile(r"[\w|-]+")
 
 @dataclass
 class Reading:
-    """Of one query. `labels` may be on its result; None for a number without any."""
+    """The analysis of one query. labels: those that its result may have; None for a number without any."""
 
     labels: frozenset[str] | None
     mistakes: list[str]
 
 
 def read(query: str, exports: Exports, records: Mapping[str, frozenset[str]]) -> Reading:
-    """records: by name of a recording rule, the labels of what it records."""
+    """Analyses a query. records: by name of a recording rule, the labels of what it records."""
     for variable, value in _VARIABLES.items():
         query = query.replace(variable, value)
     if unknown := re.findall(r"\$\w+", query):
@@ -76,9 +76,7 @@ class _Reader:
             known: Labels = {label: frozenset() for label in self.records.get(name, ())}
             self._check_labels(name, known, matchers)
             return frozenset(known)
-        chosen = [
-            job for job in self.exports if all(_holds(each, job) for each in matchers if each.name == "job")
-        ]
+        chosen = [job for job in self.exports if all(_holds(each, job) for each in matchers if each.name == "job")]
         if not chosen:
             self.mistakes.append(f"{name}: there is no such job")
         values: dict[str, frozenset[str]] = {}

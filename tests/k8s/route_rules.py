@@ -128,5 +128,5 @@ def _matches(path: str, match: Object) -> bool:
 
 
 def seconds(duration: str) -> float:
-    """Of the Gateway API's durations, such as 1h30m."""
+    """The seconds of a duration of the Gateway API, such as 1h30m."""
     return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(r"(\d+)(h|ms|m|s)", duration))

@@ -17,9 +17,7 @@ def probes_of_ports_that_are_not_there(objects: Sequence[Object]) -> Iterator[st
     for pod in pods(objects):
         for container in pod.containers:
             ports = {
-                known
-                for port in container.get("ports", ())
-                for known in (port.get("name"), port["containerPort"])
+                known for port in container.get("ports", ()) for known in (port.get("name"), port["containerPort"])
             }
             for kind in PROBES:
                 for action in ("httpGet", "tcpSocket", "grpc"):
@@ -31,7 +29,7 @@ def probes_of_ports_that_are_not_there(objects: Sequence[Object]) -> Iterator[st
 def names_that_nobody_declares(
     objects: Sequence[Object], secrets: Sequence[str], claims: Sequence[str]
 ) -> Iterator[str]:
-    """secrets, claims: that whoever installs it makes (`k8s/README.md`)."""
+    """secrets, claims: that whoever installs it makes (`docs/operations/kubernetes.md`)."""
     declared = {(each["kind"], each["metadata"]["name"]) for each in objects}
     declared |= {("Secret", name) for name in secrets}
     declared |= {("PersistentVolumeClaim", name) for name in claims}
@@ -68,7 +66,7 @@ def _references(pod: Pod) -> Iterator[tuple[str, str]]:
             yield "volume", name
 
 
-def doors_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
+def ports_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
     """Workers that others reach without a certificate, unless that is said; where there are certificates it may not be
     said. Probes that would need one. Coordinators that ask for no key, would not miss their keys, or let Ray's ports be
     anybody's."""
@@ -104,7 +102,7 @@ def doors_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def selectors_that_choose_nothing(objects: Sequence[Object]) -> Iterator[str]:
-    """Of services, budgets and policies; and of a deployment that does not find its own pods."""
+    """Sentences about services, budgets and policies that match no pod, and workloads that miss their own pods."""
     labels = [pod.labels for pod in pods(objects)]
     for each in objects:
         name = f"{each['kind']}/{each['metadata']['name']}"
@@ -150,17 +148,12 @@ def containers_that_may_too_much(objects: Sequence[Object]) -> Iterator[str]:
         for container in pod.containers:
             context = container.get("securityContext", {})
             name = f"{pod.owner}: {container['name']}"
-            if context.get("allowPrivilegeEscalation", True) or context.get("capabilities", {}).get(
-                "drop"
-            ) != ["ALL"]:
+            if context.get("allowPrivilegeEscalation", True) or context.get("capabilities", {}).get("drop") != ["ALL"]:
                 yield f"{name} may gain privileges"
             if not context.get("readOnlyRootFilesystem"):
                 yield f"{name} may write to its root"
             resources = container.get("resources", {})
-            if (
-                "memory" not in resources.get("limits", {})
-                or {"cpu", "memory"} - resources.get("requests", {}).keys()
-            ):
+            if "memory" not in resources.get("limits", {}) or {"cpu", "memory"} - resources.get("requests", {}).keys():
                 yield f"{name} does not say what it needs"
 
 
@@ -174,10 +167,7 @@ def monitors_that_find_nothing(objects: Sequence[Object]) -> Iterator[str]:
         if not chosen:
             yield f"{name} chooses no pod"
         ports = {
-            port.get("name")
-            for pod in chosen
-            for container in pod.containers
-            for port in container.get("ports", ())
+            port.get("name") for pod in chosen for container in pod.containers for port in container.get("ports", ())
         }
         for endpoint in each["spec"]["podMetricsEndpoints"]:
             if chosen and endpoint["port"] not in ports:
@@ -208,11 +198,7 @@ def ranks_without_shared_memory(objects: Sequence[Object]) -> Iterator[str]:
         }
         for container in pod.spec["containers"]:
             words = [word for word in container.get("command", ()) if word.startswith("--nproc-per-node=")]
-            shared = {
-                mount["name"]
-                for mount in container.get("volumeMounts", ())
-                if mount["mountPath"] == "/dev/shm"
-            }
+            shared = {mount["name"] for mount in container.get("volumeMounts", ()) if mount["mountPath"] == "/dev/shm"}
             if words and words != ["--nproc-per-node=1"] and not shared & memory:
                 yield f"{pod.owner}: the ranks of {container['name']} have no memory to share"
 
@@ -224,9 +210,7 @@ def pools_that_an_apply_resets(objects: Sequence[Object]) -> Iterator[str]:
             continue
         target = scaled["spec"]["scaleTargetRef"]
         kind = target.get("kind", "Deployment")
-        found = [
-            each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, target["name"])
-        ]
+        found = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, target["name"])]
         if not found:
             yield f"ScaledObject/{scaled['metadata']['name']}: there is no {kind} {target['name']}"
         for each in found:
@@ -237,9 +221,7 @@ def pools_that_an_apply_resets(objects: Sequence[Object]) -> Iterator[str]:
 def ray_nodes_that_call_wget(objects: Sequence[Object]) -> Iterator[str]:
     """KubeRay adds the probes that are not there, and some of its releases add commands that images may not have."""
     for pod in pods(objects):
-        missing = [
-            kind for kind in ("livenessProbe", "readinessProbe") if kind not in pod.spec["containers"][0]
-        ]
+        missing = [kind for kind in ("livenessProbe", "readinessProbe") if kind not in pod.spec["containers"][0]]
         if pod.owner.startswith("RayService/") and missing:
             yield f"{pod.owner}: KubeRay may add a {' and a '.join(missing)} that calls wget"
 
@@ -257,10 +239,7 @@ def sets_that_never_start(objects: Sequence[Object]) -> Iterator[str]:
         if spec["leaderWorkerTemplate"].get("restartPolicy") != "RecreateGroupOnPodRestart":
             yield f"LeaderWorkerSet/{name}: a rank that restarts alone finds no group"
         group = spec["leaderWorkerTemplate"]
-        if (
-            "readinessProbe"
-            not in group.get("leaderTemplate", group["workerTemplate"])["spec"]["containers"][0]
-        ):
+        if "readinessProbe" not in group.get("leaderTemplate", group["workerTemplate"])["spec"]["containers"][0]:
             yield f"LeaderWorkerSet/{name}: its leader is ready before it serves"
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             if kind in group["workerTemplate"]["spec"]["containers"][0]:
@@ -281,14 +260,14 @@ def broken(
     claims: Sequence[str],
     longest_s: Mapping[str, float],
 ) -> list[str]:
-    """What is wrong, in words; empty where nothing is."""
+    """Sentences about every rule that the objects break; empty if they break none."""
     rules: list[Callable[[Sequence[Object]], Iterator[str]]] = [
         probes_of_ports_that_are_not_there,
         lambda every: names_that_nobody_declares(every, secrets, claims),
         selectors_that_choose_nothing,
         lambda every: pods_that_are_ended_too_soon(every, longest_s),
         containers_that_may_too_much,
-        doors_that_stand_open,
+        ports_that_stand_open,
         monitors_that_find_nothing,
         lambda every: ranks_that_are_ended_too_soon(every, longest_s),
         ranks_without_shared_memory,

@@ -8,23 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import autoscaling_day
-from benchmarks.autoscaling_day import (
-    PLACES,
+from benchmarks.scaling import autoscaling_model
+from benchmarks.scaling.autoscaling_day import check_with_prometheus, draw, exposition, summary
+from benchmarks.scaling.autoscaling_model import (
+    SLOTS,
     Fleet,
     Moment,
     Text,
     autoscalers,
-    check_with_prometheus,
-    draw,
-    exposition,
     num_reversals,
     replay,
-    summary,
 )
-from benchmarks.horizontal_autoscaler import Autoscaler
-from coordinator.metrics import CoordinatorMetrics
-from outrider.telemetry import TargetMetrics
+from benchmarks.scaling.horizontal_autoscaler import Autoscaler
+from coordinator.observability.metrics import CoordinatorMetrics
+from outrider.observability.telemetry import TargetMetrics
 
 Day = tuple[list[Moment], Fleet]
 
@@ -61,7 +58,7 @@ def test_without_the_calm_of_the_manifests_they_would(monkeypatch: pytest.Monkey
             scaler.down = replace(scaler.down, window_s=0)
         return made
 
-    monkeypatch.setattr(autoscaling_day, "autoscalers", hasty)
+    monkeypatch.setattr(autoscaling_model, "autoscalers", hasty)
     moments, _ = replay(1)
     assert num_reversals([each.wanted_drafts for each in moments]) > 10 * REVERSALS_MAX
 
@@ -83,7 +80,7 @@ def test_requests_are_those_of_the_day_and_not_of_the_hour_before() -> None:
 def test_a_worker_is_asked_to_carry_less_than_it_can() -> None:
     """Whoever starts another only when one is full lets everybody wait for as long as a start takes."""
     for scaler in autoscalers().values():
-        assert scaler.triggers[0].threshold < PLACES
+        assert scaler.triggers[0].threshold < SLOTS
 
 
 def test_drafts_may_go_to_zero_and_targets_may_not() -> None:

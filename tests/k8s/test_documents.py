@@ -9,12 +9,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from outrider.cli import app
+from command_line import app
 from tests.k8s.test_manifests import SECRETS
 
 ROOT = Path(__file__).parents[2]
-THREATS = ROOT / "k8s" / "threat_model.md"
-GUIDE = ROOT / "k8s" / "README.md"
+OPERATIONS = ROOT / "docs" / "operations"
+THREATS = OPERATIONS / "threat-model.md"
+GUIDE = OPERATIONS / "kubernetes.md"
+CANARY = OPERATIONS / "canary.md"
 TEST = re.compile(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py)?)(?:::(test_\w+))?`")
 
 
@@ -39,7 +41,7 @@ def test_every_threat_names_a_test_or_says_that_it_is_not_stopped() -> None:
             assert TEST.search(row.split("|")[-2]) or "not stopped" in row, row
 
 
-@pytest.mark.parametrize("page", [THREATS, GUIDE])
+@pytest.mark.parametrize("page", sorted(OPERATIONS.glob("*.md")), ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
@@ -64,7 +66,7 @@ def test_the_guide_says_what_to_make_and_whom_to_let_in() -> None:
 
 
 def test_canary_commands_of_the_guide_have_the_flags_that_it_gives_them() -> None:
-    commands = re.findall(r"`(?:outrider )?canary ([a-z]+)((?: --?[^`]*)?)`", GUIDE.read_text())
+    commands = re.findall(r"`(?:outrider )?canary ([a-z]+)((?: --?[^`]*)?)`", CANARY.read_text())
     assert {name for name, _ in commands} == {"start", "status", "promote", "abort", "clear"}
     for name, flags in commands:
         shown = CliRunner().invoke(app, ["canary", name, "--help"], env={"COLUMNS": "200"})

@@ -1,4 +1,4 @@
-"""What Serve starts for HAProxy in a pod: it is where Serve looks, runs, and opens the two public ports alone."""
+"""Tests of the script that Serve runs as HAProxy: it is where Serve looks, runs, and opens only the public ports."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ray.serve._private import constants as serve_constants
 from ray.serve.schema import ServeDeploySchema
 from torch.distributed.run import get_args_parser
 
-from coordinator.app import application
+from coordinator.hosting.app import application
 from draft_worker.__main__ import parse_arguments as parse_draft
 from target_worker.__main__ import parse_arguments as parse_target
 from tests.k8s import coordinator_rules, rules
@@ -98,7 +98,7 @@ def test_serve_reads_its_configuration(objects: list[dict[str, Any]]) -> None:
     (service,) = [each for each in objects if each["kind"] == "RayService"]
     found = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     (application,) = found.applications
-    assert application.import_path == "coordinator.app:application"
+    assert application.import_path == "coordinator.hosting.app:application"
     (deployment,) = application.deployments
     assert isinstance(deployment.graceful_shutdown_timeout_s, float | int)
     assert deployment.graceful_shutdown_timeout_s >= GENERATION_S
@@ -158,9 +158,7 @@ def test_workers_know_the_flags_that_they_are_given(objects: list[dict[str, Any]
 def test_ranks_of_a_group_have_one_command_line_that_torchrun_reads() -> None:
     objects = rendered(K8S / "overlays" / "prod-gpu-multinode")
     group = first(objects, "LeaderWorkerSet", "target")["spec"]["leaderWorkerTemplate"]
-    (leader,), (follower,) = (
-        group[kind]["spec"]["containers"] for kind in ("leaderTemplate", "workerTemplate")
-    )
+    (leader,), (follower,) = (group[kind]["spec"]["containers"] for kind in ("leaderTemplate", "workerTemplate"))
     for what in ("image", "command", "args", "env", "resources"):
         assert leader[what] == follower[what]
     names = {each["name"] for each in leader["env"]} | {
@@ -189,7 +187,7 @@ def first(objects: Sequence[dict[str, Any]], kind: str, name: str) -> dict[str, 
 
 
 def spec_of(objects: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Of the pods with this name, whatever makes them; to be spoilt."""
+    """The spec of the pods with this name, whatever creates them; tests modify it in place."""
     found = next(pod for pod in pods(objects) if pod.labels["app.kubernetes.io/name"] == name)
     assert isinstance(found.spec, dict)
     return found.spec
@@ -266,7 +264,7 @@ def forget_models(objects: list[dict[str, Any]]) -> None:
 
 
 def set_variable(objects: list[dict[str, Any]], name: str, value: str | None) -> None:
-    """Of coordinators; None takes it away."""
+    """Sets an environment variable of coordinators; None removes it."""
     variables = container_of(objects, "coordinator")["env"]
     variables[:] = [each for each in variables if each["name"] != name]
     if value is not None:
@@ -363,9 +361,7 @@ def budget_for_all(objects: list[dict[str, Any]]) -> None:
     ],
     ids=lambda mistake: mistake.__name__,
 )
-def test_a_mistake_is_found(
-    objects: list[dict[str, Any]], mistake: Callable[[list[dict[str, Any]]], None]
-) -> None:
+def test_a_mistake_is_found(objects: list[dict[str, Any]], mistake: Callable[[list[dict[str, Any]]], None]) -> None:
     spoilt = copy.deepcopy(objects)
     mistake(spoilt)
     assert broken(spoilt)
@@ -480,9 +476,7 @@ def shut_rays_redis(objects: list[dict[str, Any]]) -> None:
 
 def rename_the_head(objects: list[dict[str, Any]]) -> None:
     cluster = first(objects, "RayService", "coordinator")["spec"]["rayClusterConfig"]
-    cluster["headGroupSpec"]["template"]["metadata"]["labels"] = {
-        "app.kubernetes.io/name": "coordinator-head"
-    }
+    cluster["headGroupSpec"]["template"]["metadata"]["labels"] = {"app.kubernetes.io/name": "coordinator-head"}
 
 
 def open_every_port(objects: list[dict[str, Any]]) -> None:
@@ -628,9 +622,7 @@ def open_all_services(objects: list[dict[str, Any]]) -> None:
 
 
 def open_rays_service(objects: list[dict[str, Any]]) -> None:
-    rules_of(objects, "GRPCRoute")[0]["matches"].append(
-        {"method": {"service": "ray.serve.RayServeAPIService"}}
-    )
+    rules_of(objects, "GRPCRoute")[0]["matches"].append({"method": {"service": "ray.serve.RayServeAPIService"}})
 
 
 def hang_up_early(objects: list[dict[str, Any]]) -> None:
@@ -720,9 +712,7 @@ def test_a_misspelt_field_of_a_route_is_found(production: list[dict[str, Any]], 
         ("RayService", ("spec", "rayClusterConfig"), "workerGroups"),
     ],
 )
-def test_a_misspelt_field_is_found(
-    objects: list[dict[str, Any]], kind: str, path: tuple[str, ...], name: str
-) -> None:
+def test_a_misspelt_field_is_found(objects: list[dict[str, Any]], kind: str, path: tuple[str, ...], name: str) -> None:
     spoilt = copy.deepcopy(next(each for each in objects if each["kind"] == kind))
     place = spoilt
     for step in path:

@@ -22,7 +22,7 @@ from tests.k8s.exporters import Exports, exports
 from tests.k8s.test_manifests import K8S, check, needs_kustomize, rendered
 
 MONITORING = K8S / "components" / "monitoring"
-GUIDE = K8S / "README.md"
+GUIDE = K8S.parent / "docs" / "operations" / "runbooks.md"
 TESTS = sorted((MONITORING / "tests").glob("*.yaml"))
 Json = dict[str, Any]
 
@@ -55,7 +55,7 @@ def all_tests() -> list[Json]:
 
 
 def dashboard_queries(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Where, the query, and its legend."""
+    """Each query of a dashboard: the panel or variable that has it, the PromQL and the legend."""
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
             yield f"{dashboard['uid']}: {panel['title']}", target["expr"], target["legendFormat"]
@@ -76,7 +76,7 @@ def keda_queries() -> Iterator[tuple[str, str, str]]:
 
 
 def runbook_queries() -> Iterator[tuple[str, str, str]]:
-    for section in re.split(r"^### ", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## ", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         for query in re.findall(r"```promql\n(.*?)```", section, re.DOTALL):
             yield f"runbook {section.splitlines()[0]}", query, ""
 
@@ -203,7 +203,7 @@ class TestAlerts:
         recorded = queries.recorded(all_rules(), exported)
         for alert in all_alerts():
             labels = queries.read(alert["expr"], exported, recorded).labels or ()
-            assert list(alerts.speaking_of_labels_it_has_not(alert, labels)) == []
+            assert list(alerts.naming_labels_it_has_not(alert, labels)) == []
 
     def test_runbooks_are_of_alerts_that_there_are(self, anchors: set[str]) -> None:
         names = {alert["alert"].lower() for alert in all_alerts()}
@@ -235,9 +235,7 @@ class TestAlerts:
             ),
         ],
     )
-    def test_a_mistake_is_found(
-        self, spoil: Callable[[Json], object], mistake: str, anchors: set[str]
-    ) -> None:
+    def test_a_mistake_is_found(self, spoil: Callable[[Json], object], mistake: str, anchors: set[str]) -> None:
         alert = copy.deepcopy(all_alerts()[0])
         spoil(alert)
         assert mistake in " ".join(alerts.without_a_way_out([alert], anchors))
@@ -247,7 +245,7 @@ class TestAlerts:
 
     def test_a_label_that_an_alert_has_not_is_found(self) -> None:
         alert = {"alert": "X", "annotations": {"summary": "{{ $labels.model_name }}"}}
-        assert list(alerts.speaking_of_labels_it_has_not(alert, ["namespace"]))
+        assert list(alerts.naming_labels_it_has_not(alert, ["namespace"]))
 
     @pytest.mark.parametrize("lost", ["exp_samples", "name"])
     def test_an_alert_without_a_test_is_found(self, lost: str) -> None:
@@ -274,9 +272,7 @@ class TestPromtool:
         return tmp_path
 
     def run(self, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["promtool", *words], cwd=folder, capture_output=True, text=True, check=False, timeout=60
-        )
+        return subprocess.run(["promtool", *words], cwd=folder, capture_output=True, text=True, check=False, timeout=60)
 
     def test_rules_are_valid(self, folder: Path) -> None:
         done = self.run(folder, "check", "rules", "rules.yaml")
@@ -375,21 +371,15 @@ class TestComponent:
         objects = rendered(K8S / "overlays" / "prod-gpu")
         (service,) = [each for each in objects if each["kind"] == "RayService"]
         serve = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
-        (container,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"][
-            "containers"
-        ]
+        (container,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
         num_cpus = serve["deployments"][0]["ray_actor_options"]["num_cpus"]
         fitting = int(container["resources"]["requests"]["cpu"]) // num_cpus
         num_replicas = min(fitting, serve["deployments"][0].get("max_replicas_per_node", fitting))
         first = serve["args"]["metrics_port"]
         named = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert [named.get(f"replica-{index}") for index in range(num_replicas)] == [
-            *range(first, first + num_replicas)
-        ]
+        assert [named.get(f"replica-{index}") for index in range(num_replicas)] == [*range(first, first + num_replicas)]
         (monitor,) = [
-            each
-            for each in objects
-            if (each["kind"], each["metadata"]["name"]) == ("PodMonitor", "coordinator")
+            each for each in objects if (each["kind"], each["metadata"]["name"]) == ("PodMonitor", "coordinator")
         ]
         scraped = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
         assert scraped == {name for name in named if name.startswith("replica-")}

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.certificate_authority import CertificateAuthority
-from outrider.free_ports import free_ports
-from outrider.tls import Role
+from outrider.local.free_ports import free_ports
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role
 
 ROOT = Path(__file__).parents[2]
 SET = ROOT / "k8s" / "components" / "multinode-target" / "leaderworkerset.yaml"
@@ -30,7 +30,7 @@ END_S = 30.0  # well below the shutdown timeout: nobody waits for it in vain
 def commands(
     port: int, metrics_port: int, health_port: int, rendezvous_port: int, certificates: Path
 ) -> list[list[str]]:
-    """Of the leader and its follower, with this machine for both nodes."""
+    """The command lines of the leader and its follower, with this machine as both nodes."""
     document = next(yaml.safe_load_all(SET.read_text(encoding="utf-8")))
     (container,) = document["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
     whole: list[str] = [*container["command"], *container["args"]]

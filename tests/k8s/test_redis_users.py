@@ -10,10 +10,10 @@ import pytest
 import redis
 
 from outrider.errors import RegistryUnavailable
-from outrider.redis_connection import without_password
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import JournalUpdate, JournalWriter, Registry
-from outrider.worker_record import Pool
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry.redis_connection import without_password
+from outrider.registry.registry import JournalUpdate, JournalWriter, Registry
+from outrider.registry.worker_record import Pool
 from tests.coordinator.fakes import record_of
 
 UPDATE = JournalUpdate(JournalWriter("a replica", 1), {"payload": "a prompt"}, 10, 0)
@@ -27,9 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     try:
         plain = server.start()
         made = tmp_path_factory.mktemp("users")
-        subprocess.run(
-            ["sh", SCRIPT, made, "redis://" + plain.rpartition("@")[2].partition("/")[0]], check=True
-        )
+        subprocess.run(["sh", SCRIPT, made, "redis://" + plain.rpartition("@")[2].partition("/")[0]], check=True)
         with redis.Redis.from_url(plain) as client:
             for line in (made / "users.conf").read_text().splitlines():
                 client.execute_command("ACL", "SETUSER", *line.split()[1:])

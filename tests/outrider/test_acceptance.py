@@ -1,4 +1,4 @@
-"""What blocks of hints promise, from how far they held."""
+"""Tests of acceptance estimates: the extra tokens expected of a block of hints, from how many were accepted before."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.acceptance import NUM_POSITIONS, BlockAcceptance, extra_tokens_at
+from outrider.hints.acceptance import NUM_POSITIONS, BlockAcceptance, extra_tokens_at
 
 
 def observed(rates: list[float], num_hints: int, num_blocks: int = 20_000, seed: int = 1) -> BlockAcceptance:
-    """Blocks of `num_hints` whose position i holds with `rates[i]`, the last rate standing for all after it."""
+    """An estimate from blocks of `num_hints`: position i is accepted at `rates[i]`, later ones at the last rate."""
     chance, made = random.Random(seed), BlockAcceptance.of_what_is_seen(decay=1.0)
     for _ in range(num_blocks):
         held = 0
@@ -29,9 +29,7 @@ def test_before_the_first_hint_nothing_is_promised() -> None:
 
 @pytest.mark.parametrize("num_hints", [1, 3, 8, 12])
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.3, 0.6])
-def test_a_flat_pattern_promises_what_its_rate_does_whatever_the_block_length(
-    rate: float, num_hints: int
-) -> None:
+def test_a_flat_pattern_promises_what_its_rate_does_whatever_the_block_length(rate: float, num_hints: int) -> None:
     made = observed([rate], num_hints)
     # 20,000 blocks: a rate of 0.6 is known to 0.0035 (one standard deviation), its promise to 0.02.
     assert made.rate == pytest.approx(rate, abs=0.02)

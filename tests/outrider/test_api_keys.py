@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider import api_keys, watched_files
-from outrider.api_keys import ANYBODY, KeyFile, KeyRing, Scope, digest, entry, new_key
+from coordinator.access import api_keys
+from coordinator.access.api_keys import ANYBODY, KeyFile, KeyRing, Scope, digest, entry, new_key
 from outrider.errors import ConfigurationError, Forbidden, Unauthenticated, Unavailable
+from outrider.security import watched_files
 
 NOW = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)
 GENERATE = frozenset({Scope.GENERATE})
@@ -46,9 +47,7 @@ class TestRing:
         assert KeyRing.parse("[tenants.search]\nrequests_per_minute = 1\n") is not None
 
     @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "inf"])
-    def test_a_number_of_sequences_that_would_refuse_for_ever_or_is_none_is_not_taken(
-        self, limit: str
-    ) -> None:
+    def test_a_number_of_sequences_that_would_refuse_for_ever_or_is_none_is_not_taken(self, limit: str) -> None:
         with pytest.raises(ValueError, match="max_concurrent_sequences"):
             KeyRing.parse(f"[tenants.search]\nmax_concurrent_sequences = {limit}\n")
 
@@ -138,9 +137,7 @@ class TestRing:
             ("[[keys", "at"),
         ],
     )
-    def test_a_file_that_is_not_understood_is_refused_and_quotes_no_secret(
-        self, text: str, complaint: str
-    ) -> None:
+    def test_a_file_that_is_not_understood_is_refused_and_quotes_no_secret(self, text: str, complaint: str) -> None:
         with pytest.raises(ValueError, match=complaint) as caught:
             KeyRing.parse(text)
         assert "or-secret" not in str(caught.value)
@@ -192,9 +189,7 @@ class TestFile:
         assert file.authenticate(f"Bearer {keys['b']}").tenant == "b"
         assert not degraded(file)
 
-    @pytest.mark.parametrize(
-        "slip", ["[[keys", "[tenants", "tenant = ", '[[keys]]\ntenant = "x"\n', "[key]\n"]
-    )
+    @pytest.mark.parametrize("slip", ["[[keys", "[tenants", "tenant = ", '[[keys]]\ntenant = "x"\n', "[key]\n"])
     def test_a_key_that_is_taken_out_is_closed_though_the_file_has_a_slip_elsewhere(
         self, tmp_path: Path, slip: str
     ) -> None:

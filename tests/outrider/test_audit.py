@@ -108,9 +108,7 @@ def test_where_the_plain_run_ended_the_token_that_ended_it_counts() -> None:
         (Divergence(2, 7, 9), TokenWeights(1, {1: -0.5})),
     ],
 )
-def test_what_the_server_does_not_show_has_no_margin(
-    divergence: Divergence, weights: TokenWeights | None
-) -> None:
+def test_what_the_server_does_not_show_has_no_margin(divergence: Divergence, weights: TokenWeights | None) -> None:
     assert margin(divergence, weights) is None
 
 

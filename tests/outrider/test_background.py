@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from outrider.background import end_tasks, until_ended
+from outrider.concurrency.background import end_tasks, until_ended
 
 
 async def stubborn(num_swallowed: int) -> None:

@@ -14,8 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from outrider import checkpoint_fingerprint as module
-from outrider.checkpoint_fingerprint import NUM_WINDOWS, WINDOW_BYTES, checkpoint_fingerprint, windows
+from outrider.engine.loading import checkpoint_fingerprint as module
+from outrider.engine.loading.checkpoint_fingerprint import (
+    NUM_WINDOWS,
+    WINDOW_BYTES,
+    checkpoint_fingerprint,
+    windows,
+)
 from outrider.errors import ConfigurationError
 
 Tensors = dict[str, npt.NDArray[np.float32]]
@@ -49,9 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) ->
         }
         begin += tensor.nbytes
     encoded = json.dumps(header).encode()
-    path.write_bytes(
-        struct.pack("<Q", len(encoded)) + encoded + b"".join(each.tobytes() for each in tensors.values())
-    )
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(each.tobytes() for each in tensors.values()))
 
 
 def write_model(folder: Path, tensors: Tensors | None = None, config: dict[str, Any] | None = None) -> Path:
@@ -127,9 +130,7 @@ class TestIdentity:
         ],
         ids=["added", "missing", "of another shape", "under other names"],
     )
-    def test_other_tensors_make_another_model(
-        self, tmp_path: Path, change: Callable[[Tensors], Tensors]
-    ) -> None:
+    def test_other_tensors_make_another_model(self, tmp_path: Path, change: Callable[[Tensors], Tensors]) -> None:
         original = write_model(tmp_path / "model")
         changed = write_model(tmp_path / "changed", change(some_tensors()))
         assert checkpoint_fingerprint(original) != checkpoint_fingerprint(changed)
@@ -174,9 +175,7 @@ class TestConfiguration:
     def test_how_weights_are_quantized_is_compared_word_for_word(self, tmp_path: Path) -> None:
         """A `dtype` in there says how to read the weights."""
         first, second = (
-            write_model(
-                tmp_path / name, config=CONFIG | {"quantization_config": {"quant_method": "x", "dtype": name}}
-            )
+            write_model(tmp_path / name, config=CONFIG | {"quantization_config": {"quant_method": "x", "dtype": name}})
             for name in ("int8", "int4")
         )
         assert checkpoint_fingerprint(first) != checkpoint_fingerprint(second)
@@ -196,9 +195,7 @@ class TestConfiguration:
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 16}))
         seen.add(checkpoint_fingerprint(folder))
         for value in (0.0, 1.0):
-            write_tensors(
-                folder / "adapter_model.safetensors", {"lora_A": np.full((4, 4), value, np.float32)}
-            )
+            write_tensors(folder / "adapter_model.safetensors", {"lora_A": np.full((4, 4), value, np.float32)})
             seen.add(checkpoint_fingerprint(folder))
         assert len(seen) == 4
 
@@ -214,7 +211,7 @@ class TestConfiguration:
 
 class TestCost:
     def test_reads_of_a_large_checkpoint_are_bounded(self) -> None:
-        """Of 140 GB in 723 tensors; each read is one window."""
+        """A checkpoint of 140 GB in 723 tensors takes at most NUM_WINDOWS reads of one window each."""
         num_tensors, num_bytes = 723, 140 * 10**9
         parts = list(windows(num_bytes // num_tensors, NUM_WINDOWS // num_tensors))
         assert num_tensors * len(parts) <= NUM_WINDOWS

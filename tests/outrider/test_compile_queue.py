@@ -22,18 +22,18 @@ class Builds:
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.gate = threading.Event()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def __call__(self, name: str) -> str:
-        with self._news:
+        with self._changed:
             self.begun.append(name)
-            self._news.notify_all()
+            self._changed.notify_all()
         assert self.gate.wait(30)
         return f"compiled {name}"
 
     def wait_for(self, names: list[str]) -> bool:
-        with self._news:
-            return self._news.wait_for(lambda: self.begun == names, timeout=30)
+        with self._changed:
+            return self._changed.wait_for(lambda: self.begun == names, timeout=30)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ async def test_eight_callers_with_one_grammar_compile_it_once(builds: Builds) ->
     await until_begun(builds, "same")
     builds.gate.set()
     assert await asyncio.gather(*asked) == ["compiled same"] * 8
-    assert queue.get(b"same", "", lambda: builds("same")) == "compiled same"
+    assert await ask(queue, builds, "same") == "compiled same"
     assert builds.begun == ["same"]
 
 
@@ -101,7 +101,7 @@ async def test_no_more_wait_than_there_is_room_for(builds: Builds, monkeypatch: 
     queue = CompileQueue[str](4)
     greedy = [ask(queue, builds, f"greedy {index}", "greedy") for index in range(4)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="too many requests wait"):
+    with pytest.raises(Overloaded, match="too many grammars are waiting"):
         await ask(queue, builds, "greedy 4", "greedy")
     others = [ask(queue, builds, f"other {index}", f"owner {index}") for index in range(4)]
     await asyncio.sleep(0)

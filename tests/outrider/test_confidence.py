@@ -1,4 +1,4 @@
-"""What a draft's confidence is worth is learned from hints that were tried, whatever the draft says."""
+"""Tests of calibration: what a draft's confidence means is learned from verified hints, whatever the draft reports."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.confidence import CHANCE_MAX, NUM_LEVELS, Calibration, confidence_level
+from outrider.hints.confidence import CHANCE_MAX, NUM_LEVELS, Calibration, confidence_level
 
 LEVELS = st.integers(0, NUM_LEVELS)
 CHANCES = st.floats(0.0, 1.0)
 
 
-def learned(
-    truth: Callable[[float, float], float], num_hints: int = 4000
-) -> tuple[Calibration, random.Random]:
-    """After hints of random confidence and record, which hold with the chance that `truth` says."""
+def learned(truth: Callable[[float, float], float], num_hints: int = 4000) -> tuple[Calibration, random.Random]:
+    """A calibration after hints of random confidence and record, which are accepted with the probability `truth`."""
     calibration, rng = Calibration(), random.Random(5)
     for _ in range(num_hints):
         confidence, record = rng.random(), rng.uniform(0.2, 0.95)
-        has_held = rng.random() < truth(confidence, record)
-        calibration.observe(confidence_level(confidence), record, has_held=has_held)
+        is_accepted = rng.random() < truth(confidence, record)
+        calibration.observe(confidence_level(confidence), record, is_accepted=is_accepted)
     return calibration, rng
 
 
@@ -34,17 +32,17 @@ def mean_error(calibration: Calibration, truth: Callable[[float, float], float])
 
 
 def modest(confidence: float, record: float) -> float:
-    """A draft that is right far more often than it says."""
+    """Acceptance of a draft that is right far more often than its confidence."""
     return 1.0 / (1.0 + math.exp(-(1.5 + 2.0 * math.log(confidence / (1.001 - confidence)))))
 
 
 def boastful(confidence: float, record: float) -> float:
-    """One that is right far less often."""
+    """Acceptance of a draft that is right far less often than its confidence."""
     return 0.4 * confidence
 
 
 def by_record(confidence: float, record: float) -> float:
-    """One whose confidence says nothing."""
+    """Acceptance of a draft whose confidence is uninformative."""
     return record
 
 
@@ -68,16 +66,14 @@ class TestLearning:
         calibration, rng = learned(modest)
         for _ in range(2000):
             confidence = rng.random()
-            calibration.observe(
-                confidence_level(confidence), 0.1, has_held=rng.random() < boastful(confidence, 0.1)
-            )
+            calibration.observe(confidence_level(confidence), 0.1, is_accepted=rng.random() < boastful(confidence, 0.1))
         assert calibration.chance(confidence_level(0.6), 0.1) < 0.4
 
 
 def test_without_confidence_the_record_counts_and_nothing_is_learned() -> None:
     calibration = Calibration()
     for _ in range(50):
-        calibration.observe(0, 0.9, has_held=False)
+        calibration.observe(0, 0.9, is_accepted=False)
     assert calibration == Calibration()
     assert calibration.chance(0, 0.37) == 0.37
 
@@ -90,12 +86,10 @@ def test_at_first_the_surer_hint_is_the_likelier(low: int, high: int, record: fl
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(seen=st.lists(st.tuples(LEVELS, CHANCES, st.booleans()), max_size=300), level=LEVELS, record=CHANCES)
-def test_chances_stay_chances_whatever_is_seen(
-    seen: list[tuple[int, float, bool]], level: int, record: float
-) -> None:
+def test_chances_stay_chances_whatever_is_seen(seen: list[tuple[int, float, bool]], level: int, record: float) -> None:
     calibration = Calibration()
-    for known, own, has_held in seen * 3:
-        calibration.observe(known, own, has_held=has_held)
+    for known, own, is_accepted in seen * 3:
+        calibration.observe(known, own, is_accepted=is_accepted)
     assert 0.0 <= calibration.chance(level, record) <= max(CHANCE_MAX, record)
 
 
@@ -103,11 +97,11 @@ def test_a_draft_that_is_always_right_moves_nothing_for_ever() -> None:
     """And one that turns after long honesty breaks nothing: a score stays one that can be computed with."""
     calibration = Calibration()
     for _ in range(200_000):
-        calibration.observe(NUM_LEVELS, 0.99, has_held=True)
+        calibration.observe(NUM_LEVELS, 0.99, is_accepted=True)
     assert max(map(abs, (calibration.bias, calibration.of_confidence, calibration.of_record))) < 2.0
     hostile = Calibration(0.0, 1e6, 1e6)
     assert hostile.chance(1, 0.01) == pytest.approx(0.0, abs=1e-9)
-    hostile.observe(1, 0.01, has_held=True)
+    hostile.observe(1, 0.01, is_accepted=True)
 
 
 def test_a_broken_model_is_not_sure_of_anything() -> None:

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from outrider import free_ports as module
-from outrider.free_ports import free_ports
+from outrider.local import free_ports as module
+from outrider.local.free_ports import free_ports
 
 
 def test_they_differ_and_no_outgoing_connection_gets_them() -> None:

@@ -1,4 +1,4 @@
-"""What a grammar permits after any tokens, and that asking about guesses never changes the answer."""
+"""Tests of grammars: the tokens permitted after any output, and that queries about guesses change no answer."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from outrider.grammar import GrammarCompiler, GrammarState, GrammarViolation
 from outrider.grammar.position import Position
 from outrider.grammar.source import MAX_INTERSECTED_PATTERNS
 from outrider.sampling_params import GrammarKind, GrammarSpec
+from tests import grammars
 from tests.schemas.catalog import DIGIT, SCHEMAS, WORD, array, record
 from tests.schemas.validity import check
 from tests.schemas.walk import permitted_token_ids, walk_to_the_end
@@ -37,26 +38,24 @@ GRAMMARS = [
     GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON), any_whitespace=True),
     GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"const": "forced from <|eos|> end to end"})),
     GrammarSpec(GrammarKind.REGEX, "(yes|no|maybe)( indeed){0,3}"),
-    GrammarSpec(
-        GrammarKind.LARK, 'start: expr\nexpr: NUM | "(" expr ("+" | "-") expr ")"\nNUM: /[0-9]{1,3}/'
-    ),
+    GrammarSpec(GrammarKind.LARK, 'start: expr\nexpr: NUM | "(" expr ("+" | "-") expr ")"\nNUM: /[0-9]{1,3}/'),
 ]
 HOSTILE = [-1, -(2**70), VOCAB_SIZE, VOCAB_SIZE + 1, 2**31, 2**32 + 5, 2**70, 0, 2]
 
-starts = [COMPILER.compile(spec) for spec in GRAMMARS]
+starts = [grammars.compiled(COMPILER, spec) for spec in GRAMMARS]
 token_ids = st.one_of(st.integers(0, VOCAB_SIZE - 1), st.just(EOS), st.sampled_from(HOSTILE))
 
 
 def schema(value: Any, **options: bool) -> GrammarState:
-    return COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value), **options))
+    return grammars.compiled(COMPILER, GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value), **options))
 
 
 def regex(text: str) -> GrammarState:
-    return COMPILER.compile(GrammarSpec(GrammarKind.REGEX, text))
+    return grammars.compiled(COMPILER, GrammarSpec(GrammarKind.REGEX, text))
 
 
 def lark(text: str) -> GrammarState:
-    return COMPILER.compile(GrammarSpec(GrammarKind.LARK, text))
+    return grammars.compiled(COMPILER, GrammarSpec(GrammarKind.LARK, text))
 
 
 def encode(text: str) -> list[int]:
@@ -246,10 +245,8 @@ def test_the_empty_text_is_complete_at_once() -> None:
 
 
 def test_every_end_of_sequence_id_is_permitted_and_the_lowest_is_forced() -> None:
-    compiler = GrammarCompiler(
-        TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([2, 1, 999_999])
-    )
-    state = compiler.compile(GrammarSpec(GrammarKind.REGEX, "a?"))
+    compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([2, 1, 999_999]))
+    state = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "a?"))
     assert set(permitted_token_ids(state)) == {1, 2, *encode("a")}
     state.advance(encode("a"))
     assert permitted_token_ids(state) == [1, 2]
@@ -258,7 +255,7 @@ def test_every_end_of_sequence_id_is_permitted_and_the_lowest_is_forced() -> Non
 
 def test_a_model_without_end_of_sequence_is_told_by_completeness_alone() -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
-    state = compiler.compile(GrammarSpec(GrammarKind.REGEX, "a"))
+    state = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "a"))
     state.advance(encode("a"))
     assert state.is_complete
     assert permitted_token_ids(state) == []
@@ -267,11 +264,11 @@ def test_a_model_without_end_of_sequence_is_told_by_completeness_alone() -> None
 
 def test_an_output_layer_may_be_wider_or_narrower_than_the_tokenizer() -> None:
     wide = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE + 64, eos_token_ids=frozenset([EOS]))
-    mask = wide.compile(GrammarSpec(GrammarKind.REGEX, "(?s:.*)")).masks([[]])[0]
+    mask = grammars.compiled(wide, GrammarSpec(GrammarKind.REGEX, "(?s:.*)")).masks([[]])[0]
     assert mask.shape == (VOCAB_SIZE + 64,)
     assert not mask[VOCAB_SIZE:].any()
     narrow = GrammarCompiler(TOKENIZER_JSON, vocab_size=300, eos_token_ids=frozenset([EOS]))
-    mask_of_few = narrow.compile(GrammarSpec(GrammarKind.REGEX, "(?s:.*)")).masks([[]])[0]
+    mask_of_few = grammars.compiled(narrow, GrammarSpec(GrammarKind.REGEX, "(?s:.*)")).masks([[]])[0]
     np.testing.assert_array_equal(mask_of_few, mask[:300])
 
 
@@ -318,7 +315,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
     kind: GrammarKind, text: str, reason: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as refusal:
-        COMPILER.check(GrammarSpec(kind, text))
+        grammars.check(COMPILER, GrammarSpec(kind, text))
     assert refusal.value.parameter == "grammar"
     assert "<non-verbose" not in refusal.value.message
 
@@ -331,10 +328,7 @@ def test_properties_may_be_called_like_keywords() -> None:
 
 def test_patterns_that_a_string_must_match_all_at_once_are_bounded() -> None:
     def patterns(count: int) -> list[dict[str, str]]:
-        return [
-            {"type": "string", "pattern": f"^[a-z]*{letter}[a-z]*$"}
-            for letter in "abcdefghijklmnopqrstu"[:count]
-        ]
+        return [{"type": "string", "pattern": f"^[a-z]*{letter}[a-z]*$"} for letter in "abcdefghijklmnopqrstu"[:count]]
 
     with pytest.raises(InvalidRequest, match="patterns and formats"):
         schema({"allOf": patterns(MAX_INTERSECTED_PATTERNS + 1)})
@@ -345,9 +339,7 @@ def test_a_long_chain_of_references_does_not_overflow_the_stack() -> None:
     chain: dict[str, Any] = {str(index): {"$ref": f"#/$defs/{index + 1}"} for index in range(5000)}
     assert permitted_token_ids(schema({"$ref": "#/$defs/0", "$defs": chain | {"5000": {"type": "null"}}}))
     rules = "\n".join(f'r{index}: "a" r{index + 1}' for index in range(8000))
-    assert permitted_token_ids(lark(f'start: r0\n{rules}\nr8000: "b"')) == lark('start: "aaaa"').forced_after(
-        [], 1
-    )
+    assert permitted_token_ids(lark(f'start: r0\n{rules}\nr8000: "b"')) == lark('start: "aaaa"').forced_after([], 1)
 
 
 def test_a_grammar_without_a_way_on_ends_the_sequence_cleanly() -> None:
@@ -360,9 +352,7 @@ def test_a_grammar_without_a_way_on_ends_the_sequence_cleanly() -> None:
 
 def test_a_guess_that_runs_into_a_limit_does_not_end_the_sequence() -> None:
     vocabulary = COMPILER._vocabulary()
-    grammar = LLMatcher.grammar_from_lark(
-        'start: "x" "y"* | "a" many\nmany: one*\none: "b" | "b" "b" | one "c"'
-    )
+    grammar = LLMatcher.grammar_from_lark('start: "x" "y"* | "a" many\nmany: one*\none: "b" | "b" "b" | one "c"')
 
     def start() -> Position:
         limits = LLParserLimits(verbose_errors=False, step_max_items=30)
@@ -380,7 +370,7 @@ def test_one_compiler_serves_many_threads() -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
 
     def walk(seed: int) -> str:
-        state = compiler.compile(GRAMMARS[0])
+        state = grammars.compiled(compiler, GRAMMARS[0])
         return decode(walk_to_the_end(state, seed, EOS, num_tokens_max=600))
 
     with ThreadPoolExecutor(4) as executor:
@@ -406,11 +396,11 @@ def test_ids_may_have_gaps(tmp_path: Path) -> None:
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     path = _write_tokenizer(tmp_path, alphabet | {"<end>": 300}, [(300, "<end>")])
     compiler = GrammarCompiler(path, vocab_size=320, eos_token_ids=frozenset([300]))
-    state = compiler.compile(GrammarSpec(GrammarKind.REGEX, "<end>"))
+    state = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "<end>"))
     forced = state.forced_after([], 20)
     assert forced == [*(alphabet[letter] for letter in "<end>"), 300]
     assert state.num_valid(forced) == len(forced)
-    anything = compiler.compile(GrammarSpec(GrammarKind.REGEX, "(?s:.*)")).masks([[]])[0]
+    anything = grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "(?s:.*)")).masks([[]])[0]
     assert not anything[256:300].any()
     assert not anything[301:].any()
 
@@ -420,7 +410,7 @@ def test_a_tokenizer_without_known_bytes_refuses_grammars_by_name(tmp_path: Path
     words.save(str(tmp_path / "tokenizer.json"))
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", vocab_size=2, eos_token_ids=frozenset())
     with pytest.raises(InvalidRequest, match="cannot follow grammars") as refusal:
-        compiler.check(GRAMMARS[0])
+        grammars.check(compiler, GRAMMARS[0])
     assert refusal.value.parameter == "grammar"
 
 
@@ -431,5 +421,5 @@ def test_json_within_a_lark_grammar_is_as_compact_as_json_alone() -> None:
     spaced = TOKENIZER.encode('<call>{ "a": null}', add_special_tokens=False).ids
     assert lark(grammar).num_valid(whole) == len(whole)
     assert lark(grammar).num_valid(spaced) < len(spaced)
-    free = COMPILER.compile(GrammarSpec(GrammarKind.LARK, grammar, any_whitespace=True))
+    free = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.LARK, grammar, any_whitespace=True))
     assert free.num_valid(spaced) == len(spaced)

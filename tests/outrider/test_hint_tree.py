@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.hint_tree import MAX_PATH_KEPT, ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint, HintTree
+from outrider.hints.hint_tree import (
+    MAX_PATH_KEPT,
+    ROOT_ID,
+    WEIGHT_TOTAL_MAX,
+    DraftDistribution,
+    Hint,
+    HintTree,
+)
 
 TOKENS = st.integers(0, 2)
 
@@ -92,9 +99,7 @@ class HonestDelivery(RuleBasedStateMachine):
     def leave_a_gap(self, token_id: int) -> None:
         """A child whose parent never arrived."""
         self.next_id += 2
-        self.deliver(
-            self.model.attachment, self.model.base_len, [Hint(self.next_id - 1, self.next_id - 2, token_id)]
-        )
+        self.deliver(self.model.attachment, self.model.base_len, [Hint(self.next_id - 1, self.next_id - 2, token_id)])
 
     @rule(ahead=st.integers(1, 9))
     def claim_a_future_root(self, ahead: int) -> None:
@@ -121,9 +126,7 @@ class HonestDelivery(RuleBasedStateMachine):
 
 
 TestHonestDelivery = HonestDelivery.TestCase
-TestHonestDelivery.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestHonestDelivery.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
 
 WILD_HINTS = st.lists(
     st.builds(Hint, st.integers(0, 8), st.integers(0, 8), TOKENS), max_size=6

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.hint_tree import MAX_PATH_KEPT, ROOT_ID, Hint, HintTree
+from outrider.hints.hint_tree import MAX_PATH_KEPT, ROOT_ID, Hint, HintTree
 
 
 @dataclass
@@ -104,9 +104,7 @@ def check(tree: HintTree, reference: Reference) -> None:
     assert (tree.cursor is None) == reference.is_lost
     assert tree.primary_path(10_000) == reference.primary_path()
     assert tree.primary_path(2) == reference.primary_path()[:2]
-    assert tree.num_stale == reference.num_sent - len(reference.paths) - reference.num_used, (
-        "a hint is unaccounted for"
-    )
+    assert tree.num_stale == reference.num_sent - len(reference.paths) - reference.num_used, "a hint is unaccounted for"
     assert tree.primary_child(None) is None
     if reference.is_lost:
         assert len(tree) == 0
@@ -118,7 +116,7 @@ def check(tree: HintTree, reference: Reference) -> None:
         assert tree.primary_child(node_id) == (children[0] if children else None)
         for token_id in {hint.token_id for hint in children} | {99}:
             saying = [hint for hint in children if hint.token_id == token_id]
-            assert tree.child_saying(node_id, token_id) == (saying[0] if saying else None)
+            assert tree.child_with_token(node_id, token_id) == (saying[0] if saying else None)
 
 
 SMALL = st.integers(0, 7)
@@ -173,9 +171,7 @@ def test_a_long_life_among_liars(luck: int) -> None:
             next_id += 1
             parent = node_id if rng.random() < 0.7 else parent
         sender = attachment if rng.random() < 0.95 else rng.randrange(attachment)
-        assert tree.add(reference.committed, sender, base_len, hints) == reference.add(
-            sender, base_len, hints
-        )
+        assert tree.add(reference.committed, sender, base_len, hints) == reference.add(sender, base_len, hints)
         check(tree, reference)
         primary = [hint.token_id for hint in tree.primary_path(rng.randrange(1, 4))]
         token_ids = primary if is_loyal or rng.random() < 0.93 else [*primary, rng.randrange(3)]
@@ -192,7 +188,7 @@ def test_the_order_of_children_is_that_of_their_arrival_whatever_their_ids() -> 
     tree = HintTree()
     tree.add([1], 1, 1, [Hint(9, ROOT_ID, 5), Hint(3, ROOT_ID, 6), Hint(1, 9, 7), Hint(2, 3, 8)])
     assert [hint.token_id for hint in tree.primary_path(9)] == [5, 7]
-    assert tree.child_saying(ROOT_ID, 6) == Hint(3, ROOT_ID, 6)
+    assert tree.child_with_token(ROOT_ID, 6) == Hint(3, ROOT_ID, 6)
 
 
 def test_of_two_children_that_say_the_same_the_first_carries_the_cursor() -> None:

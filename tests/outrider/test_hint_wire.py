@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.confidence import NUM_LEVELS
-from outrider.hint_tree import DraftDistribution, Hint, HintTree
-from outrider.hint_wire import MAX_NODES_PER_MESSAGE, HintDecoder, HintEncoder
+from outrider.hints.confidence import NUM_LEVELS
+from outrider.hints.hint_tree import DraftDistribution, Hint, HintTree
+from outrider.hints.hint_wire import MAX_NODES_PER_MESSAGE, HintDecoder, HintEncoder
 from protos.outrider.v1 import hints_pb2
 
 VOCAB_SIZE = 50

@@ -18,6 +18,7 @@ from outrider.grammar import compiler as compiler_module
 from outrider.grammar.source import MAX_INTERSECTED_PATTERNS, to_llguidance
 from outrider.grammar.state import FREE_S, TOKEN_MAX_S
 from outrider.sampling_params import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
+from tests import grammars
 from tests.hostile import EFFORTS, try_out
 from tests.outrider.test_grammar import COMPILER, EOS, PERSON, TOKENIZER, TOKENIZER_JSON, VOCAB_SIZE
 from tests.schemas.walk import walk_to_the_end
@@ -35,7 +36,7 @@ FRAGMENTS = [
 def check(spec: GrammarSpec) -> None:
     began = time.process_time()
     with suppress(InvalidRequest):
-        COMPILER.check(spec)
+        grammars.check(COMPILER, spec)
     assert time.process_time() - began < SOON_S, spec.text[:200]
 
 
@@ -63,7 +64,7 @@ def test_numbers_that_json_does_not_have_are_refused(value: str) -> None:
         GrammarSpec(GrammarKind.LARK, f"start: %json {schema}"),
     ):
         with pytest.raises(InvalidRequest):
-            COMPILER.check(spec)
+            grammars.check(COMPILER, spec)
 
 
 PIECES = st.sampled_from(
@@ -92,7 +93,7 @@ def test_many_intersections_between_two_quotes_are_refused_before_they_are_compi
     patterns = " & ".join(f"/(.*)a(.{{{length}}})b(.*)/" for length in range(2, 24))
     began = time.process_time()
     with pytest.raises(InvalidRequest, match="&"):
-        COMPILER.check(GrammarSpec(GrammarKind.LARK, f'start: A\nA: /"/ & {patterns} & /"/'))
+        grammars.check(COMPILER, GrammarSpec(GrammarKind.LARK, f'start: A\nA: /"/ & {patterns} & /"/'))
     assert time.process_time() - began < SOON_S
 
 
@@ -134,7 +135,7 @@ def test_properties_are_counted_over_all_schemas_of_a_grammar() -> None:
 def test_what_no_text_could_follow_is_refused_at_once(schema: dict[str, object]) -> None:
     """The parser's limits would end every sequence at its first token."""
     with pytest.raises(InvalidRequest, match="does not compile"):
-        COMPILER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+        grammars.check(COMPILER, GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 def test_many_character_classes_are_refused_with_their_number() -> None:
@@ -143,7 +144,7 @@ def test_many_character_classes_are_refused_with_their_number() -> None:
 
 
 def test_an_ambiguous_grammar_reaches_its_limit_before_a_mask_takes_long() -> None:
-    state = COMPILER.compile(GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z ]/"))
+    state = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z ]/"))
     token_ids = list(range(3, 4096))
     worst_s = 0.0
     for _ in range(300):
@@ -166,7 +167,7 @@ def test_an_ambiguous_grammar_reaches_its_limit_before_a_mask_takes_long() -> No
 def test_a_sequence_is_told_when_its_grammar_takes_the_time_of_others(
     spent_s: float, affords_hints: bool, is_too_slow: bool
 ) -> None:
-    state = COMPILER.compile(GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
+    state = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
     state.advance(list(TOKENIZER.encode("abc").ids)[:1])
     state.spent_s = spent_s
     assert (state.affords_hints, state.is_too_slow) == (affords_hints, is_too_slow)
@@ -178,7 +179,7 @@ def test_forks_in_many_threads_answer_as_one_alone() -> None:
     spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 
     def walk(compiler: GrammarCompiler, seed: int) -> list[int]:
-        return walk_to_the_end(compiler.compile(spec), seed, EOS, num_tokens_max=600)
+        return walk_to_the_end(grammars.compiled(compiler, spec), seed, EOS, num_tokens_max=600)
 
     def fresh() -> GrammarCompiler:
         return GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
@@ -200,22 +201,22 @@ def test_one_grammar_is_compiled_once_for_all_its_sequences(monkeypatch: pytest.
     monkeypatch.setattr(compiler_module, "LLMatcher", matcher)
     with ThreadPoolExecutor(8) as executor:
         states = list(
-            executor.map(lambda _: compiler.compile(GrammarSpec(GrammarKind.REGEX, "a|b")), range(8))
+            executor.map(lambda _: grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "a|b")), range(8))
         )
     assert len(compiled) == 1
     states[0].advance(list(TOKENIZER.encode("a").ids))
     assert states[0].is_complete
     assert not any(state.is_complete for state in states[1:])
-    assert not compiler.compile(GrammarSpec(GrammarKind.REGEX, "a|b")).is_complete
+    assert not grammars.compiled(compiler, GrammarSpec(GrammarKind.REGEX, "a|b")).is_complete
 
 
 def test_a_lexer_that_reached_its_limit_is_not_handed_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_ITEMS", 1000)
     compiler = GrammarCompiler(TOKENIZER_JSON, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS]))
     spec = GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z]/")
-    state = compiler.compile(spec)
+    state = grammars.compiled(compiler, spec)
     letters = list(TOKENIZER.encode("a").ids) * 200
     with pytest.raises(GrammarViolation, match="Too many items"):
         state.masks([letters[:length] for length in range(len(letters))])
     assert state.has_failed
-    assert not compiler.compile(spec).has_failed
+    assert not grammars.compiled(compiler, spec).has_failed

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider import logs
-from outrider.logs import JsonFormatter, LogFormat
+from outrider.observability import logs
+from outrider.observability.logs import JsonFormatter, LogFormat
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,7 @@ def record(message: str, *arguments: object, **extra: object) -> logging.LogReco
 
 def test_a_line_of_json_has_the_message_and_the_known_fields() -> None:
     line = json.loads(
-        JsonFormatter().format(
-            record("leaves %s", "t-0", request_id="r1", num_output_tokens=3, prompt="secret")
-        )
+        JsonFormatter().format(record("leaves %s", "t-0", request_id="r1", num_output_tokens=3, prompt="secret"))
     )
     assert line.pop("time").endswith("+00:00")
     assert line == {

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from outrider.background import end_tasks
-from outrider.loop_lag import (
+from outrider.concurrency.background import end_tasks
+from outrider.observability.loop_lag import (
     LONG_PAUSE_S,
     RECOVERY_S,
     TICK_S,

@@ -1,4 +1,4 @@
-"""What is read off the machine."""
+"""Tests of machine detection: the order of the usable cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider import machine
+from outrider.engine.loading import machine
 
 
 @pytest.mark.parametrize(

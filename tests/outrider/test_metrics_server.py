@@ -14,10 +14,10 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from outrider import metrics_server
-from outrider.certificate_authority import CertificateAuthority
-from outrider.metrics_server import serve_metrics
-from outrider.tls import Role, TlsFiles
+from outrider.observability import metrics_server
+from outrider.observability.metrics_server import serve_metrics
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role, TlsFiles
 
 DAY = datetime.timedelta(days=1)
 
@@ -34,9 +34,7 @@ def test_metrics_are_served_in_the_clear_where_there_are_no_certificates(registr
     assert "outrider_things_total 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
 
 
-def test_with_certificates_metrics_are_for_those_who_have_one(
-    registry: CollectorRegistry, tmp_path: Path
-) -> None:
+def test_with_certificates_metrics_are_for_those_who_have_one(registry: CollectorRegistry, tmp_path: Path) -> None:
     authority = CertificateAuthority.make()
     for role in (Role.TARGET, Role.OPERATOR):
         authority.issue(tmp_path / role.name, role, names=("127.0.0.1",), valid_for=DAY)
@@ -54,7 +52,7 @@ def test_with_certificates_metrics_are_for_those_who_have_one(
 def test_clients_that_say_nothing_keep_nobody_waiting_for_long(
     registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_server, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(metrics_server, "_TIMEOUT_S", 0.3)
     CertificateAuthority.make().issue(tmp_path, Role.TARGET, names=("127.0.0.1",), valid_for=DAY)
     port = serve_metrics(registry, "127.0.0.1", 0, TlsFiles(tmp_path))
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from outrider.model_thread import ModelThread
+from outrider.worker.model_thread import ModelThread
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class FakeCore:
@@ -57,7 +57,7 @@ class Shell:
         self.thread.start()
 
     def next(self) -> str:
-        return self.delivered.get(timeout=PATIENCE_S)
+        return self.delivered.get(timeout=TIMEOUT_S)
 
 
 @pytest.fixture
@@ -70,13 +70,11 @@ def shell(core: FakeCore) -> Iterator[Shell]:
     made = Shell(core)
     yield made
     if made.is_started:
-        made.thread.stop(PATIENCE_S)
+        made.thread.stop(TIMEOUT_S)
         assert not made.thread._thread.is_alive()
 
 
-def test_events_are_handled_in_order_on_one_thread_that_is_not_the_callers(
-    core: FakeCore, shell: Shell
-) -> None:
+def test_events_are_handled_in_order_on_one_thread_that_is_not_the_callers(core: FakeCore, shell: Shell) -> None:
     shell.start()
     for number in range(500):
         assert shell.thread.submit(number)
@@ -123,7 +121,7 @@ def test_inbox_takes_events_again_once_the_core_has_caught_up(core: FakeCore) ->
     assert [shell.next() for _ in range(3)] == ["heard 0", "heard 1", "heard 2"]
     assert shell.thread.submit(9)
     assert shell.next() == "heard 9"
-    shell.thread.stop(PATIENCE_S)
+    shell.thread.stop(TIMEOUT_S)
 
 
 def test_a_core_without_work_is_left_alone_until_an_event_comes(core: FakeCore, shell: Shell) -> None:
@@ -136,9 +134,7 @@ def test_a_core_without_work_is_left_alone_until_an_event_comes(core: FakeCore, 
     assert len(core.turns) == 1
 
 
-def test_a_core_with_work_is_called_again_at_once_and_events_come_in_between(
-    core: FakeCore, shell: Shell
-) -> None:
+def test_a_core_with_work_is_called_again_at_once_and_events_come_in_between(core: FakeCore, shell: Shell) -> None:
     core.next_turn = lambda now: ([], 0.0)
     shell.start()
     shell.thread.submit(1)
@@ -159,7 +155,7 @@ def test_a_wake_time_is_kept(core: FakeCore, shell: Shell) -> None:
     shell.thread.submit(1)
     assert [shell.next() for _ in range(3)] == ["heard 1", "woken", "woken"]
     first, second = core.turns[0][0], core.turns[1][0]
-    assert wait_s - 0.005 <= second - first < PATIENCE_S
+    assert wait_s - 0.005 <= second - first < TIMEOUT_S
 
 
 def test_an_event_ends_a_wait_early(core: FakeCore, shell: Shell) -> None:
@@ -187,8 +183,8 @@ def test_a_failure_is_reported_once_with_its_cause_and_ends_the_thread(core: Fak
         shell.thread._deliver = fail  # type: ignore[assignment]
     shell.start()
     shell.thread.submit(1)
-    assert shell.failures.get(timeout=PATIENCE_S) is cause
-    shell.thread._thread.join(PATIENCE_S)
+    assert shell.failures.get(timeout=TIMEOUT_S) is cause
+    shell.thread._thread.join(TIMEOUT_S)
     assert not shell.thread._thread.is_alive()
     assert shell.failures.empty()
 
@@ -205,23 +201,23 @@ def test_stop_ends_the_thread_whatever_it_does(core: FakeCore, state: str) -> No
     shell.start()
     shell.thread.submit(1)
     assert shell.next() == "heard 1"
-    shell.thread.stop(PATIENCE_S)
+    shell.thread.stop(TIMEOUT_S)
     assert not shell.thread._thread.is_alive()
     assert shell.failures.empty()
 
 
 def test_a_step_that_does_not_end_can_be_seen_from_outside(core: FakeCore, shell: Shell) -> None:
-    """What a watchdog looks at."""
+    """The duration of a stall is visible to a watchdog while the step still runs."""
     entered, leave = threading.Event(), threading.Event()
 
     def turn(now: float) -> tuple[list[str], float | None]:
         if core.events == [1]:
             entered.set()
-            leave.wait(PATIENCE_S)
+            leave.wait(TIMEOUT_S)
         return [], None
 
     def becomes_well() -> bool:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while (stalled_s := shell.thread.stalled_s()) > 0.0 and time.monotonic() < deadline:
             time.sleep(0.001)
         return stalled_s == 0.0
@@ -230,7 +226,7 @@ def test_a_step_that_does_not_end_can_be_seen_from_outside(core: FakeCore, shell
     shell.start()
     assert becomes_well(), "it has nothing to do, and could"
     shell.thread.submit(1)
-    assert entered.wait(PATIENCE_S)
+    assert entered.wait(TIMEOUT_S)
     shell.thread.stalled_s()
     time.sleep(0.05)
     assert shell.thread.stalled_s() >= 0.05
@@ -240,7 +236,7 @@ def test_a_step_that_does_not_end_can_be_seen_from_outside(core: FakeCore, shell
 
 
 def test_events_that_keep_coming_do_not_keep_steps_from_running(core: FakeCore, shell: Shell) -> None:
-    """A peer that floods the worker with hints must not stop everyone's text (I7, design section 9)."""
+    """A peer that floods the worker with hints must not stop everyone's text (I7)."""
     limit = 5000
 
     def flood(event: int) -> list[str]:

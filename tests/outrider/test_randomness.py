@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider import randomness
-from outrider.randomness import MASK_64, Purpose, key, mix, uniform
+from outrider.engine.sampling import randomness
+from outrider.engine.sampling.randomness import MASK_64, Purpose, key, mix, uniform
 
 ERROR_RATE = 1e-4
-"""Of each chi-square test, were its seeds drawn anew; they are fixed, so no test is flaky."""
+"""Probability that a chi-square test fails by chance for random seeds; they are fixed, so no test is flaky."""
 
 
 def test_mix_is_the_finalizer_of_splitmix64() -> None:

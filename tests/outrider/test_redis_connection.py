@@ -19,14 +19,14 @@ import pytest
 import uvloop
 from redis.asyncio.connection import RedisSSLContext
 
-from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError, RegistryUnavailable
-from outrider.free_ports import free_ports
-from outrider.redis_connection import close_redis, open_redis, redis_url_from, without_password
-from outrider.redis_server import find_redis_server
-from outrider.redis_tls import SharedContext
-from outrider.registry import Registry
-from outrider.tls import Role, TlsFiles
+from outrider.local.free_ports import free_ports
+from outrider.local.redis_server import find_redis_server
+from outrider.registry.redis_connection import close_redis, open_redis, redis_url_from, without_password
+from outrider.registry.redis_tls import SharedContext
+from outrider.registry.registry import Registry
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role, TlsFiles
 
 PASSWORD = "s3cret"
 
@@ -163,7 +163,7 @@ def test_a_connection_that_was_reset_is_made_anew(run: Callable[[Coroutine[Any, 
 
 @pytest.fixture
 async def tls_port(tmp_path: Path) -> AsyncIterator[int]:
-    """Of a TLS front to a Redis, under a certificate in `tmp_path`. Not every build of Redis speaks TLS itself."""
+    """The port of a TLS proxy to a Redis, with a certificate in `tmp_path`. Not every Redis build supports TLS."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
@@ -216,9 +216,7 @@ async def test_certificates_are_read_anew_for_every_connection(tmp_path: Path) -
         connections.append(writer)
         with suppress(OSError):
             while command := await reader.read(65536):
-                writer.write(
-                    b"-ERR unknown\r\n" if b"HELLO" in command else b"+PONG\r\n" * command.count(b"*")
-                )
+                writer.write(b"-ERR unknown\r\n" if b"HELLO" in command else b"+PONG\r\n" * command.count(b"*"))
         writer.close()
 
     issue()
@@ -287,8 +285,7 @@ async def test_sentinels_are_asked_for_the_master(tmp_path: Path) -> None:
     with redis_server(tmp_path / "master", *auth) as master:
         configuration = tmp_path / "sentinel.conf"
         configuration.write_text(
-            f"sentinel monitor pool 127.0.0.1 {master} 1\nsentinel auth-pass pool {PASSWORD}\n"
-            f"requirepass {PASSWORD}\n"
+            f"sentinel monitor pool 127.0.0.1 {master} 1\nsentinel auth-pass pool {PASSWORD}\nrequirepass {PASSWORD}\n"
         )
         with redis_server(tmp_path / "sentinel", str(configuration), "--sentinel") as sentinel:
             hosts = f"127.0.0.1:{free_ports(1)[0]},127.0.0.1:{sentinel}"  # nobody is at the first

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from outrider import redis_server
 from outrider.errors import ConfigurationError
-from outrider.redis_server import EmbeddedRedis
+from outrider.local import redis_server
+from outrider.local.redis_server import EmbeddedRedis
 
 
 def is_alive(pid: int) -> bool:
@@ -84,13 +84,11 @@ def test_it_keeps_nothing_on_disk_but_its_log(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 def test_it_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys, time; from outrider.redis_server import EmbeddedRedis; "
+        "import pathlib, sys, time; from outrider.local.redis_server import EmbeddedRedis; "
         "server = EmbeddedRedis(pathlib.Path(sys.argv[1])); server.start(); "
         "print(server.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert is_alive(pid)

@@ -13,14 +13,14 @@ from typing import Any, cast
 import pytest
 import redis.asyncio
 
-from benchmarks.delaying_proxy import proxy
-from outrider import worker_record
+from benchmarks.shared.delaying_proxy import proxy
+from coordinator.workers.worker_directory import WorkerDirectory
 from outrider.errors import RegistryUnavailable
-from outrider.redis_server import EmbeddedRedis
-from outrider.registry import PoolView, Registry, RegistryCalls, check_redis
-from outrider.worker_directory import WorkerDirectory
-from outrider.worker_lease import WorkerLease
-from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
+from outrider.local.redis_server import EmbeddedRedis
+from outrider.registry import worker_record
+from outrider.registry.registry import PoolView, Registry, RegistryCalls, check_redis
+from outrider.registry.worker_lease import WorkerLease
+from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord
 
 RECORD = WorkerRecord(
     worker_id="t0",
@@ -37,6 +37,7 @@ RECORD = WorkerRecord(
     num_model_parameters=14_000_000,
     weights_fingerprint="89abcdef89abcdef89abcdef89abcdef",
     numerics="bfloat16 ranks=1 cpu/avx512-bf16",
+    num_speculative_tokens=8,
 )
 
 
@@ -49,7 +50,7 @@ async def eventually(condition: Callable[[], Any], what: str, within_s: float = 
 
 @pytest.fixture
 async def quick_registry(registry: Registry, redis_url: str) -> AsyncIterator[Registry]:
-    """Whose leases end after 0.3 s. For heartbeats of 0.05 s."""
+    """A registry whose leases end after 0.3 s, for heartbeats of 0.05 s."""
     registry = Registry(redis_url, lease_s=0.3)
     yield registry
     await registry.close()
@@ -65,11 +66,24 @@ class TestWorkerRecord:
 
     def test_a_record_of_the_release_before_is_of_unknown_weights_and_numerics(self) -> None:
         stored = RECORD.to_fields()
-        del stored["weights_fingerprint"], stored["numerics"], stored["check"]
-        assert WorkerRecord.from_fields(stored) == replace(RECORD, weights_fingerprint="", numerics="")
+        del stored["weights_fingerprint"], stored["numerics"], stored["num_speculative_tokens"], stored["check"]
+        assert WorkerRecord.from_fields(stored) == replace(
+            RECORD, weights_fingerprint="", numerics="", num_speculative_tokens=0
+        )
+
+    def test_a_record_without_the_number_of_hints_has_a_checksum_of_the_rest(self) -> None:
+        stored = RECORD.to_fields()
+        del stored["num_speculative_tokens"], stored["check"]
+        checked = stored | {"check": worker_record._checksum(stored)}
+        assert WorkerRecord.from_fields(checked) == replace(RECORD, num_speculative_tokens=0)
+        lost = RECORD.to_fields()
+        del lost["num_speculative_tokens"]
+        with pytest.raises(ValueError, match="damaged"):
+            WorkerRecord.from_fields(lost)
 
     def test_a_record_without_any_other_field_is_refused(self) -> None:
-        for name in RECORD.to_fields().keys() - {"weights_fingerprint", "numerics", "check"}:
+        may_lack = {"weights_fingerprint", "numerics", "num_speculative_tokens", "check"}
+        for name in RECORD.to_fields().keys() - may_lack:
             stored = RECORD.to_fields()
             del stored[name]
             with pytest.raises(ValueError, match=name):
@@ -204,9 +218,7 @@ class TestWorkerLease:
             (seen,) = await workers(quick_registry)
         assert (seen.num_running, seen.num_waiting, seen.wait_ms, seen.round_trips) == (3, 2, 250, "a:1=300")
 
-    async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(
-        self, quick_registry: Registry
-    ) -> None:
+    async def test_a_worker_that_vanished_drops_out_when_its_lease_ends(self, quick_registry: Registry) -> None:
         await quick_registry.write(RECORD)
         before = await quick_registry.read("target")
         assert before.workers == (RECORD,)
@@ -246,9 +258,7 @@ class TestWorkerLease:
         self, registry: Registry, ahead_ms: int
     ) -> None:
         frozen = replace(RECORD, started_at_ms=max(1000, 1000 + ahead_ms))
-        newer = replace(
-            RECORD, started_at_ms=max(1000, 1000 - ahead_ms), incarnation="b", address="127.0.0.1:7001"
-        )
+        newer = replace(RECORD, started_at_ms=max(1000, 1000 - ahead_ms), incarnation="b", address="127.0.0.1:7001")
         async with (
             WorkerLease(registry, frozen, WorkerLoad, heartbeat_s=0.05) as old,
             WorkerLease(registry, newer, WorkerLoad, heartbeat_s=0.05) as new,
@@ -268,9 +278,7 @@ class TestWorkerLease:
             await client.flushall()
         order = ["old", "new"] if returns_first == "old" else ["new", "old"]
         for name in (*order, *order):
-            assert await registry.write(records[name], joined[name]) is (
-                name == "new" or returns_first == "old"
-            )
+            assert await registry.write(records[name], joined[name]) is (name == "new" or returns_first == "old")
             returns_first = "new"  # by now it is back as well
         assert await workers(registry) == (newer,)
         last = replace(RECORD, incarnation="c", started_at_ms=0)
@@ -286,9 +294,7 @@ class TestWorkerLease:
         assert await registry.write(newer, await registry.join("target"))
         assert not await registry.write(RECORD, ahead_us)
 
-    async def test_a_first_heartbeat_that_arrives_late_takes_the_id_from_nobody(
-        self, registry: Registry
-    ) -> None:
+    async def test_a_first_heartbeat_that_arrives_late_takes_the_id_from_nobody(self, registry: Registry) -> None:
         joined_us = await registry.join("target")
         newer = replace(RECORD, incarnation="b")
         async with WorkerLease(registry, newer, WorkerLoad):
@@ -317,9 +323,7 @@ class TestReservations:
         assert await registry.reserve("target", ["a"], [1], "s1") == 0
         await dying.close()
 
-    async def test_renewing_brings_back_what_an_empty_redis_forgot(
-        self, registry: Registry, redis_url: str
-    ) -> None:
+    async def test_renewing_brings_back_what_an_empty_redis_forgot(self, registry: Registry, redis_url: str) -> None:
         await registry.reserve("target", ["a"], [1], "s0")
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await client.flushall()
@@ -333,9 +337,7 @@ class TestReservations:
         async with WorkerDirectory(registry) as directory:
             assert directory.snapshot.num_reserved == {RECORD.incarnation: 2}
 
-    async def test_a_worker_that_leaves_takes_its_own_with_it(
-        self, registry: Registry, redis_url: str
-    ) -> None:
+    async def test_a_worker_that_leaves_takes_its_own_with_it(self, registry: Registry, redis_url: str) -> None:
         async with WorkerLease(registry, RECORD, WorkerLoad):
             await registry.reserve("target", [RECORD.incarnation], [8], "s0")
         async with redis.asyncio.Redis.from_url(redis_url, decode_responses=True) as client:
@@ -354,9 +356,7 @@ async def test_a_change_of_members_is_seen_at_once(registry: Registry) -> None:
         await eventually(lambda: directory.snapshot.targets == (), "gone", 0.6)
 
 
-async def test_a_redis_that_forgets_everything_in_between_is_survived(
-    registry: Registry, redis_url: str
-) -> None:
+async def test_a_redis_that_forgets_everything_in_between_is_survived(registry: Registry, redis_url: str) -> None:
     quick = Registry(redis_url, lease_s=0.6)
     await registry.write(RECORD)
     async with (
@@ -390,9 +390,7 @@ async def test_a_worker_whose_record_was_damaged_stays_as_it_was_until_its_lease
     await quick.close()
 
 
-async def test_another_run_of_a_worker_is_not_taken_for_the_one_before_it(
-    registry: Registry, redis_url: str
-) -> None:
+async def test_another_run_of_a_worker_is_not_taken_for_the_one_before_it(registry: Registry, redis_url: str) -> None:
     await registry.write(RECORD)
     async with (
         redis.asyncio.Redis.from_url(redis_url) as client,
@@ -469,7 +467,7 @@ async def test_a_directory_goes_on_after_an_error_that_nobody_foresaw(
         await registry.write(RECORD)
         await eventually(lambda: directory.snapshot.targets == (RECORD,), "the worker is seen")
         await eventually(lambda: not directory.snapshot.degraded, "both pools are read again")
-    assert "failed; it begins again" in caplog.text
+    assert "failed; restarting in" in caplog.text
 
 
 async def test_a_lease_is_kept_after_an_error_that_nobody_foresaw(
@@ -485,7 +483,7 @@ async def test_a_lease_is_kept_after_an_error_that_nobody_foresaw(
         while await workers(quick_registry) != (RECORD,):
             assert time.monotonic() < end_s, "it was never announced again"
             await asyncio.sleep(0.01)
-    assert "failed; it begins again" in caplog.text
+    assert "failed; restarting in" in caplog.text
 
 
 async def test_the_last_worker_to_go_is_named_with_the_reason(quick_registry: Registry) -> None:
@@ -558,9 +556,7 @@ class SkewedRegistry:
         return getattr(self.registry, name)
 
 
-async def test_redis_going_away_and_coming_back_is_survived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_redis_going_away_and_coming_back_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = EmbeddedRedis(tmp_path)
     url = server.start()
     port, password = int(url.rpartition(":")[2].partition("/")[0]), url.split(":")[2].partition("@")[0]
@@ -571,8 +567,8 @@ async def test_redis_going_away_and_coming_back_is_survived(
         await asyncio.to_thread(server.stop)
         await eventually(lambda: directory.snapshot.degraded, "the directory noticed")
         assert directory.snapshot.targets == (RECORD,), "the last snapshot stays"
-        monkeypatch.setattr("outrider.redis_server.free_ports", lambda count: [port])
-        monkeypatch.setattr("outrider.redis_server.secrets.token_hex", lambda size: password)
+        monkeypatch.setattr("outrider.local.redis_server.free_ports", lambda count: [port])
+        monkeypatch.setattr("outrider.local.redis_server.secrets.token_hex", lambda size: password)
         again = EmbeddedRedis(tmp_path)
         await asyncio.to_thread(again.start)
         await eventually(lambda: not directory.snapshot.degraded, "the directory noticed the return")

@@ -21,6 +21,7 @@ from outrider.sampling_params import (
     GrammarKind,
     GrammarSpec,
     SamplingParams,
+    SpeculationSettings,
 )
 from protos.outrider.v1 import common_pb2
 
@@ -77,7 +78,6 @@ def test_bounds_themselves_are_permitted(values: dict[str, Any]) -> None:
 
 
 def test_decoding_mode_follows_from_temperature_and_seed() -> None:
-    """Design section 5."""
     assert SamplingParams(temperature=0.0).decoding_mode is DecodingMode.GREEDY
     assert SamplingParams(temperature=0.0, seed=3).decoding_mode is DecodingMode.GREEDY
     assert SamplingParams(temperature=0.5).decoding_mode is DecodingMode.REJECTION
@@ -110,8 +110,7 @@ UINT32 = st.integers(0, 2**32 - 1)
     num_logprobs=st.none() | st.integers(0, 20),
     num_prompt_logprobs=st.none() | st.integers(0, 20),
     are_logprobs_processed=st.booleans(),
-    grammar=st.none()
-    | st.builds(GrammarSpec, st.sampled_from(GrammarKind), st.text(max_size=5), st.booleans()),
+    grammar=st.none() | st.builds(GrammarSpec, st.sampled_from(GrammarKind), st.text(max_size=5), st.booleans()),
 )
 def test_nothing_is_lost_on_the_wire(**values: Any) -> None:
     params = SamplingParams(**values)
@@ -124,6 +123,14 @@ def test_an_empty_message_is_refused_instead_of_meaning_something() -> None:
     """Protobuf's zeros: top_p 0 and max_tokens 0 are out of range."""
     with pytest.raises(InvalidRequest):
         SamplingParams.from_proto(common_pb2.SamplingParams())
+
+
+def test_a_zero_that_an_earlier_release_left_out_is_still_a_zero() -> None:
+    """Its coordinators send no temperature for greedy decoding, and nothing for speculation that is off."""
+    message = SamplingParams(temperature=0).to_proto()
+    message.ClearField("temperature")
+    assert SamplingParams.from_proto(message) == SamplingParams(temperature=0)
+    assert not SpeculationSettings.from_proto(common_pb2.SpeculationParams()).enabled
 
 
 def test_an_unknown_mode_of_log_probabilities_is_refused() -> None:

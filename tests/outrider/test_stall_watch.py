@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.stall_watch import StallWatch
+from outrider.worker.stall_watch import StallWatch
 
 
 def test_a_stuck_model_counts_from_the_moment_it_was_asked() -> None:

@@ -1,11 +1,11 @@
-"""What workers count, where it is read more often than it changes."""
+"""Tests of worker metrics: the estimated speed-up is exported once it is known, without a label look-up each time."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client import Gauge
 
-from outrider.telemetry import TargetMetrics
+from outrider.observability.telemetry import TargetMetrics
 
 
 def shown(metrics: TargetMetrics) -> float | None:

@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider import watched_files
-from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import ConfigurationError
-from outrider.tls import (
+from outrider.security import watched_files
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import (
     ANY_ROLE,
     PLAINTEXT,
     Dialer,
@@ -118,9 +118,7 @@ async def test_a_call_is_for_the_roles_that_may_make_it(
             assert await code_of(dialer, address, method=method) is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_channel_insists_on_the_name_of_one_worker(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
+async def test_a_channel_insists_on_the_name_of_one_worker(authority: CertificateAuthority, tmp_path: Path) -> None:
     authority.issue(tmp_path / "t0", Role.TARGET, worker_ids=("t0", "T 0"), valid_for=DAY)
     dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, Role.COORDINATOR)))
     async with serving(TlsFiles(tmp_path / "t0")) as address:
@@ -172,10 +170,7 @@ async def test_an_expired_certificate_opens_nothing(authority: CertificateAuthor
     long_ago = datetime.datetime.now(datetime.UTC) - 3 * DAY
     authority.issue(tmp_path / "old", Role.COORDINATOR, valid_for=DAY, now=long_ago)
     async with serving(TlsFiles(folder_of(authority, tmp_path, Role.TARGET))) as address:
-        assert (
-            await code_of(Dialer(TlsFiles(tmp_path / "old")), address, method=OPEN)
-            is grpc.StatusCode.UNAVAILABLE
-        )
+        assert await code_of(Dialer(TlsFiles(tmp_path / "old")), address, method=OPEN) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_without_a_certificate_nothing_answers(authority: CertificateAuthority, tmp_path: Path) -> None:
@@ -189,9 +184,7 @@ async def test_without_a_certificate_nothing_answers(authority: CertificateAutho
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_server_of_another_role_is_not_talked_to(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
+async def test_a_server_of_another_role_is_not_talked_to(authority: CertificateAuthority, tmp_path: Path) -> None:
     """A draft worker's certificate does not make a target: a stolen one cannot take prompts in."""
     dialer = Dialer(TlsFiles(folder_of(authority, tmp_path, Role.COORDINATOR)))
     async with serving(TlsFiles(folder_of(authority, tmp_path, Role.DRAFT))) as address:
@@ -221,9 +214,7 @@ async def test_new_certificates_are_used_from_the_next_connection_on(
         assert await standing.unary_unary(SECRET)(b"x", timeout=10)
 
 
-def test_a_change_that_is_half_done_leaves_what_was_there(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
+def test_a_change_that_is_half_done_leaves_what_was_there(authority: CertificateAuthority, tmp_path: Path) -> None:
     folder = folder_of(authority, tmp_path, Role.TARGET)
     files = TlsFiles(folder)
     before = files.current()
@@ -247,18 +238,14 @@ def test_files_that_are_no_good_are_named_at_the_start(
         TlsFiles(folder)
 
 
-def test_a_key_of_another_certificate_is_refused_at_the_start(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
+def test_a_key_of_another_certificate_is_refused_at_the_start(authority: CertificateAuthority, tmp_path: Path) -> None:
     folder, other = (folder_of(authority, tmp_path, role) for role in (Role.TARGET, Role.DRAFT))
     (folder / "tls.key").write_bytes((other / "tls.key").read_bytes())
     with pytest.raises(ConfigurationError, match="is not the key of"):
         TlsFiles(folder)
 
 
-def test_a_part_does_not_start_with_the_certificate_of_another(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
+def test_a_part_does_not_start_with_the_certificate_of_another(authority: CertificateAuthority, tmp_path: Path) -> None:
     material = TlsFiles(folder_of(authority, tmp_path, Role.DRAFT)).current()
     check_role(material, Role.DRAFT)
     with pytest.raises(ConfigurationError, match=r"target\.outrider\.internal is not among them"):

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from outrider.errors import ConfigurationError, InvalidRequest
-from outrider.tokenizer import LONG_TEXT_CHARS, Tokenizer, fingerprint
+from outrider.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from outrider.text.tokenizer import LONG_TEXT_CHARS, Tokenizer, fingerprint
 from tests.coordinator.tiny_model import write_model_dir
 
 
@@ -40,7 +40,7 @@ def edited(model_dir: Path, into: Path, edit: Any) -> Path:
 
 def test_importing_and_using_the_tokenizer_does_not_import_torch(model_dir: Path) -> None:
     program = (
-        "import sys, pathlib; from outrider.tokenizer import Tokenizer; "
+        "import sys, pathlib; from outrider.text.tokenizer import Tokenizer; "
         f"Tokenizer(pathlib.Path({str(model_dir)!r})).encode('x'); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
@@ -51,9 +51,7 @@ class TestLongTexts:
     @pytest.mark.parametrize("add_special_tokens", [True, False])
     @given(text=st.text(max_size=30))
     @example(text="def f(x):\n    return x + 1\n<|end|>")
-    def test_they_are_cut_as_short_ones_are(
-        self, tokenizer: Tokenizer, add_special_tokens: bool, text: str
-    ) -> None:
+    def test_they_are_cut_as_short_ones_are(self, tokenizer: Tokenizer, add_special_tokens: bool, text: str) -> None:
         long = text * (LONG_TEXT_CHARS // max(len(text), 1) + 1)
         token_ids = tokenizer.encode(long, add_special_tokens=add_special_tokens)
         assert token_ids == tokenizer._tokenizer.encode(long, add_special_tokens=add_special_tokens).ids
@@ -139,9 +137,7 @@ class TestTokenizer:
         assert b"".join(map(tokenizer.token_bytes, token_ids)) == text.encode()
         assert any(b"\xf0" in tokenizer.token_bytes(token_id) for token_id in token_ids)
 
-    def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_none(
-        self, tokenizer: Tokenizer
-    ) -> None:
+    def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_none(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.token_bytes(0) == b"<|end|>"
         assert tokenizer.token_bytes(99999) == b""
         assert tokenizer.added_token_ids == {"<|end|>": 0}

@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import StatusCode
 
 from outrider.errors import ConfigurationError, Overloaded
-from outrider.free_ports import free_ports
-from outrider.tracing import EVENTS_MAX, OFF, SPANS_PER_MESSAGE, Tracing, metadata_of
-from outrider.worker_process import WorkerProcess
+from outrider.local.free_ports import free_ports
+from outrider.observability.tracing import EVENTS_MAX, OFF, SPANS_PER_MESSAGE, Tracing, metadata_of
+from outrider.worker.worker_process import WorkerProcess
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.e2e.collector import Collector, collecting
 from tests.models import model_dir
@@ -65,9 +65,7 @@ def test_what_is_no_parent_begins_a_trace_of_its_own(
     assert only.parent is None
 
 
-def test_a_client_that_does_not_sample_is_not_recorded(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
+def test_a_client_that_does_not_sample_is_not_recorded(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
     with tracing.span("outer", PARENT.removesuffix("01") + "00", {}) as span:
         assert not span.is_recorded
         span.event("step", {})
@@ -244,7 +242,7 @@ async def test_who_is_cut_off_at_the_end_of_a_drain_has_a_span_too(
             made.append(self)
             return await super().__aenter__()
 
-    monkeypatch.setattr(module, "WorkerProcess", Remembered)
+    monkeypatch.setattr("outrider.worker.worker_main.WorkerProcess", Remembered)
     # A model that says nothing: whoever has begun is there until the end.
     monkeypatch.setattr("target_worker.runner.TargetCore.run_next", lambda self, now: ([], None))
     (port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""What is said of when a place comes free: right on average, and too little rather than too much where it matters."""
+"""Tests of slot turnover: estimated waits are right on average, and lower bounds are hardly ever too long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from outrider.turnover import RETRY_S_MAX, RETRY_S_MIN, Turnover, retry_after_s
+from outrider.concurrency.turnover import RETRY_S_MAX, RETRY_S_MIN, Turnover, retry_after_s
 
 
 def of_stay(stay_s: float) -> Turnover:
@@ -41,9 +41,7 @@ def test_nobody_has_to_end_for_one_that_finds_a_place() -> None:
 
 @pytest.mark.parametrize("num_places", [1, 4, 32])
 @pytest.mark.parametrize("num_ends", [1, 3, 20, 60])
-def test_the_wait_is_hardly_ever_shorter_where_places_come_free_at_random(
-    num_ends: int, num_places: int
-) -> None:
+def test_the_wait_is_hardly_ever_shorter_where_places_come_free_at_random(num_ends: int, num_places: int) -> None:
     rng = random.Random(num_ends)
     turnover, num_shorter, num_rounds = of_stay(1.0), 0, 2000
     for _ in range(num_rounds):
@@ -56,20 +54,20 @@ def test_the_wait_is_hardly_ever_shorter_where_places_come_free_at_random(
 @pytest.mark.parametrize("age_s", [0.0, 5.0, 9.99])
 @pytest.mark.parametrize("num_ends", [1, 8, 9, 20])
 def test_the_wait_is_never_shorter_where_all_end_together(num_ends: int, age_s: float) -> None:
-    """As they do that came at once and are equally long."""
+    """Slots become free together if their sequences started together and are equally long."""
     wait_s = (num_ends - 1) // 8 * 10.0 + (10.0 - age_s)
     assert of_stay(10.0).least_wait_s(num_ends, [age_s] * 8) <= wait_s + 1e-9
 
 
 def test_it_is_something_all_the_same() -> None:
-    """A forecast that always says 0 would be right, too."""
+    """The bound is above 0: a forecast of 0 would pass the tests of a lower bound, too."""
     ages_s = [0.1 * index for index in range(10)]
     assert of_stay(10.0).least_wait_s(20, ages_s) > 10.0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_predictions_come_true_on_average(seed: int) -> None:
-    """Sixteen places, exponential times of 3 s, always twenty waiting: predicted and true waits agree within 15 %."""
+    """Sixteen slots, exponential times of 3 s, always twenty waiting: predicted and true waits agree within 15 %."""
     rng, turnover, now_s = random.Random(seed), Turnover(), 0.0
     running: list[tuple[float, float]] = []
     for _ in range(16):

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from outrider.detokenizer import IncrementalDetokenizer
-from outrider.tokenizer import Tokenizer
+from outrider.text.detokenizer import IncrementalDetokenizer
+from outrider.text.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -142,9 +142,7 @@ def readable(text: str) -> str:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("skip", [True, False])
 class TestTexts:
-    def test_the_pieces_add_up_to_what_is_decoded_at_once(
-        self, tokenizer: Tokenizer, text: str, skip: bool
-    ) -> None:
+    def test_the_pieces_add_up_to_what_is_decoded_at_once(self, tokenizer: Tokenizer, text: str, skip: bool) -> None:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
         assert "".join(pieces_of(tokenizer, token_ids, skip=skip)) == expected
@@ -155,9 +153,7 @@ class TestTexts:
         pieces = pieces_of(tokenizer, token_ids, skip=skip)
         assert sum(piece.count("\ufffd") for piece in pieces) == whole.count("\ufffd")
 
-    def test_a_text_goes_on_after_a_prompt_cut_anywhere(
-        self, tokenizer: Tokenizer, text: str, skip: bool
-    ) -> None:
+    def test_a_text_goes_on_after_a_prompt_cut_anywhere(self, tokenizer: Tokenizer, text: str, skip: bool) -> None:
         """Within a character too: it is then shown whole, as part of the answer."""
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
@@ -188,18 +184,14 @@ def test_an_unreadable_byte_costs_one_sign_and_not_its_neighbours(
     model = written(kind, tmp_path)
     byte = functools.partial(_byte_id, model)
     smile = [byte(each) for each in "😀".encode()]
-    assert "".join(
-        pieces_of(model, [*smile, byte(0x80), *model.encode("x", add_special_tokens=False)])
-    ).split() in (
+    assert "".join(pieces_of(model, [*smile, byte(0x80), *model.encode("x", add_special_tokens=False)])).split() in (
         ["😀\ufffdx"],
         ["😀\ufffd", "x"],  # the vocabulary puts a space before what is encoded alone
     )
 
 
 def _byte_id(tokenizer: Tokenizer, byte: int) -> int:
-    return next(
-        number for number in range(tokenizer.vocab_size) if tokenizer.token_bytes(number) == bytes([byte])
-    )
+    return next(number for number in range(tokenizer.vocab_size) if tokenizer.token_bytes(number) == bytes([byte]))
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1], ids=lambda kind: kind.__name__)

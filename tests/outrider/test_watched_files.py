@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider import watched_files
 from outrider.errors import ConfigurationError
-from outrider.watched_files import SMALL_BYTES, WatchedFiles
+from outrider.security import watched_files
+from outrider.security.watched_files import SMALL_BYTES, WatchedFiles
 from tests.e2e.system import eventually
 
 
@@ -26,9 +26,7 @@ def written(path: Path, text: str, seconds_ago: float) -> None:
     os.utime(path, (at_s, at_s))
 
 
-def test_a_file_that_somebody_may_be_writing_is_left_to_settle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_somebody_may_be_writing_is_left_to_settle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched_files, "SETTLED_S", 1000.0)
     path = tmp_path / "file"
     written(path, "all of it", 5000)
@@ -96,9 +94,7 @@ def test_a_large_file_is_read_by_a_thread_while_what_was_before_is_in_force(tmp_
     assert threads[1] != threading.get_ident()
 
 
-def test_a_large_file_that_fails_to_be_read_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_large_file_that_fails_to_be_read_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "file"
     written(path, "1", 100)
     files = WatchedFiles([path], lambda: {"1": 1}[path.read_text()])
@@ -108,9 +104,7 @@ def test_a_large_file_that_fails_to_be_read_is_refused(
     assert "stays in force" in caplog.text
 
 
-def test_what_was_refused_is_not_read_anew_at_every_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_refused_is_not_read_anew_at_every_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, num_read, is_good = tmp_path / "file", 0, True
 
     def read() -> str:

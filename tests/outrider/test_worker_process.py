@@ -1,4 +1,4 @@
-"""What worker processes share: refusals that a caller can act on."""
+"""Tests of what all worker processes share: errors that callers can act on, access rules, addresses and stalls."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from draft_worker import __main__ as draft_main
-from outrider import worker_process
-from outrider.certificate_authority import CertificateAuthority
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.metrics_server import serve_metrics
-from outrider.tls import Dialer, Role, TlsFiles
-from outrider.worker_options import WorkerOptions
-from outrider.worker_process import (
+from outrider.observability.metrics_server import serve_metrics
+from outrider.registry.worker_record import WorkerLoad
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Dialer, Role, TlsFiles
+from outrider.worker import worker_process
+from outrider.worker.rpc import OPEN_METHODS, abort
+from outrider.worker.worker_options import WorkerOptions
+from outrider.worker.worker_process import (
     EXIT_STALLED,
     LIVENESS,
-    OPEN_METHODS,
     WorkerProcess,
-    abort,
     pin_to_cores,
     record_from_info,
-    tell_cause,
+    report_cause,
 )
-from outrider.worker_record import WorkerLoad
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, hints_pb2, target_pb2
 from target_worker import __main__ as target_main
 
@@ -55,7 +54,7 @@ class Refusing(draft_pb2_grpc.DraftServicer):
 
 
 async def refusal(error: OutriderError) -> grpc.aio.AioRpcError:
-    """The error as a caller sees it."""
+    """Returns the error as a caller receives it."""
     server = grpc.aio.server()
     draft_pb2_grpc.add_DraftServicer_to_server(Refusing(error), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -96,7 +95,7 @@ def methods_of(*files: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("permitted", "files"),
-    [(target_main.PERMITTED, (target_pb2, hints_pb2)), (draft_main.PERMITTED, (draft_pb2,))],
+    [(target_main.KIND.permitted, (target_pb2, hints_pb2)), (draft_main.KIND.permitted, (draft_pb2,))],
 )
 def test_every_method_that_a_worker_serves_has_a_rule(permitted: Mapping[str, Any], files: Any) -> None:
     assert set(permitted) == methods_of(*files)
@@ -104,7 +103,7 @@ def test_every_method_that_a_worker_serves_has_a_rule(permitted: Mapping[str, An
 
 
 def test_only_what_tells_nothing_about_requests_is_for_every_part() -> None:
-    rules = {**OPEN_METHODS, **target_main.PERMITTED, **draft_main.PERMITTED}
+    rules = {**OPEN_METHODS, **target_main.KIND.permitted, **draft_main.KIND.permitted}
     for method, roles in rules.items():
         is_open = method in OPEN_METHODS or method.endswith("/GetInfo")
         assert (len(roles) == 1) is not is_open, method
@@ -120,16 +119,12 @@ async def test_a_service_that_is_added_later_is_closed_until_a_rule_names_it(tmp
 
     handlers = {"Tell": grpc.unary_unary_rpc_method_handler(answer)}
     options = WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0, tls_dir=tmp_path / "TARGET")
-    async with WorkerProcess(options, "target", [], target_main.PERMITTED) as process:
-        process.server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("later.Service", handlers),)
-        )
+    async with WorkerProcess(options, "target", [], target_main.KIND.permitted) as process:
+        process.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("later.Service", handlers),))
         await process.server.start()
         dialer = Dialer(TlsFiles(tmp_path / "COORDINATOR"))
         async with cast(Any, dialer.open(process.address, Role.TARGET, ())) as channel:
-            status = await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=20
-            )
+            status = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert status.status == health_pb2.HealthCheckResponse.SERVING
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary("/later.Service/Tell")(b"x", timeout=20)
@@ -154,9 +149,7 @@ async def test_an_address_that_nobody_can_dial_is_not_announced() -> None:
 
 
 async def test_an_address_given_is_announced_instead_of_the_one_it_listens_on() -> None:
-    options = WorkerOptions(
-        "0.0.0.0", 0, None, 0, "w", 1.0, announce="worker.internal:7000", is_insecure=True
-    )
+    options = WorkerOptions("0.0.0.0", 0, None, 0, "w", 1.0, announce="worker.internal:7000", is_insecure=True)
     async with WorkerProcess(options, "draft", []) as process:
         assert process.address == "worker.internal:7000"
         assert process.port not in (0, 7000)
@@ -180,9 +173,9 @@ async def test_a_metrics_port_in_use_is_named() -> None:
 
 STALLING = """
 import argparse, asyncio, sys, time
-from outrider.worker_options import WorkerOptions
-from outrider.worker_record import WorkerLoad
-from outrider.worker_process import WorkerProcess, record_from_info, run_worker
+from outrider.worker.worker_options import WorkerOptions
+from outrider.registry.worker_record import WorkerLoad
+from outrider.worker.worker_process import WorkerProcess, record_from_info, run_worker
 from protos.outrider.v1 import common_pb2
 
 class Core:
@@ -306,9 +299,9 @@ def test_the_cause_of_an_end_is_in_torchruns_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "error.json"
-    tell_cause("no such model")
+    report_cause("no such model")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    tell_cause("3 ranks cannot share 2 heads")
+    report_cause("3 ranks cannot share 2 heads")
     assert json.loads(path.read_text())["message"]["message"] == "3 ranks cannot share 2 heads"
     assert capsys.readouterr().err == "error: no such model\nerror: 3 ranks cannot share 2 heads\n"
 
@@ -326,9 +319,7 @@ async def test_a_worker_whose_ticks_fail_begins_them_again(monkeypatch: pytest.M
     monkeypatch.setattr(worker_process, "keep_ticking", fail)
     info = common_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, max_model_len=1, vocab_size=1)
     async with WorkerProcess(WorkerOptions("127.0.0.1", 0, None, 0, "w", 1.0), "draft", []) as process:
-        running = asyncio.create_task(
-            process.run(record_from_info("draft", info), WorkerLoad, lambda: None, {})
-        )
+        running = asyncio.create_task(process.run(record_from_info("draft", info), WorkerLoad, lambda: None, {}))
         async with asyncio.timeout(30):
             await again.wait()
         process.request_stop()

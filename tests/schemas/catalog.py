@@ -116,9 +116,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "$ref": "#/$defs/level0",
         "$defs": {
             **{
-                f"level{depth}": record(
-                    value=DIGIT, children=array({"$ref": f"#/$defs/level{depth + 1}"}, 0, 2)
-                )
+                f"level{depth}": record(value=DIGIT, children=array({"$ref": f"#/$defs/level{depth + 1}"}, 0, 2))
                 for depth in range(3)
             },
             "level3": record(value=DIGIT),

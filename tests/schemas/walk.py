@@ -10,13 +10,13 @@ from outrider.grammar import GrammarState
 
 
 def permitted_token_ids(state: GrammarState) -> list[int]:
-    """What may follow the committed tokens, ascending."""
+    """The token ids permitted after the committed tokens, ascending."""
     token_ids: list[int] = np.flatnonzero(state.masks([[]])[0]).tolist()
     return token_ids
 
 
 def walk_to_the_end(state: GrammarState, seed: int, eos_token_id: int, num_tokens_max: int) -> list[int]:
-    """The tokens of one finished text, its end-of-sequence id included; the state goes along."""
+    """The tokens of one random complete output, its end-of-sequence id included; advances `state` by them."""
     choice = random.Random(seed)
     token_ids: list[int] = []
     while not token_ids or token_ids[-1] != eos_token_id:

@@ -26,7 +26,7 @@ _RUNS_PER_COLLECTION = 50
 
 @dataclass
 class Summary:
-    """Of many runs."""
+    """Totals of many runs."""
 
     num_runs: int = 0
     num_answered: int = 0
@@ -57,7 +57,7 @@ class Summary:
         self.failed |= other.failed
 
     def counts(self) -> dict[str, float]:
-        """By their names."""
+        """The counts by name."""
         return {name: getattr(self, name) for name in ("num_runs", *_COUNTS)}
 
 
@@ -75,7 +75,7 @@ _COUNTS = (
 
 
 def run_seeds(seeds: range) -> Summary:
-    """In this process."""
+    """Runs the seeds in this process."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # what the system says of its troubles is its own business
     gc.freeze()
@@ -102,7 +102,7 @@ def run_blocks(blocks: Sequence[range], num_processes: int) -> Iterator[tuple[ra
 
 
 def run_in_parallel(first: int, count: int, num_processes: int) -> Iterator[Summary]:
-    """Yields what is known so far, again and again."""
+    """Yields the totals so far after each block of seeds."""
     summary = Summary()
     blocks = [*blocks_left(range(first, first + count), (), _SEEDS_PER_TASK)]
     for _, part in run_blocks(blocks, num_processes):
@@ -111,7 +111,7 @@ def run_in_parallel(first: int, count: int, num_processes: int) -> Iterator[Summ
 
 
 def run_logged(first: int, count: int, num_processes: int, log: SeedLog) -> Iterator[Summary]:
-    """Likewise, for the seeds that the log does not have; each block is logged when it ends."""
+    """Yields the totals so far after each block of seeds that the log lacks; each block is logged when it ends."""
     summary = Summary()
     blocks = [*blocks_left(range(first, first + count), log.runs(), _SEEDS_PER_LOGGED_BLOCK)]
     for block, part in run_blocks(blocks, num_processes):
@@ -139,7 +139,7 @@ def explain(scenario: Scenario) -> str:
 
 
 def _kind(problem: str) -> str:
-    """What kind of problem it is, whoever has it."""
+    """The kind of a problem: the start of its description without numbers, which name the processes concerned."""
     return "".join(letter for letter in problem if not letter.isdigit())[:24]
 
 

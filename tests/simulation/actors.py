@@ -19,18 +19,18 @@ from draft_worker.messages import Event as DraftEvent
 from draft_worker.messages import SendHints
 from draft_worker.scheduler import DraftScheduler
 from draft_worker.server import DraftServicer
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.telemetry import DraftMetrics, TargetMetrics
-from outrider.worker_lease import WorkerLease
-from outrider.worker_process import record_from_info
-from outrider.worker_record import Pool, WorkerLoad
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.observability.telemetry import DraftMetrics, TargetMetrics
+from outrider.registry.worker_lease import WorkerLease
+from outrider.registry.worker_record import Pool, WorkerLoad
+from outrider.worker.worker_process import record_from_info
 from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2, target_pb2
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action as TargetAction
 from target_worker.messages import Event as TargetEvent
 from target_worker.messages import WaitForHints
-from target_worker.scheduler import Scheduler
-from target_worker.server import TargetServicer
+from target_worker.scheduling.scheduler import Scheduler
+from target_worker.serving.server import TargetServicer
 from tests.draft_worker.fakes import FakeDraftModel
 from tests.simulation.clock import Timer
 from tests.simulation.models import GrammarCompiler, TargetModel
@@ -138,7 +138,7 @@ class SimulatedThread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShape:
-    """What differs between the workers of two runs."""
+    """Parameters of workers that differ between runs."""
 
     limits: SchedulerLimits
     num_blocks: int
@@ -160,14 +160,12 @@ def _draft_metrics() -> DraftMetrics:
 
 
 class Worker(Process, ABC):
-    """What both kinds have in common: a thread, a lease, a drained end."""
+    """Base of target and draft workers: a model thread, a lease, and an end after draining."""
 
     pool: Pool
     thread: SimulatedThread
 
-    def __init__(
-        self, name: str, network: Network, host: Host, life: int, shape: WorkerShape, limit: int
-    ) -> None:
+    def __init__(self, name: str, network: Network, host: Host, life: int, shape: WorkerShape, limit: int) -> None:
         super().__init__(name, network.loop, host)
         self.network, self.shape = network, shape
         worker_id = name[:2]  # wherever it runs
@@ -190,7 +188,7 @@ class Worker(Process, ABC):
 
     @abstractmethod
     def load(self) -> WorkerLoad:
-        """As the registry is told."""
+        """The load that is reported to the registry."""
 
     @abstractmethod
     def start_draining(self) -> None:
@@ -205,7 +203,7 @@ class Worker(Process, ABC):
         self._stopping.set()
 
     async def live(self) -> None:
-        """As `WorkerProcess.run`."""
+        """Runs until SIGTERM and then drains, as `WorkerProcess.run` does."""
         record = record_from_info(self.pool, self.info, self.address, self.started_at_s)
         registry = RegistryClient(self.network, self)
         async with WorkerLease(registry, record, self.load) as lease:
@@ -241,15 +239,11 @@ class Target(Worker):
         self.scheduler = Scheduler(shape.limits, self.allocator, VOCAB_SIZE)
         self._model = TargetModel(shape.num_blocks * 4, weights)
         self._on_step = on_step
-        self.servicer = TargetServicer(
-            self.info, _target_metrics(), cast(Any, GrammarCompiler()), now=self.now_s
-        )
+        self.servicer = TargetServicer(self.info, _target_metrics(), cast(Any, GrammarCompiler()), now=self.now_s)
         self.thread = SimulatedThread(network, self, self._handle, self._begin, self.servicer.dispatch)
         self.servicer.bind(cast(Any, self.thread))
         self.methods = {
-            "Target/Generate": Method(
-                self.servicer.Generate, target_pb2.GenerateRequest, target_pb2.GenerateEvent
-            ),
+            "Target/Generate": Method(self.servicer.Generate, target_pb2.GenerateRequest, target_pb2.GenerateEvent),
             "Target/GetInfo": Method(
                 self.servicer.GetInfo, common_pb2.GetInfoRequest, common_pb2.WorkerInfo, is_unary=True
             ),
@@ -260,7 +254,7 @@ class Target(Worker):
                 is_unary=True,
             ),
             "Hints/Exchange": Method(
-                self.servicer.Exchange, hints_pb2.HintFrame, hints_pb2.CommitFrame, takes_stream=True
+                self.servicer.hints.Exchange, hints_pb2.HintFrame, hints_pb2.CommitFrame, takes_stream=True
             ),
         }
 
@@ -317,9 +311,7 @@ class Draft(Worker):
         self.servicer = DraftServicer(self.info, self.scheduler, _draft_metrics(), compiler, dial)
         self.thread = SimulatedThread(network, self, self._handle, self._begin, self._dispatch)
         self.servicer.bind(cast(Any, self.thread))
-        self.methods = {
-            "Draft/Attach": Method(self.servicer.Attach, draft_pb2.AttachRequest, draft_pb2.AttachStatus)
-        }
+        self.methods = {"Draft/Attach": Method(self.servicer.Attach, draft_pb2.AttachRequest, draft_pb2.AttachStatus)}
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(self.scheduler.num_sessions, round_trips=self.servicer.round_trips)

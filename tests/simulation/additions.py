@@ -1,4 +1,4 @@
-"""What each feature adds to a run that was drawn without it."""
+"""Changes that each feature makes to a run that was drawn without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation.scenario import SPAN_S, Fault, FaultKind, Request, Scenari
 
 
 def draw(seed: int, enabled: frozenset[Feature] | None = None) -> Scenario:
-    """`enabled`: of the features; those that `features.ENABLED` names unless given."""
+    """The scenario of a seed. enabled: features that it may have; those of `features.ENABLED` unless given."""
     scenario = draw_ordinary(seed)
     drawn = draw_features(seed, features.ENABLED if enabled is None else enabled)
     chance = random.Random(f"{seed}/dress")
@@ -24,7 +24,7 @@ def draw(seed: int, enabled: frozenset[Feature] | None = None) -> Scenario:
 
 
 def dress(scenario: Scenario, chance: random.Random) -> Scenario:
-    """With what its features add, one after the other."""
+    """The scenario with the additions of its features, one after the other."""
     for feature, add in _ADDITIONS.items():
         if feature in scenario.features:
             scenario = add(scenario, chance)
@@ -38,7 +38,7 @@ def _change(
     share: float,
     is_fit: Callable[[Request], bool] = lambda request: True,
 ) -> Scenario:
-    """With a share of its requests changed, one of them at least where one is fit."""
+    """The scenario with a share of its fit requests changed, at least one of them if there is one."""
     fit = [request.number for request in scenario.requests if is_fit(request)]
     chosen = {number for number in fit if chance.random() < share} or set(fit[:1])
     changed = (change(each) if each.number in chosen else each for each in scenario.requests)
@@ -136,17 +136,16 @@ def _add_journal_loss(scenario: Scenario, chance: random.Random) -> Scenario:
 
 
 def _draw_death(scenario: Scenario, chance: random.Random) -> Fault:
-    """Of a coordinator, so that clients have to come back."""
+    """A fault that kills a coordinator, so that its clients have to reconnect."""
     name = f"c{chance.randrange(scenario.num_coordinators)}"
     return Fault(chance.uniform(0.0, SPAN_S), FaultKind.KILL, name, chance.choice((0.3, 2.0)))
 
 
 def _end_coordinators_during(scenario: Scenario, chance: random.Random, request: Request) -> Scenario:
-    """All of them, soon after a request has come that takes a while; now and then Redis has just forgotten it."""
+    """Kills all coordinators soon after a long request has arrived; in half of all cases Redis has lost its data."""
     at_s = request.at_s + chance.choice((0.1, 0.4, 1.0, 2.0))
     faults = [
-        Fault(at_s + chance.uniform(0.0, 0.1), FaultKind.KILL, f"c{i}", 0.3)
-        for i in range(scenario.num_coordinators)
+        Fault(at_s + chance.uniform(0.0, 0.1), FaultKind.KILL, f"c{i}", 0.3) for i in range(scenario.num_coordinators)
     ]
     if chance.random() < 0.5:
         faults.append(Fault(at_s - 0.05, FaultKind.EMPTY, REDIS, 0.0))
@@ -218,8 +217,7 @@ def _add_weights(scenario: Scenario, chance: random.Random) -> Scenario:
     lasting = [
         fault
         for fault in scenario.faults
-        if fault.process != REDIS
-        or fault.kind not in (FaultKind.KILL, FaultKind.LOSE_MACHINE, FaultKind.EMPTY)
+        if fault.process != REDIS or fault.kind not in (FaultKind.KILL, FaultKind.LOSE_MACHINE, FaultKind.EMPTY)
     ]
     targets = [f"t{i}" for i in range(scenario.num_targets)]
     lasting += [
@@ -244,9 +242,7 @@ def _add_stalled_reader(scenario: Scenario, chance: random.Random) -> Scenario:
 
 def _add_poison(scenario: Scenario, chance: random.Random) -> Scenario:
     """Half of the clients leave, or run into their deadline, while targets are lost to them, and come back."""
-    leaving = random.Random(
-        f"{scenario.seed}/leaving"
-    )  # its own, so that what is added later stays as it was
+    leaving = random.Random(f"{scenario.seed}/leaving")  # its own, so that what is added later stays as it was
 
     def poisonous(each: Request) -> Request:
         changed = replace(
@@ -266,7 +262,7 @@ def _add_poison(scenario: Scenario, chance: random.Random) -> Scenario:
 
 
 def _add_long_stop(scenario: Scenario, chance: random.Random) -> Scenario:
-    """Of a coordinator whose requests take long."""
+    """Freezes a coordinator for 6 s or 7 s while its requests take long."""
     name = f"c{chance.randrange(scenario.num_coordinators)}"
     stop = Fault(chance.uniform(0.5, 4.0), FaultKind.FREEZE, name, chance.choice((6.0, 7.0)))
     slow = replace(scenario, shape=replace(scenario.shape, step_s=0.2))
@@ -275,7 +271,7 @@ def _add_long_stop(scenario: Scenario, chance: random.Random) -> Scenario:
 
 
 def _add_skewed_clocks(scenario: Scenario, chance: random.Random) -> Scenario:
-    """Matters where two processes have lived under one id."""
+    """Replaces a target: skewed clocks matter where two processes have lived under one id."""
     name = f"t{chance.randrange(scenario.num_targets)}"
     replaced = Fault(chance.uniform(0.5, SPAN_S / 2), FaultKind.REPLACE, name, chance.choice((2.0, 7.0, 9.0)))
     return _with_faults(scenario, (*scenario.faults, replaced))

@@ -1,4 +1,4 @@
-"""What has to come for a request: one answer, or one of several where seeds are drawn or weights differ."""
+"""Expected answers to a request: one, or one of several where seeds are drawn or weights differ."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.target_worker.fakes import END
 
 
 def letters(token_ids: Iterable[int]) -> str:
-    """Their text."""
+    """The text of the tokens, one letter for each."""
     return "".join("abcde"[token_id] for token_id in token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has to come for one of a request's choices."""
+    """The expected answer for one of a request's choices."""
 
     token_ids: tuple[int, ...]
     text: str

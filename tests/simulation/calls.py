@@ -35,12 +35,12 @@ GONE, REFUSED, RESET, SILENT, UNREACHABLE = LOSSES = (
     ),
     *("keepalive", "failed to connect to all addresses; last error: timeout"),
 )
-"""Why a stream ended that neither side has ended."""
+"""Reasons why a stream ends that neither side has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What a server offers. `handler` is a servicer's method; streams go both ways for one that `takes_stream`."""
+    """An RPC method that a server offers. handler: the servicer's method. takes_stream: both directions are streams."""
 
     handler: Callable[[Any, Any], Any]
     request_type: type[Message]
@@ -104,9 +104,7 @@ class _Inbox:
 class Call:
     """One RPC, as grpc.aio shows it to the client: `read`, `write`, `cancel`, or a loop over what comes."""
 
-    def __init__(
-        self, network: Network, client: Process, address: str, method: str, timeout_s: float | None
-    ) -> None:
+    def __init__(self, network: Network, client: Process, address: str, method: str, timeout_s: float | None) -> None:
         self._network = network
         self.method_name = method
         self.client, self.host = client, address.partition(":")[0]
@@ -206,9 +204,7 @@ class Call:
         self._handling = server.start(self._handle(server, method, payload))
 
     async def _handle(self, server: Process, method: Method, payload: bytes | None) -> None:
-        request = (
-            self._requests(method) if method.takes_stream else method.request_type.FromString(payload or b"")
-        )
+        request = self._requests(method) if method.takes_stream else method.request_type.FromString(payload or b"")
         until_s = None if self._timer is None else self._timer.when()
         context = _ServerContext(until_s, self._network.loop.time)
         end: Callable[[], Any] = lambda: EOF  # noqa: E731
@@ -246,7 +242,7 @@ class Call:
 
     @property
     def waits_for_reader(self) -> object:
-        """What the server waits for until its client reads; None where it does not wait."""
+        """The future that the server waits for until its client reads; None while it does not wait."""
         return self._has_room.get(False)
 
     async def _until_room(self, *, to_server: bool) -> None:
@@ -258,7 +254,7 @@ class Call:
         self._num_unread[to_server] += 1
 
     def _give_room(self, *, to_server: bool) -> None:
-        """A message was read. Whoever waits to send another one hears of it."""
+        """Counts a message as read, and notifies a sender that waits for room."""
         self._num_unread[to_server] -= 1
         if to_server in self._has_room:
             self._send(to_server=not to_server, deliver=partial(self._grant, to_server=to_server))
@@ -286,7 +282,7 @@ def _raise_cancelled() -> Any:
 
 
 class Question:
-    """What is asked of a server that does not speak gRPC: one answer, at some time, or none."""
+    """A request to a server that does not use gRPC, such as Redis: it gets one reply, at some time, or none."""
 
     def __init__(self, network: Network, client: Process, host: str, work: Work, timeout_s: float) -> None:
         self._network = network
@@ -326,13 +322,11 @@ class Question:
         sender = self.client if to_server else self.server
         if sender is not None and sender.is_alive:
             held = Held(self, to_server, deliver)
-            self._network.loop.call_at(
-                self._network.arrival_s(0.0), self._network.come_in, held, context=NOBODY
-            )
+            self._network.loop.call_at(self._network.arrival_s(0.0), self._network.come_in, held, context=NOBODY)
 
 
 Work = Callable[[Any, Callable[[Any], None]], None]
-"""What a server does about a question: told itself and how to reply, once."""
+"""A server's handler of a `Question`: called with the server and a function to call once with the reply."""
 
 
 @dataclass(frozen=True, slots=True)

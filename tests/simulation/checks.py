@@ -1,4 +1,4 @@
-"""What must hold at every worker after each of its steps: invariants I1, I2, I3, I7 and I8."""
+"""Checks of every worker after each of its steps: invariants I1, I2, I3, I7 and I8."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Final
 
 from draft_worker.messages import SendHints
 from draft_worker.session import DraftSession
-from outrider.engine.kv_cache import Digest, KVSequence
-from outrider.hint_tree import ROOT_ID
-from target_worker.server import session_id_of
-from target_worker.session import Session
+from outrider.engine.kv.kv_cache import Digest, KVSequence
+from outrider.hints.hint_tree import ROOT_ID
+from target_worker.scheduling.session import Session
+from target_worker.serving.session_names import session_id_of
 from tests.simulation.actors import Draft, Target
 from tests.simulation.judge import Judge
 from tests.simulation.models import text_of
 from tests.simulation.process import NOBODY
 
 _ORPHAN_S: Final = 1.0
-"""Within which a worker frees what nobody wants any more, while it is well."""
+"""Time within which a healthy worker frees a session that has no caller any more."""
 _TREE_NODES_MAX: Final = 512
 
 
 class WorkerChecks:
-    """Told of each step."""
+    """Checks a worker's state after each step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, judge: Judge, wrong: Callable[[str], None]) -> None:
         self.loop, self._judge, self.wrong = loop, judge, wrong
@@ -36,13 +36,13 @@ class WorkerChecks:
         self._orphans: dict[object, None] = {}  # sessions that had no caller a moment ago
 
     def remember_hints(self, draft: Draft, sent: SendHints) -> None:
-        """Where each hint stands, as its draft worker means it."""
+        """Records the path of each hint from the root, as its draft worker sent it."""
         paths = self._hints.setdefault((sent.session_id, sent.attachment, sent.base_len), {ROOT_ID: ()})
         for hint in sent.hints:
             paths[hint.node_id] = (*paths[hint.parent_id], hint.token_id)
 
     def check_target(self, target: Target) -> None:
-        """After each step of a target worker."""
+        """Checks a target worker after one of its steps."""
         scheduler, limits = target.scheduler, target.shape.limits
         for session in scheduler._sessions.values():
             self._check_session(target, session)
@@ -51,15 +51,15 @@ class WorkerChecks:
         num_places = limits.max_num_seqs + limits.max_num_waiting
         if scheduler.num_running > limits.max_num_seqs or len(scheduler._sessions) > num_places:
             self.wrong(f"I7: {target.name} holds {scheduler.num_running} + {scheduler.num_waiting} sessions")
-        self.check_blocks(target, [session.kv for session in scheduler._places.running.values()])
-        if len(scheduler._early) > limits.max_early_sessions:
-            self.wrong(f"I7: {target.name} keeps early events of {len(scheduler._early)} sessions")
+        self.check_blocks(target, [session.kv for session in scheduler._slots.running.values()])
+        if len(scheduler._early._kept) > limits.max_early_sessions:
+            self.wrong(f"I7: {target.name} keeps early events of {len(scheduler._early._kept)} sessions")
 
         self._check_callers(target, scheduler._sessions)
         self._check_tenants(target, scheduler._sessions)
 
     def check_draft(self, draft: Draft) -> None:
-        """After each step of a draft worker."""
+        """Checks a draft worker after one of its steps."""
         self.check_blocks(draft, [session.kv for session in draft.scheduler._sessions.values()])
         self._check_callers(draft, draft.scheduler._sessions)
         self._check_tenants(draft, draft.scheduler._sessions)
@@ -72,7 +72,7 @@ class WorkerChecks:
             self.wrong(f"I8: blocks of {worker.name}: {str(error)[:80]}")
 
     def _check_tenants(self, worker: Target | Draft, sessions: Mapping[str, Session | DraftSession]) -> None:
-        """What one tenant's sessions have published, no other tenant's begin with."""
+        """Checks that sessions share no published blocks with those of another tenant."""
         if not self._judge.has_tenants:
             return
         digests, owners = worker.allocator._digests, self._owners.setdefault(worker, {})
@@ -88,18 +88,13 @@ class WorkerChecks:
         for session_id, session in sessions.items():
             if session_id not in worker.servicer._callers and session not in self._orphans:
                 self._orphans[session] = None
-                self.loop.call_later(
-                    _ORPHAN_S, self._check_orphan, worker, session_id, session, context=NOBODY
-                )
+                self.loop.call_later(_ORPHAN_S, self._check_orphan, worker, session_id, session, context=NOBODY)
 
     def _check_orphan(self, worker: Target | Draft, session_id: str, session: object) -> None:
         del self._orphans[session]
         if not worker.is_alive or worker.thread.stalled_s() > 0.0 or worker.is_frozen:
             return  # it frees nothing now, nor has to
-        if (
-            worker.scheduler._sessions.get(session_id) is session
-            and session_id not in worker.servicer._callers
-        ):
+        if worker.scheduler._sessions.get(session_id) is session and session_id not in worker.servicer._callers:
             self.wrong(f"I8: session {session_id} at {worker.name} belongs to nobody")
 
     def _check_session(self, target: Target, session: Session) -> None:
@@ -117,9 +112,7 @@ class WorkerChecks:
             self.wrong(f"I2: session {session.session_id} says {session.token_ids}, right is {whole[:num]}")
         before = self._lengths.get(session.session_id, 0)
         if session.committed_len < before:
-            self.wrong(
-                f"I1: session {session.session_id} went from {before} to {session.committed_len} tokens"
-            )
+            self.wrong(f"I1: session {session.session_id} went from {before} to {session.committed_len} tokens")
         self._lengths[session.session_id] = session.committed_len
         tree = session.tree
         if len(tree) > _TREE_NODES_MAX:

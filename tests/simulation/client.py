@@ -23,7 +23,7 @@ _RETRY_S: Final = (0.2, 1.0)
 _LOST_WORKERS_MAX: Final = 3
 _STRANDED_MAX: Final = 3
 _COMES_BACK_MAX: Final = 8
-"""Times that a client sends its request that does not take no for an answer."""
+"""How often a persistent client sends its request in spite of refusals."""
 
 _IDENTITY_CODES: Final = (
     grpc.StatusCode.ALREADY_EXISTS,
@@ -31,7 +31,7 @@ _IDENTITY_CODES: Final = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.NOT_FOUND,
 )
-"""With which a resumption may be refused that would go on with something else."""
+"""Status codes of a refused resumption that would have continued another run."""
 _STALL_CODES: Final = (
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
@@ -41,42 +41,42 @@ _STALL_CODES: Final = (
 
 
 class Surroundings(Protocol):
-    """What a client sees of the world, and what its judge knows of it."""
+    """A client's view of the world, and the judge's knowledge of its request."""
 
     network: Network
 
     def first_word_within_s(self, request: Request) -> float:
-        """Of a coordinator that is there."""
+        """Seconds within which a coordinator that is reachable must send the first chunk."""
 
     @property
     def waits_briefly(self) -> bool:
-        """Whether a sequence that has begun may be given up, for want of a target."""
+        """Whether a sequence that has begun may be given up for lack of a target."""
 
     def find_coordinator(self) -> str | None:
-        """What a load balancer knows."""
+        """The address of a coordinator that a load balancer would pick; None if there is none."""
 
     def wrong(self, problem: str) -> None:
-        """Something must not be."""
+        """Reports a violation."""
 
     def could_be_in_time(self, num_tokens: int, left_s: float) -> bool:
-        """Whether so many tokens could surely be said within `left_s`, if nobody is in the way."""
+        """Whether so many tokens can certainly be generated within `left_s`, if nothing delays them."""
 
     def seeds_of(self, request: Request) -> Sequence[int]:
-        """With which targets have been asked for it."""
+        """Seeds with which targets have been asked for the request."""
 
     def weights_of(self, request: Request) -> Sequence[int]:
-        """By which its text may have been made."""
+        """Weights that may have generated the request's output."""
 
     def on_tokens(self, request: Request) -> None:
-        """Some of it has come."""
+        """Records that the client has received some of the output."""
 
     def num_attempts(self, request: Request) -> int:
-        """At targets, by all coordinators."""
+        """How often all coordinators together have asked targets for the request."""
 
 
 @dataclass
 class _Choice:
-    """What has come of one."""
+    """The part of one choice that the client has received so far."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -223,9 +223,7 @@ class Client:
         # With what any choice was asked for: which of them it was is not told there.
         return [answer for seed in seeds for answer in answers_to(request, 0, seed, weights)]
 
-    def _check_end(
-        self, chunk: generation_pb2.GenerationChunk, choice: _Choice, answers: Sequence[Answer]
-    ) -> None:
+    def _check_end(self, chunk: generation_pb2.GenerationChunk, choice: _Choice, answers: Sequence[Answer]) -> None:
         if not chunk.HasField("finished"):
             return
         finished = chunk.finished

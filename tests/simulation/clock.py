@@ -28,12 +28,12 @@ class TimeStandsStillError(Exception):
 
 
 _TURNS_MAX: Final = 20_000
-"""Of the loop, at one moment."""
+"""Turns of the loop without any time passing, after which `TimeStandsStillError` is raised."""
 _RESOLUTION_S: Final = 1e-9
 """Timers that are no further apart are due together."""
 _CANCELLED_TIMERS_MIN: Final = 100
 _CANCELLED_SHARE_MAX: Final = 0.5
-"""Of the timers, where there are more than so many: then those that were cancelled are sorted out, as asyncio does."""
+"""The share of cancelled timers, of more than so many, above which they are removed from the heap, as asyncio does."""
 
 
 class Handle:
@@ -88,9 +88,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._due: deque[Handle | Timer] = deque()
         self._timers: list[Timer] = []  # a heap
         self.num_cancelled = 0  # of the timers in the heap
-        self._thread_s: float | None = (
-            None  # what a thread's work has taken; None while the loop itself is at work
-        )
+        self._thread_s: float | None = None  # what a thread's work has taken; None while the loop itself is at work
         self.on_held_up: Callable[[float], object] = lambda work_s: None
         """Told how long work that is done on the loop itself would hold it up."""
 
@@ -144,7 +142,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     @contextmanager
     def on_thread(self) -> Iterator[None]:
-        """What is done within is a thread's work, which keeps nobody on the loop waiting."""
+        """Counts work that is done within as a thread's, which does not hold up the loop."""
         before, self._thread_s = self._thread_s, 0.0
         try:
             yield
@@ -152,7 +150,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._thread_s = before
 
     def work(self, work_s: float) -> None:
-        """Whoever runs now computes for so long: on a thread, or on the loop, where it keeps others waiting."""
+        """Adds computing time of the running code: on a thread, or on the loop, where it holds others up."""
         if self._thread_s is None:
             self.on_held_up(work_s)
         else:
@@ -226,7 +224,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # Processes that stop.
 
     def take_out(self, is_concerned: Callable[[Context], bool]) -> Stopped:
-        """All that is due now or later in contexts that a freeze concerns, which does not happen until `put_back`."""
+        """Removes the callbacks and timers of contexts that a freeze concerns; they do not run until `put_back`."""
         due = []
         for index, handle in enumerate(self._due):
             if handle.callback is not None and is_concerned(handle.context):
@@ -242,7 +240,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return Stopped(due, sorted(later))
 
     def put_back(self, stopped: Stopped) -> None:
-        """What was due meanwhile comes before anything else, late as it is."""
+        """Restores removed callbacks and timers; those that became due meanwhile run at once, late."""
         self._due.extend(each for each in stopped.due if each.callback is not None)
         for timer in stopped.later:
             if timer.callback is None:
@@ -255,7 +253,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 class Stopped:
-    """What a process had still to do when it was stopped."""
+    """Callbacks and timers that a process still had when it was frozen."""
 
     def __init__(self, due: list[Handle | Timer], later: list[Timer]) -> None:
         self.due, self.later = due, later

@@ -13,22 +13,22 @@ from typing import Any, Final, Protocol, cast
 
 import grpc
 
-from coordinator import grpc_api
-from coordinator.admission import Place, Wish
-from coordinator.environment import Outside
-from coordinator.fair_queue import Ticket
-from coordinator.fallback import FallbackPolicy
-from coordinator.generation_request import NOWHERE, Origin
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.poison import ON_TRIAL
-from coordinator.routing import WorkerKey, key_of
-from coordinator.service import GenerationService
+from coordinator.access.api_keys import Caller
+from coordinator.api.grpc import grpc_api
+from coordinator.intake.generation_request import NOWHERE, Origin
+from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.placement.fair_queue import Ticket
+from coordinator.placement.routing import WorkerKey, key_of
+from coordinator.placement.slot_queue import Offer, Slot
+from coordinator.recovery.poison import ON_TRIAL
+from coordinator.request.environment import Outside
+from coordinator.service.generation_service import GenerationService
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers import WorkerChannels, serves
-from outrider.api_keys import Caller
+from coordinator.speculation.fallback import FallbackPolicy
+from coordinator.workers.channels import WorkerChannels, serves
 from outrider.errors import OutriderError
-from outrider.tokenizer import Tokenizer
-from outrider.worker_record import WorkerRecord
+from outrider.registry.worker_record import WorkerRecord
+from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 from tests.simulation.actors import FINGERPRINT
 from tests.simulation.models import GrammarCompiler
@@ -57,6 +57,7 @@ class Letters:
 
     fingerprint = FINGERPRINT
     has_chat_template = True
+    chat_template = ""
     vocab_size = VOCAB_SIZE
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -78,16 +79,10 @@ class _Channels:
         self._process.observer.on_generate(self._process, request, call)
         return call
 
-    def attach(
-        self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = ""
-    ) -> Call:
-        return self._network.stream(
-            self._process, address, "Draft/Attach", request, draft_pb2.AttachStatus, timeout_s
-        )
+    def attach(self, address: str, request: draft_pb2.AttachRequest, timeout_s: float, traceparent: str = "") -> Call:
+        return self._network.stream(self._process, address, "Draft/Attach", request, draft_pb2.AttachStatus, timeout_s)
 
-    async def set_speculation(
-        self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float
-    ) -> None:
+    async def set_speculation(self, address: str, request: target_pb2.SetSpeculationRequest, timeout_s: float) -> None:
         await self._network.unary(
             *(self._process, address, "Target/SetSpeculation", request),
             *(target_pb2.SetSpeculationResponse, timeout_s),
@@ -117,7 +112,7 @@ class _Channels:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How things stand when a coordinator begins to look whose turn it is."""
+    """A snapshot of slots and queue when a coordinator begins to look whose turn it is."""
 
     num_held: Counter[str]  # slots, by tenant
     waiting: set[Ticket]  # but for those that wait for a target without another suspect
@@ -125,7 +120,7 @@ class Look:
 
 
 class Observer(Protocol):
-    """Who is told what coordinators do."""
+    """An observer that is notified of what coordinators do."""
 
     def on_generate(self, coordinator: Coordinator, request: target_pb2.GenerateRequest, call: Call) -> None:
         """A target is asked for a sequence."""
@@ -177,7 +172,7 @@ class Coordinator(Process):
         )
         self.service = GenerationService(settings, outside=self._outside)
         self.service.preparation._compilers[VOCAB_SIZE] = cast(Any, GrammarCompiler(is_coordinator=True))
-        router = self.service.environment.router
+        router = self.service.environment.placement.router
         pass_over = router.pass_over
 
         def watched(worker: WorkerRecord, now_s: float) -> None:
@@ -195,42 +190,42 @@ class Coordinator(Process):
     def _watch_queue(self) -> None:
         """Tells of each slot that is given to a sequence of those that wait, and how things stood when the look through
         the queue began that found it: that look may take long, and meanwhile others come, or come back."""
-        admission, looks = self.service.environment.admission, dict[int, Look]()
+        admission, looks = self.service.environment.placement.admission, dict[int, Look]()
         give_one, take = admission._give_one, admission._take
 
-        async def watched_look(line: Any) -> bool:
-            wishes = {
-                ticket: wish
-                for ticket, (wish, answer) in line.waiting.items()
-                if not answer.done() and ON_TRIAL not in wish.restrictions()
+        async def watched_look(model_queue: Any) -> bool:
+            requests = {
+                ticket: request
+                for ticket, request in model_queue.slots.waiting.items()
+                if not model_queue.answers[ticket].done() and ON_TRIAL not in request.restrictions()
             }
             now_s = self.now_s()
             askable = {
                 key_of(worker)
-                for wish in wishes.values()
-                for worker in wish.rank()
+                for request in requests.values()
+                for worker in request.rank()
                 if admission._router.may_ask(worker, now_s, is_urgent=False)
             }
-            looks[id(line)] = Look(Counter(line.queue._num_held_of), set(wishes), askable)
-            return await give_one(line)
+            looks[id(model_queue)] = Look(Counter(model_queue.slots.queue._num_held_of), set(requests), askable)
+            return await give_one(model_queue)
 
-        async def watched_take(line: Any, wish: Wish, ranked: Sequence[WorkerRecord]) -> Place | None:
-            place = await take(line, wish, ranked)
-            self.observer.on_session(wish.token, wish.ticket.tenant)
-            look = looks.get(id(line))
-            if place is None or look is None or key_of(place.target) not in look.targets:
-                return place  # or one that was not to be had when the look began
-            if wish.ticket in look.waiting:
-                self.observer.on_slot(self, wish.ticket, look)
-            return place
+        async def watched_take(model_queue: Any, offer: Offer) -> Slot | None:
+            slot, request = await take(model_queue, offer), offer.request
+            self.observer.on_session(request.token, request.ticket.tenant)
+            look = looks.get(id(model_queue))
+            if slot is None or look is None or key_of(slot.target) not in look.targets:
+                return slot  # or one that was not to be had when the look began
+            if request.ticket in look.waiting:
+                self.observer.on_slot(self, request.ticket, look)
+            return slot
 
         admission._give_one = watched_look  # type: ignore[method-assign]
         admission._take = watched_take  # type: ignore[method-assign]
 
     async def live(self) -> None:
         async with self.service:
-            if self._journal_bytes_max is not None and self.service._journal is not None:
-                self.service._journal._bytes_max = self._journal_bytes_max
+            if self._journal_bytes_max is not None and self.service.streams.journal is not None:
+                self.service.streams.journal._bytes_max = self._journal_bytes_max
             await asyncio.get_running_loop().create_future()
 
     def _new_id(self) -> str:

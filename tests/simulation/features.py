@@ -1,4 +1,4 @@
-"""What a run has beside the ordinary, drawn from its seed: each with a small chance, and several at once."""
+"""Optional features of a run, drawn from its seed: each with a small probability, and several at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What must hold between processes and clients: invariants I9 and I10, limits and shares.
+"""Checks between processes and clients: invariants I9 and I10, limits and shares.
 
-Knows what really happens everywhere, which none of the processes does.
+The judge knows the true state of all processes, which none of them does.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.fair_queue import URGENT, Ticket
-from coordinator.poison import LOSSES_MAX, LOSSES_PER_OTHER
+from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.placement.fair_queue import URGENT, Ticket
+from coordinator.recovery.poison import LOSSES_MAX, LOSSES_PER_OTHER
 from coordinator.settings import CoordinatorSettings
-from outrider.api_keys import Caller, Scope, TenantLimits
-from outrider.worker_record import WorkerRecord
+from outrider.registry.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2, target_pb2
-from target_worker.server import session_id_of
-from target_worker.session import Session
+from target_worker.scheduling.session import Session
+from target_worker.serving.session_names import session_id_of
 from tests.simulation.actors import Target
 from tests.simulation.calls import Call
 from tests.simulation.client import Client
@@ -41,7 +41,7 @@ _SETTINGS: Final = {
 _CLIENT_STALL_MAX_S: Final = 3.0
 _STALL_GRACE_S: Final = 3.0
 _DISTURBED_S: Final = 15.0
-"""For which a fault may be felt after it is over: silence and keepalives, one after the other."""
+"""Time for which a fault may have effects after it is over: silence and keepalives, one after the other."""
 _FIRST_WORD_S: Final = 90.0
 _LOST_WORKERS_MAX: Final = 3
 _RESTART_S: Final = 1.0
@@ -49,15 +49,15 @@ _BRIEF_S: Final = 8.0  # a target may be away for longer, and may come back with
 
 _HELD_UP_MAX_S: Final = 0.05
 _JOURNAL_SHARE_MAX: Final = 0.25
-"""Of a coordinator's bytes in the journal, for one tenant."""
+"""The largest share of a coordinator's bytes in the journal for one tenant."""
 _JOURNAL_OWN_BYTES: Final = 120
-"""Of each stream that are not counted: names, checksums, who writes and the weights' digest."""
+"""Bytes of each stream that do not count: names, checksums, the writer and the weights' digest."""
 
 Prompt = tuple[int, ...]
 
 
 def settings_of(scenario: Scenario) -> CoordinatorSettings:
-    """Of each coordinator."""
+    """The settings of each coordinator in the scenario."""
     settings: dict[str, Any] = dict(_SETTINGS)
     settings["seed_requests"] = Feature.DRAWN_SEEDS in scenario.features
     if scenario.weights:
@@ -67,7 +67,7 @@ def settings_of(scenario: Scenario) -> CoordinatorSettings:
 
 
 def callers_of(scenario: Scenario) -> dict[str, Caller]:
-    """Whose keys there are."""
+    """The callers that have API keys, by key; empty if the scenario has no keys."""
     if not scenario.features & {Feature.KEYS, Feature.FULL_JOURNAL}:
         return {}
     limits = TenantLimits(requests_per_minute=scenario.requests_per_minute, priority_min=-1)
@@ -76,7 +76,7 @@ def callers_of(scenario: Scenario) -> dict[str, Caller]:
 
 
 class Judge:
-    """Told of what happens; tells the world what must not have happened."""
+    """Is notified of what happens, and reports violations to the world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -130,7 +130,7 @@ class Judge:
     # What processes do.
 
     def note(self, fault: Fault) -> None:
-        """From now on some may be blamed."""
+        """Records a fault: from now on the processes concerned may be blamed."""
         self._num_faults += 1
         is_stop = fault.kind is FaultKind.FREEZE and fault.process.startswith("c")
         if is_stop and Feature.LONG_STOP in self._scenario.features:
@@ -172,12 +172,10 @@ class Judge:
         return self._tenants[session_id]
 
     def on_journal(self, writer: str, num_bytes: int, num_streams: int) -> None:
-        """What Redis holds of one tenant's streams, all by one coordinator's life."""
+        """Checks the size of one tenant's streams in Redis that one coordinator process has written."""
         bytes_max = self._scenario.journal_bytes_max
         if bytes_max and num_bytes > _JOURNAL_SHARE_MAX * bytes_max + _JOURNAL_OWN_BYTES * num_streams:
-            self.wrong(
-                f"I10: one tenant's streams take {num_bytes} of {bytes_max} bytes of {writer}'s journal"
-            )
+            self.wrong(f"I10: one tenant's streams take {num_bytes} of {bytes_max} bytes of {writer}'s journal")
 
     def on_slot(self, coordinator: Coordinator, ticket: Ticket, look: Look) -> None:
         """Nobody gets more than a share of the slots while others wait that have less, as things stood when the
@@ -191,13 +189,11 @@ class Judge:
         share = (sum(held[each] for each in sharing) + 1) / len(sharing)
         owed = [each for each in sorted(sharing) if each != tenant and held[each] + 1 <= share]
         if held[tenant] > share and owed:
-            self.wrong(
-                f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits"
-            )
+            self.wrong(f"{tenant} gets a slot beside {held[tenant]} others at {coordinator.name}, and {owed[0]} waits")
 
     def first_word_within_s(self, request: Request) -> float:
         """A coordinator that is there queues for 30 s and tries several targets; whoever has the better priority may
-        take a target's places and blocks as long as it has work."""
+        take a target's slots and blocks as long as it has work."""
         before = (each for each in self._scenario.requests if each.rank < request.rank)
         return _FIRST_WORD_S + self._scenario.work_s(before)
 
@@ -218,9 +214,7 @@ class Judge:
         self._admitted[key] += 1
         elapsed_s = self._loop.time() - coordinator.started_s
         if self._admitted[key] > limit + limit * elapsed_s / 60 + 1e-6:
-            self.wrong(
-                f"{request.tenant} has had {self._admitted[key]} requests, its limit is {limit:g} a minute"
-            )
+            self.wrong(f"{request.tenant} has had {self._admitted[key]} requests, its limit is {limit:g} a minute")
 
     def on_held_up(self, work_s: float) -> None:
         """A process computes on its event loop: no request may occupy that for long."""
@@ -240,16 +234,12 @@ class Judge:
         check = partial(self._check_blocked, call, call.server, request, waited_for)
         self._loop.call_later(left_s, check, context=NOBODY)
 
-    def _check_blocked(
-        self, call: Call, coordinator: Coordinator, request: Request, waited_for: object
-    ) -> None:
+    def _check_blocked(self, call: Call, coordinator: Coordinator, request: Request, waited_for: object) -> None:
         is_well = coordinator.is_alive and not self._is_disturbed(coordinator.name)
         if not is_well or call.is_over or call.waits_for_reader is not waited_for:
             return
         if any(not each.is_over for each in self._open[coordinator, request.prompt]):
-            self.wrong(
-                f"I10: {coordinator.name} keeps a slot for request {request.number}, which nobody reads"
-            )
+            self.wrong(f"I10: {coordinator.name} keeps a slot for request {request.number}, which nobody reads")
 
     def on_step(self, target: Target, session: Session) -> None:
         """After a step: a session may be the end of its target."""

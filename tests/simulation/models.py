@@ -1,4 +1,4 @@
-"""Target models as functions of the text: of one set of weights or another, with or without a grammar.
+"""Target models as functions of the sequence: of one set of weights or another, with or without a grammar.
 
 The grammar is that no letter comes twice in a row. What it takes to compile one is virtual time.
 """
@@ -13,11 +13,11 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.verification import Verdict
+from outrider.engine.sampling.randomness import mix
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.engine.sampling.verification import Verdict
 from outrider.grammar import GrammarViolation
-from outrider.randomness import mix
 from outrider.sampling_params import GrammarKind, GrammarSpec
-from outrider.token_logprobs import TokenLogprobs
 from target_worker.messages import Step, StepItem, StepResult
 from tests.simulation.clock import SimulatedLoop
 from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, _token, digest_after, seed_of
@@ -44,7 +44,7 @@ def _next(digest: int, before: int | None) -> int:
 def text_of(
     prompt: tuple[int, ...], max_len: int, *, seed: int = 0, weights: int = 0, has_grammar: bool = False
 ) -> tuple[int, ...]:
-    """What plain decoding makes of a prompt, ends of sequence included."""
+    """The prompt and its output by plain decoding, `max_len` tokens in all; an end of sequence does not end it."""
     text = list(prompt)
     digest = _begin(seed, weights)
     for token_id in text:
@@ -57,7 +57,7 @@ def text_of(
 
 
 def logprob_of(token_id: int) -> float:
-    """What the model says of each token that it generates."""
+    """The log probability that the model reports for each token that it generates."""
     return -0.5 - token_id
 
 
@@ -78,13 +78,13 @@ class TargetModel(FakeModel):
     def _decide(self, item: StepItem) -> Verdict:
         num_rows = item.num_decided
         text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
-        position = len(item.text.token_ids)
+        position = len(item.context.token_ids)
         assert position == len(text) - num_rows + 1
-        assert [len(each) for each in item.text.continuations] == list(range(num_rows))
-        has_grammar = item.text.grammar is not None
+        assert [len(each) for each in item.context.continuations] == list(range(num_rows))
+        has_grammar = item.context.grammar is not None
         digest = _begin(seed_of(item.sampling, item.seed), self._weights)
         digest = digest_after(digest, tuple(text[:position]))
-        before = text[position - 1] if has_grammar and position > item.text.num_prompt_tokens else None
+        before = text[position - 1] if has_grammar and position > item.context.num_prompt_tokens else None
         choices = [_next(digest, before)]
         for token_id in text[position:]:
             digest = mix(digest ^ (token_id + 1))

@@ -145,7 +145,7 @@ class Network:
                 self.loop.call_later(KEEPALIVE_S, self._expire, way, context=NOBODY)
 
     def join(self, one: str, other: str = _EVERYBODY) -> None:
-        """What was on its way arrives now, unless its stream has ended meanwhile or another cut holds it."""
+        """Ends a cut: held messages arrive now, unless their stream has ended meanwhile or another cut holds them."""
         self._cuts -= {(one, other), (other, one)}
         held_before, self._held = self._held, []
         for held in held_before:

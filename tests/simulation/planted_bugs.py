@@ -16,28 +16,32 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
 
-from coordinator import generation_request, grpc_api, journal
-from coordinator.client_pace import PaceWatch
-from coordinator.fair_queue import FairQueue
-from coordinator.generation_request import GenerationSpec
-from coordinator.journal import Journal, JournaledStream, JournalEntry
-from coordinator.poison import PoisonRecord
-from coordinator.rate_limits import RateLimits
-from coordinator.resumption import NOTHING_SEEN, Claim, Resumption
-from coordinator.run_identity import RunIdentity, WorkerLife
-from coordinator.service import GenerationService, Recollection
-from outrider.api_keys import Caller
-from outrider.loop_lag import LoopLag
+from coordinator.access.api_keys import Caller
+from coordinator.access.rate_limits import RateLimits
+from coordinator.api.grpc import grpc_api
+from coordinator.intake import generation_request
+from coordinator.intake.generation_request import GenerationSpec
+from coordinator.intake.run_identity import RunIdentity, WorkerLife
+from coordinator.output.client_pace import PaceWatch
+from coordinator.placement.fair_queue import FairQueue
+from coordinator.recovery import journal
+from coordinator.recovery.journal import Journal
+from coordinator.recovery.journal_entry import JournaledStream, JournalEntry
+from coordinator.recovery.poison import PoisonRecord
+from coordinator.recovery.resumption import NOTHING_SEEN, Claim, Resumption
+from coordinator.service.streams import Recollection, ResumableStreams
+from outrider.observability.loop_lag import LoopLag
+from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import SamplingParams
-from outrider.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2
-from target_worker import server
 from target_worker.messages import StartSession
+from target_worker.serving import server
+from target_worker.serving.generate_messages import parse_generate
 from tests.simulation.actors import Target
 from tests.simulation.features import Feature
 from tests.simulation.registry import PoolModel
 
-CHUNK, PARSE_GENERATE, LOAD = grpc_api._chunk, server.parse_generate, Journal.load
+CHUNK, LOAD = grpc_api._chunk, Journal.load
 
 
 def sample_all_choices_alike(self: GenerationSpec, index: int) -> SamplingParams:
@@ -51,7 +55,7 @@ def lose_a_log_probability(*arguments: Any) -> generation_pb2.GenerationChunk:
 
 
 def forget_the_grammar(*arguments: Any) -> StartSession:
-    event = PARSE_GENERATE(*arguments)
+    event = parse_generate(*arguments)
     return replace(event, sampling=replace(event.sampling, grammar=None))
 
 
@@ -64,7 +68,7 @@ async def make_up_what_is_not_there(self: Journal, request_id: str) -> JournalEn
 
 def begin_again(self: JournaledStream, *, is_lost: bool = False) -> None:
     """As `write_again`, by a writer that takes itself for the last to have come."""
-    self.is_first = self.has_news = True
+    self.is_first = self.has_changes = True
     self.begun_s += 60.0
     self._wake()
 
@@ -74,7 +78,7 @@ def announce_the_same_weights(weights: int) -> str:
 
 
 def go_on_with_whatever_is_there(
-    self: GenerationService, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
+    self: ResumableStreams, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
 ) -> tuple[GenerationSpec, Resumption]:
     """As `resume`, without a look at whose run that is."""
     known = () if recollection.entry is None else recollection.entry.token_ids
@@ -88,7 +92,7 @@ class Believed(Resumption):
 
 
 def believe_the_client(
-    self: GenerationService, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
+    self: ResumableStreams, spec: GenerationSpec, claim: Claim | None, recollection: Recollection
 ) -> tuple[GenerationSpec, Resumption]:
     points = (NOTHING_SEEN,) * spec.num_choices if claim is None else claim.points
     return spec, Believed(points, ((),) * spec.num_choices)
@@ -101,9 +105,7 @@ def take_any_weights(self: RunIdentity, target: WorkerRecord) -> bool:
 def wait_for_the_client(self: PaceWatch) -> None: ...
 
 
-def forget_what_was_lost(
-    self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool = True
-) -> None: ...
+def forget_what_was_lost(self: RunIdentity, sequence: int, target: WorkerRecord, *, is_gone: bool = True) -> None: ...
 
 
 def forget_what_an_unfinished_run_lost(
@@ -115,9 +117,7 @@ def find_nobody_beyond(self: FairQueue, tenants: object) -> frozenset[str]:
     return frozenset()
 
 
-def trust_hosts_clocks(
-    holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int
-) -> bool:
+def trust_hosts_clocks(holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int) -> bool:
     return holder is not None and holder.started_at_ms > record.started_at_ms
 
 
@@ -140,28 +140,24 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "a log probability is lost where a step has several tokens": (
         *(Feature.LOGPROBS, grpc_api, "_chunk", lose_a_log_probability, "log probabilities"),
     ),
-    "a target forgets the grammar": (
-        *(Feature.GRAMMAR, server, "parse_generate", forget_the_grammar, "tokens"),
-    ),
+    "a target forgets the grammar": (*(Feature.GRAMMAR, server, "parse_generate", forget_the_grammar, "tokens"),),
     "a tenant's limit is not kept": (*(Feature.KEYS, RateLimits, "admit", let_everybody_in, "its limit"),),
     "a stream that the journal has lost is gone on with": (
         *(Feature.JOURNAL_LOSS, Journal, "load", make_up_what_is_not_there, "failed"),
     ),
     "a stream goes on with another request's tokens": (
-        *(Feature.REUSED_ID, GenerationService, "resume", go_on_with_whatever_is_there, "I2"),
+        *(Feature.REUSED_ID, ResumableStreams, "resume", go_on_with_whatever_is_there, "I2"),
     ),
     "a drawn seed is drawn again": (
-        *(Feature.DRAWN_SEEDS, GenerationService, "resume", go_on_with_whatever_is_there, "I2|has tokens"),
+        *(Feature.DRAWN_SEEDS, ResumableStreams, "resume", go_on_with_whatever_is_there, "I2|has tokens"),
     ),
     "a client's word makes its request urgent": (
-        *(Feature.LIAR, GenerationService, "resume", believe_the_client, "I9"),
+        *(Feature.LIAR, ResumableStreams, "resume", believe_the_client, "I9"),
     ),
     "a sequence goes on at whatever target there is": (
         *(Feature.WEIGHTS, RunIdentity, "accepts", take_any_weights, "I2"),
     ),
-    "nobody looks whether a client reads": (
-        *(Feature.STALLED_READER, PaceWatch, "start", wait_for_the_client, "I10"),
-    ),
+    "nobody looks whether a client reads": (*(Feature.STALLED_READER, PaceWatch, "start", wait_for_the_client, "I10"),),
     "the workers that a request brings down are not counted": (
         *(Feature.POISON, RunIdentity, "lose", forget_what_was_lost, "brought down"),
     ),

@@ -20,7 +20,7 @@ _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a machine's clocks show beside the right time."""
+    """Offsets of a machine's clocks from the true time, in seconds."""
 
     monotonic_s: float = 0.0  # since it was booted; means nothing elsewhere
     skew_s: float = 0.0  # by which its clock on the wall is ahead
@@ -41,7 +41,7 @@ class Process:
         self.methods: dict[str, Method] = {}
         self.calls: dict[Call, None] = {}  # either end
         self.unread: deque[Callable[[], object]] = deque()
-        """What has come while it is frozen and lies in its sockets."""
+        """Deliveries that came while the process was frozen, and wait in its sockets."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._stopped: Stopped | None = None
         before = _CURRENT.set(self)
@@ -49,7 +49,7 @@ class Process:
         _CURRENT.reset(before)
 
     def now_s(self) -> float:
-        """What its host's monotonic clock shows."""
+        """The time on its host's monotonic clock, in seconds."""
         return self.loop.time() + self.its_host.monotonic_s
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -105,12 +105,12 @@ class Process:
 
 
 def current_process() -> Process | None:
-    """Whose code runs now."""
+    """The process whose code runs now; None for the network's."""
     return _CURRENT.get()
 
 
 NOBODY: Final = Context()
-"""In which the network runs: it goes on while processes do not."""
+"""The context of the network, which goes on while processes are frozen."""
 
 
 def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:

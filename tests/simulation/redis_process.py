@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from outrider.errors import RegistryUnavailable
-from outrider.registry import JournalUpdate, JournalWrite, JournalWriter, PoolView
-from outrider.worker_record import Pool, WorkerRecord
+from outrider.registry.registry import JournalUpdate, JournalWrite, JournalWriter, PoolView
+from outrider.registry.worker_record import Pool, WorkerRecord
 from tests.simulation.network import Network, Process
 from tests.simulation.process import Host
 from tests.simulation.registry import PoolModel, exchange_losses, write_journal, writer_of
@@ -17,7 +17,7 @@ _REGISTRY_TIMEOUT_S: Final = 2.0
 
 
 class Redis(Process):
-    """An empty one."""
+    """A simulated Redis, empty at first."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Redis(Process):
         self.losses.clear()
 
     def write_journal(self, request_id: str, update: JournalUpdate) -> JournalWrite:
-        """As the script does."""
+        """Writes a stream's journal as the registry's script does."""
         stored = {id: each for id, (each, until_s) in self.journal.items() if until_s > self.now_s()}
         writer, before = update.writer, writer_of(stored.get(request_id))
         answer = write_journal(stored, request_id, update, self.now_s())
@@ -52,21 +52,17 @@ class Redis(Process):
             replaced = self._replaced.setdefault(request_id, set())
             if before is not None and before != writer:
                 if writer in replaced:
-                    self._on_wrong(
-                        f"I9: {writer} took back the journal of {request_id}, which {before} had taken over"
-                    )
+                    self._on_wrong(f"I9: {writer} took back the journal of {request_id}, which {before} had taken over")
                 replaced.add(before)
             self.journal[request_id] = stored[request_id], self.now_s() + update.life_s
             self._tell_size(request_id, writer.replica, stored)
         return answer
 
     def _tell_size(self, request_id: str, replica: str, stored: Mapping[str, Mapping[str, str]]) -> None:
-        """Of what one tenant's streams take, of those that one coordinator's life has written."""
+        """Reports the size and number of the tenant's streams that one coordinator process has written."""
         tenant = request_id.partition(":")[0]
         alike = [
-            fields
-            for id, fields in stored.items()
-            if id.partition(":")[0] == tenant and fields["replica"] == replica
+            fields for id, fields in stored.items() if id.partition(":")[0] == tenant and fields["replica"] == replica
         ]
         num_bytes = sum(len(name) + len(value) for fields in alike for name, value in fields.items())
         self._on_journal(replica, num_bytes, len(alike))
@@ -128,9 +124,7 @@ class RegistryClient:
         except RegistryUnavailable:
             return False
 
-    async def reserve(
-        self, pool: Pool, incarnations: Sequence[str], limits: Sequence[int], token: str
-    ) -> int | None:
+    async def reserve(self, pool: Pool, incarnations: Sequence[str], limits: Sequence[int], token: str) -> int | None:
         answer = await self._ask(pool, lambda model, now: model.reserve(incarnations, limits, token, now))
         return cast("int | None", answer)
 

@@ -1,6 +1,6 @@
-"""What the registry's scripts do, as plain Python: a model that a simulated Redis runs.
+"""A model of the registry's scripts in plain Python, which the simulated Redis runs.
 
-`test_registry_model` holds it against the scripts on a real Redis.
+`test_registry_model` compares it with the scripts on a real Redis.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.registry import (
+from outrider.registry.registry import (
     LEASE_S,
     LOSSES_MAX,
     LOSSES_S,
@@ -18,7 +18,7 @@ from outrider.registry import (
     JournalWriter,
     PoolView,
 )
-from outrider.worker_record import WorkerRecord
+from outrider.registry.worker_record import WorkerRecord
 
 
 def write_journal(
@@ -72,9 +72,7 @@ class PoolModel:
     records: dict[str, WorkerRecord] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)  # by worker: when it ends
     events: list[tuple[str, str, str]] = field(default_factory=list)  # kind, worker id, incarnation
-    reservations: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # by incarnation, by token: when it ends
+    reservations: dict[str, dict[str, float]] = field(default_factory=dict)  # by incarnation, by token: when it ends
     joined_at_us: dict[str, int] = field(default_factory=dict)  # by worker: of the run that its record is of
     last_joined_at_us: int = 0
 
@@ -118,9 +116,7 @@ class PoolModel:
     def num_reserved(self, incarnation: str, now_s: float) -> int:
         return sum(until_s > now_s for until_s in self.reservations.get(incarnation, {}).values())
 
-    def reserve(
-        self, incarnations: Sequence[str], limits: Sequence[int], token: str, now_s: float
-    ) -> int | None:
+    def reserve(self, incarnations: Sequence[str], limits: Sequence[int], token: str, now_s: float) -> int | None:
         for index, (incarnation, limit) in enumerate(zip(incarnations, limits, strict=True)):
             held = self.reservations.get(incarnation, {})
             held = {each: until_s for each, until_s in held.items() if until_s > now_s}
@@ -138,9 +134,7 @@ class PoolModel:
         self.reservations.get(incarnation, {}).pop(token, None)
 
     @staticmethod
-    def is_later(
-        holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int
-    ) -> bool:
+    def is_later(holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int) -> bool:
         """Whether the holder, which joined at `holders_us`, stands against writing the record."""
         return holder is not None and holder.incarnation != record.incarnation and holders_us >= joined_at_us
 

@@ -1,4 +1,4 @@
-"""What happens in one run, drawn from its seed. Plain data, so that parts can be left out to see what matters."""
+"""The events of one run, drawn from its seed. Plain data, so that parts can be left out to see what matters."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ class Request:
     request_id: str = ""  # another's; its own unless given
     is_liar: bool = False  # says from the beginning that it has had its first token
     poisons_after: int = 0  # tokens after which its target dies; 0: never
-    comes_back: bool = (
-        False  # its client sends it anew where it was refused, late, or left, as if it never had
-    )
+    comes_back: bool = False  # its client sends it anew where it was refused, late, or left, as if it never had
     stays_s: float = 0.0  # after which its client leaves, each time that it has come; 0: it stays
     stalls_after: int = 0  # chunks after which its client does not read for `stalls_s`; 0: never
     stalls_s: float = 0.0
@@ -82,7 +80,7 @@ class Request:
 
     @property
     def tenant_name(self) -> str:
-        """On whose behalf it is."""
+        """The name of the tenant that sends it."""
         return f"tenant {self.number % 2 if self.tenant < 0 else self.tenant}"
 
     @property
@@ -109,7 +107,7 @@ class Scenario:
     requests_per_minute: float | None = None  # of a tenant with a key
 
     def work_s(self, requests: Iterable[Request]) -> float:
-        """What one target takes for these, one token of one sequence after the other."""
+        """Seconds that one target takes for these requests, one token of one sequence after the other."""
         return self.shape.step_s * sum(each.max_tokens * each.num_choices for each in requests)
 
 
@@ -146,7 +144,7 @@ def _draw_shape(chance: random.Random, *, is_crowded: bool) -> WorkerShape:
             num_speculative_tokens=num_speculative_tokens,
             hint_wait_ms_max=chance.choice((0.0, 10.0)),
             has_lookup=chance.random() < 0.3,
-            may_rest=chance.random() < 0.5,
+            may_pause=chance.random() < 0.5,
             max_early_sessions=4,
             end_of_sequence_ids=frozenset({END}),
             enable_prefix_caching=(shares_prefixes := chance.random() < 0.7),
@@ -188,9 +186,7 @@ def draw_request(chance: random.Random, number: int, *, is_crowded: bool) -> Req
     )
 
 
-def _draw_faults(
-    chance: random.Random, num_targets: int, num_drafts: int, num_coordinators: int
-) -> tuple[Fault, ...]:
+def _draw_faults(chance: random.Random, num_targets: int, num_drafts: int, num_coordinators: int) -> tuple[Fault, ...]:
     targets = [f"t{i}" for i in range(num_targets)]
     drafts = [f"d{i}" for i in range(num_drafts)]
     coordinators = [f"c{i}" for i in range(num_coordinators)]
@@ -209,7 +205,5 @@ def _draw_faults(
                 chance.choice(drafts),
                 chance.choice((*targets, *coordinators)),
             )
-        faults.append(
-            Fault(chance.uniform(0.0, SPAN_S), kind, process, chance.choice((0.3, 2.0, 7.0)), other)
-        )
+        faults.append(Fault(chance.uniform(0.0, SPAN_S), kind, process, chance.choice((0.3, 2.0, 7.0)), other))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -32,7 +32,7 @@ class SeedLog:
         return found
 
     def append(self, seeds: range, counts: Mapping[str, float], failed: Mapping[int, str]) -> None:
-        """A block has ended."""
+        """Appends a block that has ended."""
         block = {"first": seeds.start, "commit": self._commit, **counts, "failed": failed}
         before = self._path.read_bytes() if self._path.exists() else b""
         is_cut_off = bool(before) and not before.endswith(b"\n")
@@ -41,7 +41,7 @@ class SeedLog:
 
 
 def blocks_left(seeds: range, done: Iterable[range], num_per_block: int) -> Iterator[range]:
-    """What remains to be run of `seeds`, in blocks of at most so many."""
+    """The seeds that are not `done` yet, in blocks of at most `num_per_block`."""
     at = seeds.start
     for block in [*sorted(done, key=lambda each: each.start), range(seeds.stop, seeds.stop)]:
         for first in range(at, min(block.start, seeds.stop), num_per_block):
@@ -50,9 +50,7 @@ def blocks_left(seeds: range, done: Iterable[range], num_per_block: int) -> Iter
 
 
 def commit_here() -> str:
-    """Of the repository that this code is from, with `-dirty` where something differs from it."""
+    """The commit of this repository, with `-dirty` if the working tree differs from it; `unknown` without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    asked = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30
-    )
+    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
     return asked.stdout.strip() or "unknown"

@@ -25,9 +25,7 @@ async def wander(chance: random.Random) -> list[tuple[str, int]]:
     loop = asyncio.get_running_loop()
     events = [asyncio.Event() for _ in range(4)]
     steps = [[chance.randrange(5) for _ in range(12)] for _ in range(6)]
-    pauses = chance.sample(
-        range(1, 200), 72
-    )  # no two timers are due at once: asyncio does not say which is first
+    pauses = chance.sample(range(1, 200), 72)  # no two timers are due at once: asyncio does not say which is first
 
     async def walk(number: int) -> None:
         for index, step in enumerate(steps[number]):

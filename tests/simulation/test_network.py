@@ -40,9 +40,7 @@ class Pair:
 
     def __init__(self, loop: SimulatedLoop, window: int = 256) -> None:
         self.loop = loop
-        self.network = Network(
-            loop, random.Random(0), lambda details, error: None, slow_share=0.0, window=window
-        )
+        self.network = Network(loop, random.Random(0), lambda details, error: None, slow_share=0.0, window=window)
         self.client, self.server = Process("c", loop), Process("t", loop)
         self.num_said = 0
         self.server.methods["Say"] = Method(self.say, common_pb2.GetInfoRequest, common_pb2.WorkerInfo)

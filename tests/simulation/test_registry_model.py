@@ -11,7 +11,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.registry import (
+from outrider.registry.registry import (
     LEASE_S,
     LOSSES_MAX,
     LOSSES_S,
@@ -20,7 +20,7 @@ from outrider.registry import (
     JournalWriter,
     Registry,
 )
-from outrider.worker_record import WorkerRecord
+from outrider.registry.worker_record import WorkerRecord
 from tests.simulation.registry import PoolModel, exchange_losses, write_journal
 
 RECORD = WorkerRecord("t0", "target", "h:1", "a", 1, "demo", "0" * 16, 8, 8, 2, "float32", 1)
@@ -64,7 +64,7 @@ def let_time_pass(client: Any, seconds: float) -> None:
 
 
 async def do(registry: Registry, joined: list[int], name: str, *arguments: Any) -> Any:
-    """`joined`: when whoever joined did so, the latest last."""
+    """Runs an operation on the registry. joined: the times at which workers joined, the latest last."""
     match name:
         case "join":
             joined.append(await registry.join("target"))
@@ -109,7 +109,7 @@ def in_order(events: list[Any]) -> list[tuple[str, list[str]]]:
 
 
 def moment(joined: list[int], num_before: int) -> int:
-    """Of whoever joined that many before the last one; 0 where nobody did."""
+    """The time of the join that was `num_before` joins before the last one; 0 if there was none."""
     return joined[-1 - num_before] if num_before < len(joined) else 0
 
 
@@ -173,9 +173,7 @@ facts = st.lists(st.sampled_from([f'["lost", "t{number}"]' for number in range(5
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(facts, facts), max_size=8))
-def test_facts_about_losses_are_those_of_the_script(
-    redis_url: str, steps: list[tuple[list[str], list[str]]]
-) -> None:
+def test_facts_about_losses_are_those_of_the_script(redis_url: str, steps: list[tuple[list[str], list[str]]]) -> None:
     async def compare() -> None:
         registry, stored = Registry(redis_url), dict[str, float]()
         for number, (once, anew) in enumerate(steps):

@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 import pytest
 
-from coordinator import grpc_api
-from coordinator.request_session import RequestSession
-from coordinator.resumption import ResumePoint
+from coordinator.api.grpc import grpc_api
+from coordinator.recovery.resumption import ResumePoint
+from coordinator.request.sequence import SequenceMachine
 from draft_worker.session import DraftSession
-from outrider.hint_tree import Hint, HintTree
-from outrider.worker_record import WorkerRecord
+from outrider.hints.hint_tree import Hint, HintTree
+from outrider.registry.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2
-from target_worker.scheduler import Scheduler
-from target_worker.session import Session
+from target_worker.scheduling.scheduler import Scheduler
+from target_worker.scheduling.session import Session
 from tests.simulation.__main__ import explain, run_in_parallel
 from tests.simulation.additions import draw
 from tests.simulation.features import Feature
@@ -47,7 +47,7 @@ def test_no_run_loses_repeats_or_changes_a_token_or_keeps_what_it_took() -> None
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What the system says of its troubles is its own business."""
+    """Silences the system's log messages, since faults are part of the runs."""
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
@@ -77,9 +77,7 @@ def test_a_seed_does_the_same_in_every_process() -> None:
     assert len(seen) == 1
 
 
-def let_anybody_write(
-    holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int
-) -> bool:
+def let_anybody_write(holder: WorkerRecord | None, holders_us: int, record: WorkerRecord, joined_at_us: int) -> bool:
     return False
 
 
@@ -100,8 +98,8 @@ def keep_the_session(self: Scheduler, session_id: str) -> list[object]:
     return []
 
 
-def forget_the_last_token(self: RequestSession) -> list[int]:
-    return COMMITTED(self)[:-1] if self._output.token_ids else COMMITTED(self)
+def forget_the_last_token(self: SequenceMachine) -> list[int]:
+    return COMMITTED(self)[:-1] if self.output.token_ids else COMMITTED(self)
 
 
 def skip_one_too_many(request: generation_pb2.GenerationRequest) -> tuple[ResumePoint, ...]:
@@ -126,7 +124,7 @@ def begin_with_what_is_not_there(self: DraftSession) -> int:
 
 PREEMPT = Session.preempt
 READ_POSITION = grpc_api._read_position
-ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
+ADD_ONE, COMMITTED = HintTree._add_one, SequenceMachine.committed
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ ADD_ONE, COMMITTED = HintTree._add_one, RequestSession._committed
         (PoolModel, "is_later", staticmethod(let_anybody_write), "an earlier life"),
         (HintTree, "_add_one", believe_stale_hints, "I3"),
         (Scheduler, "_cancel", keep_the_session, "I8"),
-        (RequestSession, "_committed", forget_the_last_token, "tokens"),
+        (SequenceMachine, "committed", forget_the_last_token, "tokens"),
         (grpc_api, "_read_position", skip_one_too_many, "tokens"),
         (Session, "preempt", forget_what_it_said, "I1"),
         (Session, "preempt", keep_the_blocks, "I8"),
@@ -165,12 +163,12 @@ def test_a_planted_bug_is_found(owner: object, name: str, planted: object, probl
 
 
 def seeds_with(feature: Feature) -> Iterable[int]:
-    """Those of which a run has it."""
+    """Seeds of runs that have the feature."""
     return (seed for seed in range(NUM_SEEDS_TO_FIND) if feature in draw(seed, frozenset({feature})).features)
 
 
 def first_problem(feature: Feature) -> str:
-    """Of the first run that has one, with no other feature in the way."""
+    """The first problem of the first run that has one, with this feature alone; empty if there is none."""
     for seed in seeds_with(feature):
         problems = run(draw(seed, frozenset({feature}))).problems
         if problems:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest.mock import patch
 
-from outrider.loop_share import LoopShare
+from target_worker.serving.loop_share import LoopShare
 from tests.simulation.actors import Draft, Target, Worker
 from tests.simulation.checks import WorkerChecks
 from tests.simulation.client import Client
@@ -23,18 +23,18 @@ from tests.simulation.redis_process import REDIS, Redis
 from tests.simulation.scenario import Fault, FaultKind, Request, Scenario
 
 _LIVENESS_S: Final = 150.0
-"""Within which everything has ended, once the last fault is over, beside what the steps take: silence and keepalives
-several times over."""
+"""Time within which every request has ended once the last fault is over, beside what the steps take: silence and
+keepalives several times over."""
 _REPETITIONS_MAX: Final = 2
 """How often a sequence may be computed from its beginning, on average."""
 _QUIET_S: Final = 30.0
-"""Within which everything is free, once everything has ended: leases and reservations of the dead included."""
+"""Time within which everything is freed once all has ended: leases and reservations of dead processes included."""
 _STALL_EXIT_S: Final = 2.5
 
 
 @dataclass
 class Outcome:
-    """What became of a run."""
+    """The result of a run: problems, trace and counts."""
 
     problems: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -156,10 +156,8 @@ class World:
         self.outcome.num_reconnects += client.num_reconnects
 
     def find_coordinator(self) -> str | None:
-        """What a load balancer knows."""
-        there = [
-            process.address for process in self.network.processes.values() if isinstance(process, Coordinator)
-        ]
+        """The address of a coordinator that a load balancer would pick; None if there is none."""
+        there = [process.address for process in self.network.processes.values() if isinstance(process, Coordinator)]
         return self.network.chance.choice(there) if there else None
 
     def start(self, name: str) -> None:
@@ -219,9 +217,7 @@ class World:
             case FaultKind.DRAIN:
                 assert isinstance(process, Worker)
                 process.receive(process.stop)
-                self.loop.call_later(
-                    fault.duration_s + process.shape.drain_grace_s + 1, self.start, fault.process
-                )
+                self.loop.call_later(fault.duration_s + process.shape.drain_grace_s + 1, self.start, fault.process)
             case FaultKind.FREEZE:
                 self.network.freeze(process)
                 self.loop.call_later(fault.duration_s, process.thaw)
@@ -290,7 +286,7 @@ class World:
 
 
 def _holdings(process: Process) -> Sequence[tuple[str, int]]:
-    """What must be given back when nobody wants anything any more."""
+    """Resources that a process must have freed once there are no requests any more, by name."""
     match process:
         case Target():
             scheduler, allocator = process.scheduler, process.allocator
@@ -310,10 +306,10 @@ def _holdings(process: Process) -> Sequence[tuple[str, int]]:
             service = process.service
             return (
                 ("requests", service._num_active),
-                ("sessions", sum(service.environment.router._num_open.values())),
-                ("reservations", service.environment.reservations.num_held),
-                ("waiting texts", service.environment.admission.num_waiting),
-                ("places", service.environment.admission.num_held),
+                ("sessions", sum(service.environment.placement.router._num_open.values())),
+                ("reservations", service.environment.placement.reservations.num_held),
+                ("waiting texts", service.environment.placement.admission.num_waiting),
+                ("places", service.environment.placement.admission.num_held),
             )
         case Redis():
             now_s = process.now_s()

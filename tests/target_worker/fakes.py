@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from outrider.engine.verification import Verdict
-from outrider.randomness import mix
+from outrider.engine.sampling.randomness import mix
+from outrider.engine.sampling.verification import Verdict
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 from target_worker.messages import StartSession, Step, StepResult
 
@@ -19,7 +19,7 @@ _REMEMBERED_LEN_MAX: Final = 256
 
 
 def next_token(prefix: Sequence[int], seed: int = 0) -> int:
-    """Depends on the whole prefix, and on the seed in coupled mode; says END once in thirty times or so."""
+    """The token after a prefix: depends on all of it, and on the seed in coupled mode; END about once in 31 tokens."""
     return _token(_digest(prefix, seed))
 
 
@@ -28,7 +28,7 @@ def _digest(prefix: Sequence[int], seed: int) -> int:
 
 
 def digest_after(value: int, token_ids: tuple[int, ...]) -> int:
-    """What a digest becomes by tokens. Sequences grow a few tokens at a time, so whole chunks are remembered."""
+    """A digest after more tokens. Sequences grow a few tokens at a time, so results for whole chunks are cached."""
     num_known = min(len(token_ids), _REMEMBERED_LEN_MAX) // _CHUNK_LEN * _CHUNK_LEN
     if num_known:
         value = _digest_of_chunks(value, token_ids[:num_known])
@@ -51,14 +51,14 @@ def _token(digest: int) -> int:
 
 
 def seed_of(sampling: SamplingParams, seed: int) -> int:
-    """What the text depends on beside the prompt."""
+    """The seed that the output depends on beside the prompt: 0 unless decoding is coupled."""
     return seed if sampling.decoding_mode is DecodingMode.COUPLED else 0
 
 
 def greedy_text(
     prompt: Sequence[int], max_len: int, stop_token_ids: frozenset[int], seed: int = 0
 ) -> tuple[list[int], int | None]:
-    """The whole text of plain decoding, and the stop token that ended it, if one did."""
+    """The prompt with its output by plain decoding, and the stop token that ended it, if one did."""
     text = list(prompt)
     while len(text) < max_len:
         token_id = next_token(text, seed)
@@ -86,9 +86,9 @@ class FakeModel:
                 verdicts.append(None)
                 continue
             text = [self.cache[slot] for slot in item.kv.slots(0, item.kv.length)]
-            position = len(item.text.token_ids)
+            position = len(item.context.token_ids)
             assert position == len(text) - num_rows + 1
-            assert [len(said) for said in item.text.continuations] == list(range(num_rows))
+            assert [len(said) for said in item.context.continuations] == list(range(num_rows))
             digest = _digest(text[:position], seed_of(item.sampling, item.seed))
             choices = [_token(digest)]
             for token_id in text[position:]:
@@ -96,13 +96,9 @@ class FakeModel:
                 choices.append(_token(digest))
             assert num_rows - 1 <= len(item.hints) <= num_rows
             num_accepted = 0
-            while num_accepted < num_rows - 1 and (
-                item.hints[num_accepted].token_id == choices[num_accepted]
-            ):
+            while num_accepted < num_rows - 1 and (item.hints[num_accepted].token_id == choices[num_accepted]):
                 num_accepted += 1
-            is_guessed = [hint.token_id for hint in item.hints[num_accepted:]][:1] == choices[num_accepted:][
-                :1
-            ]
+            is_guessed = [hint.token_id for hint in item.hints[num_accepted:]][:1] == choices[num_accepted:][:1]
             verdicts.append(Verdict(choices[: num_accepted + 1], num_accepted, num_accepted + is_guessed))
         return StepResult(verdicts, step_ms)
 

@@ -12,15 +12,15 @@ import grpc.aio
 import psutil
 import pytest
 
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.errors import Overloaded
 from outrider.grammar import GrammarCompiler
+from outrider.observability.telemetry import TargetMetrics
 from outrider.sampling_params import DecodingMode
-from outrider.telemetry import TargetMetrics
-from outrider.token_logprobs import TokenLogprobs
 from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
-from target_worker.caller_queue import CALLER_BYTES_MAX, CallerQueue, size_of
 from target_worker.messages import Action, CancelSession, Event, SessionAdmitted, TokensCommitted
-from target_worker.server import TargetServicer
+from target_worker.serving.caller_queue import CALLER_BYTES_MAX, CallerQueue, size_of
+from target_worker.serving.server import TargetServicer
 from tests.hostile import WAIT_S
 
 PLAIN = common_pb2.TOKEN_ORIGIN_PLAIN
@@ -30,9 +30,7 @@ def step(num_tokens: int = 1, num_alternatives: int = 0) -> TokensCommitted:
     logprobs = None
     if num_alternatives:
         logprobs = [
-            TokenLogprobs(
-                -float(at), 1, tuple((10**5 + each, -0.5 * each) for each in range(num_alternatives))
-            )
+            TokenLogprobs(-float(at), 1, tuple((10**5 + each, -0.5 * each) for each in range(num_alternatives)))
             for at in range(num_tokens)
         ]
     token_ids = [10**5 + at for at in range(num_tokens)]
@@ -50,9 +48,7 @@ async def test_what_is_put_comes_out_in_order() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_alternatives"), [(1, 0), (1, 20), (16, 20)])
-async def test_what_waits_is_bounded_in_bytes_whatever_a_step_carries(
-    num_tokens: int, num_alternatives: int
-) -> None:
+async def test_what_waits_is_bounded_in_bytes_whatever_a_step_carries(num_tokens: int, num_alternatives: int) -> None:
     queue, action = CallerQueue(), step(num_tokens, num_alternatives)
     for _ in range(CALLER_BYTES_MAX // size_of(action)):
         assert queue.put(action)

@@ -9,10 +9,11 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from outrider.telemetry import TargetMetrics
+from outrider.observability.telemetry import TargetMetrics
 from protos.outrider.v1 import common_pb2, draft_pb2, target_pb2
 from target_worker.runner import run_step
-from target_worker.server import TargetServicer, parse_generate
+from target_worker.serving.generate_messages import parse_generate
+from target_worker.serving.server import TargetServicer
 from tests.hostile import WAIT_S
 from tests.served import ATTACH, GENERATE, event_kind, served_draft, served_target
 
@@ -53,16 +54,12 @@ def test_a_target_ends_a_session_whose_time_is_up_and_frees_it_before_its_caller
     ("deadline_ms", "of_call_s", "expected"),
     [(0, None, float("inf")), (0, 3.0, 103.0), (2000, None, 102.0), (2000, 3.0, 102.0), (9000, 3.0, 103.0)],
 )
-def test_the_sooner_of_both_deadlines_counts(
-    deadline_ms: int, of_call_s: float | None, expected: float
-) -> None:
+def test_the_sooner_of_both_deadlines_counts(deadline_ms: int, of_call_s: float | None, expected: float) -> None:
     class Context:
         def time_remaining(self) -> float | None:
             return of_call_s
 
-    servicer = TargetServicer(
-        common_pb2.WorkerInfo(), TargetMetrics("m", "t"), cast(Any, None), now=lambda: 100.0
-    )
+    servicer = TargetServicer(common_pb2.WorkerInfo(), TargetMetrics("m", "t"), cast(Any, None), now=lambda: 100.0)
     request = target_pb2.GenerateRequest(deadline_ms=deadline_ms)
     assert servicer._deadline_at(request, cast(Any, Context())) == expected
 

@@ -24,11 +24,12 @@ import torch
 from llguidance import LLParserLimits
 from scipy import stats
 
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.sampling.randomness import mix
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState
-from outrider.hint_tree import ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint
-from outrider.randomness import mix
+from outrider.hints.hint_tree import ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint
+from outrider.observability.telemetry import TargetMetrics
 from outrider.sampling_params import (
     AcceptanceRule,
     GrammarKind,
@@ -36,8 +37,8 @@ from outrider.sampling_params import (
     SamplingParams,
     SpeculationSettings,
 )
-from outrider.telemetry import TargetMetrics
 from protos.outrider.v1 import target_pb2
+from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
@@ -49,13 +50,12 @@ from target_worker.messages import (
     TokensCommitted,
 )
 from target_worker.runner import TargetCore
-from target_worker.scheduler import Scheduler
-from target_worker.step_cost import StepCost, StepLine
-from tests import models
+from target_worker.scheduling.scheduler import Scheduler
+from tests import grammars, models
 from tests.schemas.walk import permitted_token_ids
 
 ERROR_RATE = 1e-4
-"""Of each chi-square test, were its seeds drawn anew; they are fixed, so no test is flaky."""
+"""Probability that a chi-square test fails by chance for random seeds; they are fixed, so no test is flaky."""
 EOS = 0
 PROMPT = [40, 41, 42]
 STOP = target_pb2.FINISH_REASON_STOP
@@ -95,7 +95,7 @@ def compiler() -> GrammarCompiler:
 
 @functools.cache
 def beginning(name: str) -> GrammarState:
-    return compiler().compile(SPECS[name])
+    return grammars.compiled(compiler(), SPECS[name])
 
 
 def compiled(name: str) -> GrammarState:
@@ -120,7 +120,7 @@ Draft = Callable[["Running"], list[Hint]]
 
 @dataclass
 class Running:
-    """What was said of one session."""
+    """The events of one session: its request, its output, its steps and its end."""
 
     event: StartSession
     grammar_name: str
@@ -135,7 +135,7 @@ class Running:
         return [*self.event.token_ids[: self.event.num_prompt_tokens], *self.output]
 
     def facts(self) -> tuple[list[int], int, int | None]:
-        """What a client sees."""
+        """The output, the finish reason and the stop token, which are all that a client sees."""
         assert self.ended is not None
         assert self.ended.num_output_tokens == len(self.output)
         return self.output, self.ended.reason, self.ended.stop_token_id
@@ -194,9 +194,7 @@ def target_core(**limits: Any) -> TargetCore:
     return TargetCore(scheduler, engine, TargetMetrics("tiny", "target"))
 
 
-def run(
-    starts: Sequence[tuple[str, StartSession]], draft: Draft | None = None, luck: int = 0
-) -> list[Running]:
+def run(starts: Sequence[tuple[str, StartSession]], draft: Draft | None = None, luck: int = 0) -> list[Running]:
     """Sessions of (grammar's name, event) run together to their ends."""
     core = target_core()
     world: dict[str, Running] = {}
@@ -219,7 +217,7 @@ def run(
         take(core.handle(replace(event, grammar=compiled(name)), 0.0))
     for _ in range(20_000):
         if draft is not None:
-            for session_id in list(core.scheduler._places.running):
+            for session_id in list(core.scheduler._slots.running):
                 running = world[session_id]
                 if running.rng.random() < 0.8 and (hints := draft(running)):
                     core.handle(HintsArrived(session_id, 1, len(running.text), hints, 0.0), 0.0)
@@ -281,9 +279,7 @@ def test_neither_forced_tokens_nor_a_hostile_draft_change_what_is_said(mode: str
     """I2, down to how the session ended."""
 
     def starts(prefix: str, *, is_plain: bool = False) -> list[tuple[str, StartSession]]:
-        return [
-            (name, start(f"{prefix}{name}", mode, is_plain=is_plain, ignore_eos=ignore_eos)) for name in SPECS
-        ]
+        return [(name, start(f"{prefix}{name}", mode, is_plain=is_plain, ignore_eos=ignore_eos)) for name in SPECS]
 
     plain = {running.grammar_name: running for running in run(starts("plain", is_plain=True))}
     for name, running in plain.items():
@@ -352,7 +348,7 @@ def test_a_text_that_is_too_short_for_its_grammar_ends_by_length() -> None:
 
 
 def test_parameters_that_forbid_what_the_grammar_asks_for_end_the_session_cleanly() -> None:
-    """At the same place with hints and without."""
+    """The session ends at the same position with hints and without."""
     forced = compiled("forced").forced_after([], 99)
     params: dict[str, Any] = {"bad_words": ((forced[4], forced[5]),)}
     for mode in MODES:
@@ -366,7 +362,7 @@ def test_parameters_that_forbid_what_the_grammar_asks_for_end_the_session_cleanl
 
 @functools.cache
 def exact_distribution(name: str, temperature: float) -> dict[tuple[int, ...], float]:
-    """Of all sentences, from transformers' own model, masked position by position."""
+    """The probability of each complete output, from transformers' own model, masked position by position."""
     model = models.random_model("llama")
     finished: dict[tuple[int, ...], float] = {}
     open_prefixes: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
@@ -431,9 +427,7 @@ def test_sampled_sentences_follow_the_masked_distribution(rule: AcceptanceRule, 
 
 
 def test_another_temperature_would_be_noticed() -> None:
-    starts = [
-        ("short", start(f"s{i}", "rejection", seed=mix(i), temperature=TEMPERATURE)) for i in range(600)
-    ]
+    starts = [("short", start(f"s{i}", "rejection", seed=mix(i), temperature=TEMPERATURE)) for i in range(600)]
     counts = Counter(tuple(running.output) for running in run(starts))
     assert p_value(counts, exact_distribution("short", 1.3)) < ERROR_RATE
 
@@ -489,9 +483,7 @@ def exact_chance_of_a(temperature: float) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_text_that_runs_into_a_limit_of_the_parser_ends_and_the_worker_goes_on(
-    limited: str, mode: str
-) -> None:
+def test_a_text_that_runs_into_a_limit_of_the_parser_ends_and_the_worker_goes_on(limited: str, mode: str) -> None:
     """I7: a request's grammar must not end the model thread."""
     bias = ((token("a"), 100.0), (token("b"), 50.0), (EOS, -100.0))
     for draft in (None, into_the_limit):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.grammar import GrammarState
-from outrider.hint_tree import ROOT_ID, Hint, HintTree
-from target_worker.hint_path import FORCED_NODE_ID, HintPath, HintSources, choose_path, is_forced
+from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
+from target_worker.hints.hint_path import FORCED_NODE_ID, HintPath, HintSources, choose_path, is_forced
 from tests.outrider.test_grammar import EOS, HOSTILE, encode, regex, schema
 from tests.schemas.walk import permitted_token_ids
 
@@ -20,9 +20,7 @@ PROMPT = [9, 9, 9]
 def path_of(
     tree: HintTree | None, grammar: GrammarState | None, stop_token_ids: frozenset[int], max_fed: int
 ) -> HintPath:
-    return choose_path(
-        HintSources(tree, [0.7] * (max_fed + 1), None, grammar), PROMPT, stop_token_ids, max_fed
-    )
+    return choose_path(HintSources(tree, [0.7] * (max_fed + 1), None, grammar), PROMPT, stop_token_ids, max_fed)
 
 
 OTHER_STOP = encode("7")[0]
@@ -138,9 +136,7 @@ def test_the_path_is_what_position_by_position_questions_give(
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(place=places(), stop_token_ids=STOPS, max_fed=st.integers(0, 9))
-def test_asking_changes_neither_grammar_nor_tree(
-    place: Place, stop_token_ids: frozenset[int], max_fed: int
-) -> None:
+def test_asking_changes_neither_grammar_nor_tree(place: Place, stop_token_ids: frozenset[int], max_fed: int) -> None:
     paths = [path_of(place.tree, place.grammar, stop_token_ids, max_fed) for _ in range(2)]
     assert paths[0] == paths[1]
     assert (len(place.tree), place.tree.num_stale) == (len(place.hints), 0)

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from outrider.hint_tree import MAX_PATH_KEPT, Hint
-from outrider.hint_wire import MAX_NODES_PER_MESSAGE
+from outrider.hints.hint_tree import MAX_PATH_KEPT, Hint
+from outrider.hints.hint_wire import MAX_NODES_PER_MESSAGE
 from outrider.sampling_params import MAX_DRAFT_PROBS
-from outrider.worker_process import MAX_MESSAGE_BYTES
+from outrider.worker.rpc import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, hints_pb2, target_pb2
 from target_worker.messages import HintsArrived
-from target_worker.server import MAX_CHANNEL, MAX_FRAME_MESSAGES, MAX_FRAME_NODES
+from target_worker.serving.draft_streams import MAX_CHANNEL, MAX_FRAME_MESSAGES, MAX_FRAME_NODES
 from tests.hostile import EFFORTS, UINT32, WAIT_S, mangled, messages, try_out
 from tests.models import VOCAB_SIZE
 from tests.served import EXCHANGE, ServedTarget, served_target
@@ -58,7 +58,8 @@ NAMES = [each.session_id for each in REQUESTS]
 
 @dataclass
 class Knowledge:
-    """What a draft would have to guess: the whole text of every session. Lies are best when they are nearly true."""
+    """The whole sequence of every session, which a draft would have to guess. Wrong hints are most harmful when nearly
+    right."""
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     num_prompt: dict[str, int] = field(default_factory=dict)
@@ -108,23 +109,15 @@ def nodes(draw: st.DrawFn) -> hints_pb2.HintNodes:
     first, depths = message.first_node_id or 1, {0: 0}
     for index in range(num_nodes):
         node_id = first + index
-        parent_id = (
-            (node_id - 1 if index else 0) if chance.random() >= branching else chance.choice([*depths])
-        )
+        parent_id = (node_id - 1 if index else 0) if chance.random() >= branching else chance.choice([*depths])
         depth = depths.get(parent_id, 0) + 1
         depths[node_id] = depth
         message.parent_ids.append(min(parent_id, UINT32_MAX))
         place = base_len + depth - 1
         is_true = 0 <= place < len(truth) and chance.random() < 0.9
-        token_id = (
-            truth[place]
-            if is_true
-            else chance.choice([0, chance.randrange(VOCAB_SIZE), VOCAB_SIZE, UINT32_MAX])
-        )
+        token_id = truth[place] if is_true else chance.choice([0, chance.randrange(VOCAB_SIZE), VOCAB_SIZE, UINT32_MAX])
         if chance.random() < with_supports:
-            others = chance.sample(
-                range(VOCAB_SIZE), chance.choice([0, 1, MAX_DRAFT_PROBS - 1, MAX_DRAFT_PROBS])
-            )
+            others = chance.sample(range(VOCAB_SIZE), chance.choice([0, 1, MAX_DRAFT_PROBS - 1, MAX_DRAFT_PROBS]))
             message.support_sizes.append(1 + len(others))
             message.support_token_ids.extend([token_id, *others])
             message.support_weights.extend(
@@ -173,24 +166,21 @@ def frames() -> SearchStrategy[bytes]:
         unsubscribe=st.lists(SESSION_IDS, max_size=1),
     )
     any_nodes = messages(hints_pb2.HintNodes, channel=CHANNELS, base_len=NUMBERS)
-    anything = messages(
-        hints_pb2.HintFrame, subscribe=st.lists(SUBSCRIBES), nodes=st.lists(any_nodes, max_size=3)
-    )
+    anything = messages(hints_pb2.HintFrame, subscribe=st.lists(SUBSCRIBES), nodes=st.lists(any_nodes, max_size=3))
     return (frame | frame | frame | anything).map(lambda each: each.SerializeToString()) | mangled(frame)
 
 
 def welcome(channel_of: dict[str, int]) -> bytes:
-    """What an honest draft worker says first."""
+    """The first message of an honest draft worker: its subscriptions."""
     return hints_pb2.HintFrame(
         subscribe=[
-            hints_pb2.Subscribe(session_id=name, attachment=1, channel=channel)
-            for name, channel in channel_of.items()
+            hints_pb2.Subscribe(session_id=name, attachment=1, channel=channel) for name, channel in channel_of.items()
         ]
     ).SerializeToString()
 
 
 async def lie(target: ServedTarget, said: Iterable[bytes], pause_s: float) -> grpc.StatusCode:
-    """One stream; how it ends."""
+    """Sends the frames in one stream, and returns the status with which it ends."""
     call = target.channel.stream_stream(EXCHANGE)()
     try:
         for frame in said:
@@ -215,19 +205,17 @@ async def say_all(target: ServedTarget) -> dict[str, list[int]]:
 def check_bounds(target: ServedTarget) -> None:
     """As they look from another thread, which may see what is just being put right."""
     limits = target.scheduler.limits
-    assert len(target.scheduler._early) <= limits.max_early_sessions + 1
+    assert len(target.scheduler._early._kept) <= limits.max_early_sessions + 1
     for kept in list(target.scheduler._early._kept.values()):
         assert len(kept.events) <= limits.max_early_events
         assert kept.num_hints <= limits.max_early_hints
     for session in list(target.scheduler._sessions.values()):
         assert len(session.tree) <= session.tree.max_nodes
         assert len(session.tree._path) <= MAX_PATH_KEPT + 1
-        assert len(session.subscribers) <= len(target.servicer._streams) + 2  # and some that are being closed
+        assert len(session.subscribers) <= len(target.servicer.hints) + 2  # and some that are being closed
 
 
-def run(
-    target: ServedTarget, streams: Sequence[Sequence[bytes]], pause_s: float = 0.0
-) -> list[grpc.StatusCode]:
+def run(target: ServedTarget, streams: Sequence[Sequence[bytes]], pause_s: float = 0.0) -> list[grpc.StatusCode]:
     """All sessions say their texts while all streams lie; how the streams end."""
 
     async def both() -> list[grpc.StatusCode]:
@@ -292,18 +280,12 @@ def test_these_lies_are_tried(target: ServedTarget) -> None:
         hints_pb2.HintFrame(nodes=[hints_pb2.HintNodes(channel=1)] * (MAX_FRAME_MESSAGES + 1)),
         hints_pb2.HintFrame(unsubscribe=[""] * 1_000_000),
         hints_pb2.HintFrame(subscribe=[hints_pb2.Subscribe(session_id="a", channel=1)] * 200_000),
-        hints_pb2.HintFrame(
-            nodes=[hints_pb2.HintNodes(channel=1, parent_ids=[0] * 512, token_ids=[1] * 512)] * 1000
-        ),
-        hints_pb2.HintFrame(
-            nodes=[hints_pb2.HintNodes(channel=1, parent_ids=[0] * MAX_FRAME_NODES, node_ids=[1])] * 2
-        ),
+        hints_pb2.HintFrame(nodes=[hints_pb2.HintNodes(channel=1, parent_ids=[0] * 512, token_ids=[1] * 512)] * 1000),
+        hints_pb2.HintFrame(nodes=[hints_pb2.HintNodes(channel=1, parent_ids=[0] * MAX_FRAME_NODES, node_ids=[1])] * 2),
     ],
     ids=["messages", "unsubscribes", "subscribes", "nodes", "nodes of one message"],
 )
-def test_a_frame_of_too_much_ends_its_stream_at_once(
-    target: ServedTarget, frame: hints_pb2.HintFrame
-) -> None:
+def test_a_frame_of_too_much_ends_its_stream_at_once(target: ServedTarget, frame: hints_pb2.HintFrame) -> None:
     raw = frame.SerializeToString()
     assert len(raw) <= MAX_MESSAGE_BYTES
     longest_s = 0.0
@@ -326,9 +308,7 @@ def test_a_frame_of_too_much_ends_its_stream_at_once(
 @pytest.mark.parametrize("kind", ["subscribes", "strangers", "empty", "stale", "unsubscribes"])
 def test_a_flood_without_end_shuts_nobody_out(target: ServedTarget, kind: str, num_rounds: int) -> None:
     """A round of texts takes a twentieth of a second alone, and took four when a stream was read as fast as it came."""
-    stale = hints_pb2.HintNodes(
-        channel=1, base_len=1, first_node_id=1, parent_ids=[0] * 64, token_ids=[1] * 64
-    )
+    stale = hints_pb2.HintNodes(channel=1, base_len=1, first_node_id=1, parent_ids=[0] * 64, token_ids=[1] * 64)
     frame = {
         "subscribes": hints_pb2.HintFrame(subscribe=[hints_pb2.Subscribe(session_id="b", channel=1)] * 1000),
         "strangers": hints_pb2.HintFrame(

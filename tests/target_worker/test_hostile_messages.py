@@ -8,7 +8,7 @@ import grpc
 import pytest
 from hypothesis import strategies as st
 
-from outrider.worker_process import MAX_MESSAGE_BYTES
+from outrider.worker.rpc import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, target_pb2
 from tests.hostile import EFFORTS, FLOAT, MANY, UINT32, mangled, messages, try_out
 from tests.models import VOCAB_SIZE
@@ -26,7 +26,7 @@ REFUSALS = {
 
 
 def near(*values: float) -> st.SearchStrategy[float]:
-    """What is permitted, mostly."""
+    """A strategy that mostly draws from `values`, which are permitted, and sometimes any float."""
     return st.sampled_from(values) | st.sampled_from(values) | st.sampled_from(values) | FLOAT
 
 
@@ -81,9 +81,7 @@ NEARLY_RIGHT = st.builds(
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12),
     st.integers(0, 13),
     SAMPLING,
-    messages(
-        common_pb2.SpeculationParams, num_speculative_tokens=st.integers(0, 33), draft_probs_bits=st.just(0)
-    ),
+    messages(common_pb2.SpeculationParams, num_speculative_tokens=st.integers(0, 33), draft_probs_bits=st.just(0)),
 )
 # Should such a one be right, too, it is not to generate for long.
 ANY = messages(

@@ -7,10 +7,11 @@ import random
 import pytest
 
 from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import SessionEnded, Step, TokensCommitted
-from target_worker.scheduler import CHUNK_SHARE, Scheduler
+from target_worker.scheduling.scheduler import Scheduler
+from target_worker.scheduling.step_composition import CHUNK_SHARE
 from tests.target_worker.fakes import VOCAB_SIZE, FakeModel, start
 
 NUM_RUNNING, NUM_PROMPTS, PROMPT_LEN, BUDGET = 4, 8, 600, 64

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from target_worker.lookup import (
+from target_worker.hints.lookup import (
     MAX_READ,
     NO_PROPOSAL,
     PRIOR_RATES,
@@ -19,7 +19,7 @@ from target_worker.lookup import (
     Proposal,
     RecentOutputs,
 )
-from target_worker.text_index import MAX_CANDIDATES, MAX_MATCH, NOWHERE, TextIndex
+from target_worker.hints.token_index import MAX_CANDIDATES, MAX_MATCH, NOWHERE, TokenIndex
 
 TOKENS = st.integers(0, 2)
 CHUNKS = st.lists(st.lists(TOKENS, max_size=12), max_size=8)
@@ -34,7 +34,7 @@ def reference(
     max_match: int,
     max_candidates: int,
 ) -> tuple[list[int], int]:
-    """`TextIndex.continuation`, by looking everywhere and copying token by token."""
+    """`TokenIndex.continuation`, by looking everywhere and copying token by token."""
     whole = [*text, *said]
     if len(whole) < min_match or max_len <= 0:
         return [], 0
@@ -106,7 +106,7 @@ def operations_of(call: Callable[[], object]) -> int:
 def test_longest_match_among_the_latest_wins_and_is_copied(
     chunks: list[list[int]], said: list[int], max_len: int, min_match: int, more: int, max_candidates: int
 ) -> None:
-    index = TextIndex(min_match=min_match, max_match=min_match + more, max_candidates=max_candidates)
+    index = TokenIndex(min_match=min_match, max_match=min_match + more, max_candidates=max_candidates)
     text: list[int] = []
     for chunk in chunks:
         index.append(chunk)
@@ -119,7 +119,7 @@ def test_longest_match_among_the_latest_wins_and_is_copied(
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(TOKENS, max_size=40), st.lists(st.integers(0, 40), max_size=5), st.lists(TOKENS, max_size=4))
 def test_how_a_text_was_divided_does_not_matter(text: list[int], cuts: list[int], said: list[int]) -> None:
-    whole, divided = TextIndex(), TextIndex()
+    whole, divided = TokenIndex(), TokenIndex()
     whole.append(text)
     for start, end in itertools.pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
         divided.append(text[start:end])
@@ -128,44 +128,44 @@ def test_how_a_text_was_divided_does_not_matter(text: list[int], cuts: list[int]
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3]])
 def test_text_without_a_match_proposes_nothing(text: list[int]) -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append(text)
     assert index.continuation([], 4) == ([], 0)
     assert index.find([]) == (NOWHERE, 0)
 
 
 def test_periodic_text_goes_on_beyond_its_own_end() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append([1, 2, 1, 2, 1])
     assert index.continuation([], 7) == ([2, 1, 2, 1, 2, 1, 2], 3)
 
 
 def test_period_runs_on_through_what_was_said() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append([1, 2, 3, 1, 2])
     assert index.continuation([3, 1, 2], 5) == ([3, 1, 2, 3, 1], 2)
 
 
 def test_run_of_one_token_goes_on_and_matches_no_more_than_allowed() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append([7] * 5000)
     assert index.continuation([], 9) == ([7] * 9, MAX_MATCH)
 
 
 def test_latest_of_equal_matches_wins() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append([1, 2, 8, 1, 2, 9, 1, 2])
     assert index.continuation([], 1) == ([9], 2)
 
 
 def test_longer_match_wins_over_a_later_one() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append([5, 1, 2, 8, 4, 1, 2, 9, 5, 1, 2])
     assert index.continuation([], 1) == ([8], 3)
 
 
 def test_large_token_ids_are_told_apart() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     index.append([2**31, 2**32 - 1, 5, 0, 2**32 - 1, 6, 2**31, 2**32 - 1])
     assert index.continuation([], 1) == ([5], 2)
 
@@ -173,14 +173,14 @@ def test_large_token_ids_are_told_apart() -> None:
 @pytest.mark.parametrize("limits", [(0, 4, 1), (3, 2, 1), (2, 4, 0)])
 def test_impossible_limits_are_refused(limits: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must hold"):
-        TextIndex(min_match=limits[0], max_match=limits[1], max_candidates=limits[2])
+        TokenIndex(min_match=limits[0], max_match=limits[1], max_candidates=limits[2])
 
 
 # What it costs, in operations on tokens.
 
 
 def test_reading_costs_the_same_for_every_token() -> None:
-    index = TextIndex()
+    index = TokenIndex()
     for _ in range(20):
         text = counted([*range(300), *[7] * 300, *range(100)])
         # Each gram of two is looked up and set: hashed twice, compared twice with the gram that is there.
@@ -227,7 +227,7 @@ def test_longer_match_wins_and_the_own_text_among_equals() -> None:
 
 def test_latest_output_wins_among_equals_across_segments() -> None:
     recent = recent_of([1, 2, 3, 4, 5, 6, 7], [1, 2, 8, 4, 5, 6, 7], max_tokens=32)
-    assert len(recent) == 2
+    assert len(recent._scopes) == 2
     assert recent.continuation([1, 2], 2) == ([8, 4], 2)
 
 
@@ -278,7 +278,7 @@ def test_recent_outputs_stay_within_their_bounds(
         assert unread <= max_tokens
         assert 0 <= unread - recent.num_unread_tokens <= max_read
         assert 0 <= recent.num_tokens <= max_tokens
-        assert len(recent) <= max_segments
+        assert len(recent._scopes) <= max_segments
 
 
 def test_oldest_outputs_are_forgotten_first() -> None:
@@ -302,7 +302,7 @@ def test_busy_scope_is_forgotten_before_one_that_has_grown_since() -> None:
 
 def test_output_too_short_to_be_found_is_not_kept() -> None:
     recent = recent_of([], [1], [1, 2])
-    assert (recent.num_tokens, len(recent)) == (0, 0)
+    assert (recent.num_tokens, len(recent._scopes)) == (0, 0)
     assert recent_of([1, 2, 3]).num_tokens == 4
 
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.engine.verification import verify_choices
-from outrider.hint_tree import ROOT_ID, Hint, HintTree
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-from target_worker.hint_path import CERTAIN_MATCH, HintSources, choose_path, is_local
+from target_worker.hints.hint_path import CERTAIN_MATCH, HintSources, choose_path, is_local
+from target_worker.hints.lookup import LocalHints
 from target_worker.limits import SchedulerLimits
-from target_worker.lookup import LocalHints
 from target_worker.messages import (
     HintsArrived,
     SessionEnded,
@@ -24,7 +23,8 @@ from target_worker.messages import (
     TokensCommitted,
     WaitForHints,
 )
-from target_worker.scheduler import Scheduler
+from target_worker.scheduling.scheduler import Scheduler
+from tests.engine.one_by_one import verify_choices
 
 VOCAB_SIZE = 50
 
@@ -40,7 +40,7 @@ class World:
     """One scheduler and a target that answers from `next_token`; each step takes 10 ms."""
 
     def __init__(self, **limits: int) -> None:
-        values = {"max_model_len": 400, "may_rest": False, "max_lookup_tokens": 65536, **limits}
+        values = {"max_model_len": 400, "may_pause": False, "max_lookup_tokens": 65536, **limits}
         self.scheduler = Scheduler(SchedulerLimits(**values), BlockAllocator(400, 16), VOCAB_SIZE)  # type: ignore[arg-type]
         self.now = 0.0
         self.texts: dict[str, list[int]] = {}
@@ -155,7 +155,7 @@ def test_lookup_goes_on_while_the_draft_worker_is_not_listened_to() -> None:
 def test_hints_of_a_draft_worker_are_counted_apart() -> None:
     world = World(hint_wait_ms_max=0)
     world.start("a", PROMPT)
-    world.scheduler.handle(SubscribeDraft(1, "a", 1, len(PROMPT)), world.now)
+    world.scheduler.handle(SubscribeDraft(1, "a", len(PROMPT)), world.now)
     text = expected(PROMPT)
     hints = [Hint(i + 1, i, token_id) for i, token_id in enumerate(text[len(PROMPT) : len(PROMPT) + 4])]
     world.scheduler.handle(HintsArrived("a", 1, len(PROMPT), hints, world.now), world.now)
@@ -166,17 +166,13 @@ def test_hints_of_a_draft_worker_are_counted_apart() -> None:
     assert stats.num_lookup_tokens > 4
 
 
-@pytest.mark.parametrize(
-    "limits", [{"has_lookup": False}, {"max_lookup_tokens": 0}, {"max_lookup_tokens": 65536}]
-)
+@pytest.mark.parametrize("limits", [{"has_lookup": False}, {"max_lookup_tokens": 0}, {"max_lookup_tokens": 65536}])
 def test_nobody_is_waited_for_after_a_long_match(limits: dict[str, int]) -> None:
     world = World(**limits, wait_for_num_hints=2)
     world.start("a", [*range(20, 32), *range(20, 32)])
-    world.scheduler.handle(SubscribeDraft(1, "a", 1, 24), world.now)
+    world.scheduler.handle(SubscribeDraft(1, "a", 24), world.now)
     assert world.turn(), "the prompt"
-    assert isinstance(
-        world.scheduler.next_step(world.now), Step if limits.get("has_lookup", True) else WaitForHints
-    )
+    assert isinstance(world.scheduler.next_step(world.now), Step if limits.get("has_lookup", True) else WaitForHints)
 
 
 def local(text: list[int]) -> LocalHints:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from outrider.errors import DeadlineExceeded
-from outrider.hint_tree import Hint
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import SpeculationSettings
 from target_worker.messages import (
     HintsArrived,
@@ -20,8 +20,8 @@ from target_worker.messages import (
     SubscribeDraft,
     WaitForHints,
 )
-from target_worker.places import Places
-from target_worker.session import Session
+from target_worker.scheduling.batch_slots import BatchSlots
+from target_worker.scheduling.session import Session
 from tests.target_worker.fakes import VOCAB_SIZE, greedy_text, start
 from tests.target_worker.test_prefix_sharing import LONG, PREFIXES
 from tests.target_worker.test_prefix_sharing import World as SharingWorld
@@ -35,32 +35,30 @@ class World(SharingWorld):
     """Looks at every choice of who runs and who gives way."""
 
     def turn(self) -> Step | WaitForHints | None:
-        places = self.scheduler._places
-        before = dict(places.running)
-        num_preemptions = places.num_preemptions
+        slots = self.scheduler._slots
+        before = dict(slots.running)
+        num_preemptions = slots.num_preemptions
         decision = super().turn()
         if isinstance(decision, WaitForHints):
             return decision
-        victims = [each for each in places.waiting if each.session_id in before]
-        assert places.num_preemptions - num_preemptions >= len(victims)
-        came = [each for each in places.running.values() if each.session_id not in before]
+        victims = [each for each in slots.waiting if each.session_id in before]
+        assert slots.num_preemptions - num_preemptions >= len(victims)
+        came = [each for each in slots.running.values() if each.session_id not in before]
         fed = {item.session_id for item in decision.items} if decision is not None else set[str]()
         stayed = [each for each in before.values() if each not in victims]
         assert all(victim.rank > each.rank for victim in victims for each in stayed), "not the last gave way"
         assert not before or not victims or stayed, "the only one gave way"
-        if (
-            not self.limits.enable_prefix_caching
-        ):  # else one may let others pass for the sake of what it shares
-            assert all(each.rank < other.rank for each in came for other in places.waiting)
+        if not self.limits.enable_prefix_caching:  # else one may let others pass for the sake of what it shares
+            assert all(each.rank < other.rank for each in came for other in slots.waiting)
         if before and not came:
             first = min(before.values(), key=lambda each: each.rank)
             assert first.session_id in fed, "the first does not get on"
-        assert [*places.waiting] == sorted(places.waiting, key=lambda each: each.rank)
+        assert [*slots.waiting] == sorted(slots.waiting, key=lambda each: each.rank)
         return decision
 
     def check(self) -> None:
         super().check()
-        for session in self.scheduler._places.waiting:
+        for session in self.scheduler._slots.waiting:
             assert not session.kv.block_ids, "one that waits holds blocks"
 
 
@@ -143,9 +141,7 @@ class TestWhoGivesWay:
     def test_the_lowest_priority_gives_way_first_though_it_is_the_oldest(self) -> None:
         world = World(SCARCE, JUST_ENOUGH)
         for name, priority in (("late", 1), ("usual", 0), ("soon", -1)):
-            world.tell(
-                replace(start(name, [len(name) % 4, 1], max_tokens=30, ignore_eos=True), priority=priority)
-            )
+            world.tell(replace(start(name, [len(name) % 4, 1], max_tokens=30, ignore_eos=True), priority=priority))
         world.finish()
         assert list(world.ended) == ["soon", "usual", "late"]
         assert world.ended["soon"].num_preemptions == 0
@@ -207,10 +203,10 @@ class TestWhoGivesWay:
     def test_a_draft_worker_stays_and_its_hints_go_on_to_count(self) -> None:
         world = crowd()
         for number in range(3):
-            world.tell(SubscribeDraft(1, f"s{number}", 1, 3))
+            world.tell(SubscribeDraft(1, f"s{number}", 3))
         while not world.scheduler.num_preemptions:
             world.turns(1)
-        (session,) = [each for each in world.scheduler._places.waiting if each.num_preemptions]
+        (session,) = [each for each in world.scheduler._slots.waiting if each.num_preemptions]
         assert session.subscribers
         assert (1, session.session_id) not in world.finished_views
         text, length = world.expected(session.session_id)[0], session.committed_len
@@ -235,23 +231,19 @@ class TestWhoGivesWay:
         world.finish()
 
     def test_long_limits_no_longer_keep_others_out(self) -> None:
-        """Five sessions that say little, and might have said as much as there is room for."""
-        limits = replace(
-            LIMITS, max_num_seqs=8, max_num_waiting=8, growth_tokens=4, max_num_batched_tokens=32
-        )
+        """Five sessions that generate few tokens, although their limits would take all the room there is."""
+        limits = replace(LIMITS, max_num_seqs=8, max_num_waiting=8, growth_tokens=4, max_num_batched_tokens=32)
         world = World(limits, 1 + 24)
         stop = {number: greedy_text([number % 4, number], 9, frozenset())[0][6] for number in range(5)}
         for number in range(5):
-            world.start(
-                f"s{number}", [number % 4, number], max_tokens=38, stop_token_ids=frozenset({stop[number]})
-            )
+            world.start(f"s{number}", [number % 4, number], max_tokens=38, stop_token_ids=frozenset({stop[number]}))
         world.turns(1)
         assert world.scheduler.num_waiting == 0
         world.finish()
 
 
 class TestPlantedBugs:
-    """What the checks above are worth."""
+    """The checks above find planted bugs in preemption."""
 
     def test_one_that_keeps_its_blocks_is_found(self) -> None:
         def keep(self: Session) -> None:
@@ -269,14 +261,14 @@ class TestPlantedBugs:
             crowd().finish()
 
     def test_the_oldest_giving_way_is_found(self) -> None:
-        def make_room(self: Places, running: list[Session], num_prompt_tokens: int) -> object:
+        def make_room(self: BatchSlots, running: list[Session], num_prompt_tokens: int) -> object:
             return BY_RANK(self, running[::-1], num_prompt_tokens)
 
-        with patch.object(Places, "_make_room_by_rank", make_room), pytest.raises(AssertionError):
+        with patch.object(BatchSlots, "_make_room_by_rank", make_room), pytest.raises(AssertionError):
             crowd().finish()
 
 
-PREEMPT, BY_RANK = Session.preempt, Places._make_room_by_rank
+PREEMPT, BY_RANK = Session.preempt, BatchSlots._make_room_by_rank
 
 
 class TestDeadlines:
@@ -320,7 +312,7 @@ class TestDeadlines:
     def test_a_session_that_runs_is_ended_when_its_time_is_up_and_frees_all(self) -> None:
         world = World()
         world.tell(replace(start("a", max_tokens=37, ignore_eos=True), deadline_at=world.now + 0.02))
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.start("b", OTHER_PROMPT, max_tokens=37)
         for _ in range(40):
             world.turn()
@@ -412,7 +404,7 @@ class TestPredictedWait:
         world = World(replace(LIMITS, max_num_seqs=1, max_num_waiting=1), 97)
         for stay_s, told_s in ((0.001, 0.5), (4.0, 8.0), (1000.0, 30.0)):
             turnover = world.scheduler._forecast._turnover
-            turnover.total_s, turnover.weight = stay_s, 1.0
+            turnover.stays.total, turnover.stays.weight = stay_s, 1.0
             world.start("runs", [1], max_tokens=3)
             world.turn()
             world.start("waits", [2], max_tokens=3)

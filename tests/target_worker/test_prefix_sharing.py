@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from outrider.engine.kv_cache import BlockAllocator, Digest
-from outrider.engine.prefix_cache import block_digests
-from outrider.hint_tree import ROOT_ID, Hint
+from outrider.engine.kv.kv_cache import BlockAllocator, Digest
+from outrider.engine.kv.prefix_cache import block_digests
+from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import SpeculationSettings
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
@@ -28,7 +28,7 @@ from target_worker.messages import (
     TokensCommitted,
 )
 from target_worker.runner import run_step
-from target_worker.scheduler import Scheduler
+from target_worker.scheduling.scheduler import Scheduler
 from tests import models
 from tests.engine.sequences import text
 from tests.target_worker.fakes import VOCAB_SIZE, greedy_text, start
@@ -95,7 +95,7 @@ class World(PlainWorld):
 
     @property
     def running(self) -> set[str]:
-        return set(self.scheduler._places.running)
+        return set(self.scheduler._slots.running)
 
     def turns(self, count: int) -> None:
         for _ in range(count):
@@ -134,9 +134,7 @@ class TestTwoAtOnce:
         world.start("a", LONG)
         world.start("b", [*LONG[:14], *OTHER[:6]])
         world.turns(1)
-        assert world.running == {
-            "a"
-        }  # twelve of fourteen tokens are done, and no other block of these two is due
+        assert world.running == {"a"}  # twelve of fourteen tokens are done, and no other block of these two is due
         world.turns(1)
         assert world.running == {"a", "b"}
         world.finish()
@@ -243,9 +241,7 @@ class TestLater:
         for _ in range(8):
             world.turns(1)
             committed = world.texts["a"]
-            wrong = [
-                (t + (i == 1)) % VOCAB_SIZE for i, t in enumerate(right[len(committed) : len(committed) + 5])
-            ]
+            wrong = [(t + (i == 1)) % VOCAB_SIZE for i, t in enumerate(right[len(committed) : len(committed) + 5])]
             hints = [
                 Hint(len(committed) * 10 + i + 1, len(committed) * 10 + i if i else ROOT_ID, t)
                 for i, t in enumerate(wrong)
@@ -276,9 +272,7 @@ class TestLater:
 class TestWhoDoesNotShare:
     @pytest.mark.parametrize("first", [None, 0])
     @pytest.mark.parametrize("second", [None, 0])
-    def test_log_probabilities_of_the_prompt_need_its_forward_pass(
-        self, first: int | None, second: int | None
-    ) -> None:
+    def test_log_probabilities_of_the_prompt_need_its_forward_pass(self, first: int | None, second: int | None) -> None:
         world = World()
         world.start("a", LONG, num_prompt_logprobs=first)
         world.start("b", LONG, num_prompt_logprobs=second)
@@ -291,17 +285,13 @@ class TestWhoDoesNotShare:
 
     @pytest.mark.parametrize("first", SALTS)
     @pytest.mark.parametrize("second", SALTS)
-    def test_sequences_of_different_salts_share_nothing_and_nothing_tells_of_it(
-        self, first: str, second: str
-    ) -> None:
+    def test_sequences_of_different_salts_share_nothing_and_nothing_tells_of_it(self, first: str, second: str) -> None:
         world = World()
         world.start("a", LONG, first)
         world.start("b", LONG, second)
         world.turns(1)
         does_share = first == second
-        assert world.running == (
-            {"a"} if does_share else {"a", "b"}
-        )  # nobody waits for blocks that it may not have
+        assert world.running == ({"a"} if does_share else {"a", "b"})  # nobody waits for blocks that it may not have
         world.finish()
         world.start("c", LONG, second)
         world.finish()

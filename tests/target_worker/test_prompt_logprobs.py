@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from outrider.engine.kv_cache import BlockAllocator
-from outrider.hint_tree import ROOT_ID, Hint
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.hints.hint_tree import ROOT_ID, Hint
+from outrider.observability.telemetry import TargetMetrics
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-from outrider.telemetry import TargetMetrics
-from outrider.token_logprobs import TokenLogprobs
+from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
@@ -23,8 +24,7 @@ from target_worker.messages import (
     TokensCommitted,
 )
 from target_worker.runner import TargetCore
-from target_worker.scheduler import Scheduler
-from target_worker.step_cost import StepCost, StepLine
+from target_worker.scheduling.scheduler import Scheduler
 from tests import models
 from tests.engine.sequences import text
 
@@ -48,9 +48,7 @@ def check(given: TokenLogprobs, expected: torch.Tensor, token_id: int, num_top: 
     assert given.logprob == pytest.approx(right, abs=TOLERANCE)
     surely, perhaps = (int((expected > right + margin).sum()) for margin in (TOLERANCE, -TOLERANCE))
     assert surely + 1 <= given.rank <= max(perhaps, 1)
-    assert [value for _, value in given.top] == pytest.approx(
-        expected.topk(num_top).values.tolist(), abs=TOLERANCE
-    )
+    assert [value for _, value in given.top] == pytest.approx(expected.topk(num_top).values.tolist(), abs=TOLERANCE)
     for top_id, value in given.top:
         assert value == pytest.approx(float(expected[top_id]), abs=TOLERANCE)
 
@@ -68,7 +66,7 @@ class World:
     def __init__(self, budget: int, max_num_seqs: int) -> None:
         engine = models.engine("llama")
         limits = SchedulerLimits(
-            may_rest=False,
+            may_pause=False,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=100,
@@ -130,9 +128,7 @@ class World:
 
 @pytest.mark.parametrize("num_top", [0, 20])
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(2, 1), (5, 2), (8, 3), (13, 4), (64, 4), (200, 4)])
-def test_every_prompt_position_is_scored_once_in_any_chunks(
-    budget: int, max_num_seqs: int, num_top: int
-) -> None:
+def test_every_prompt_position_is_scored_once_in_any_chunks(budget: int, max_num_seqs: int, num_top: int) -> None:
     world = World(budget, max_num_seqs)
     prompts = {f"s{length}": text(length, length, models.VOCAB_SIZE) for length in PROMPT_LENS}
     for name, prompt in prompts.items():
@@ -144,9 +140,7 @@ def test_every_prompt_position_is_scored_once_in_any_chunks(
 
 @pytest.mark.parametrize("budget", [3, 7, 64])
 @pytest.mark.parametrize("num_given", [1, 5, MAX_TOKENS - 1])
-def test_a_session_that_was_moved_scores_its_prompt_again_and_nothing_else(
-    num_given: int, budget: int
-) -> None:
+def test_a_session_that_was_moved_scores_its_prompt_again_and_nothing_else(num_given: int, budget: int) -> None:
     """Committed tokens are fed as the prompt is, but have been scored where they were said."""
     prompts = {f"s{length}": text(length, length, models.VOCAB_SIZE) for length in PROMPT_LENS}
     first = World(64, 4)

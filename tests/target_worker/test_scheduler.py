@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.confidence import Calibration
-from outrider.engine.kv_cache import BlockAllocator
+from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Overloaded
-from outrider.hint_tree import ROOT_ID, Hint
+from outrider.hints.confidence import Calibration
+from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import DecodingMode, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.limits import SchedulerLimits
@@ -37,11 +37,11 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
-from target_worker.scheduler import Scheduler
+from target_worker.scheduling.scheduler import Scheduler
 from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, greedy_text, next_token, start
 
 LIMITS = SchedulerLimits(
-    may_rest=False,
+    may_pause=False,
     has_lookup=False,
     max_num_seqs=3,
     max_num_waiting=2,
@@ -69,7 +69,7 @@ class World:
         self.ended: dict[str, SessionEnded] = {}
         self.refused: list[SessionRefused] = []
         self.aborted: dict[str, OutriderError] = {}
-        self.rests: dict[str, list[bool]] = {}  # of each step of a session, as its caller hears of it
+        self.pauses: dict[str, list[bool]] = {}  # of each step of a session, as its caller hears of it
         self.views: dict[tuple[int, str], list[int]] = {}  # a draft worker's idea of a text
         self.finished_views: set[tuple[int, str]] = set()
         self.last_step: Step | None = None
@@ -97,7 +97,7 @@ class World:
                     assert 0 <= action.num_accepted_draft_tokens <= action.num_draft_tokens
                     assert action.session_id not in self.ended
                     self.texts[action.session_id] += action.token_ids
-                    self.rests.setdefault(action.session_id, []).append(action.is_resting)
+                    self.pauses.setdefault(action.session_id, []).append(action.is_resting)
                 case SessionEnded():
                     assert action.session_id not in self.ended
                     self.ended[action.session_id] = action
@@ -172,11 +172,7 @@ class World:
             if (ended := self.ended.get(session_id)) is not None:
                 assert text == expected
                 assert ended.stop_token_id == stop_token_id
-                reason = (
-                    target_pb2.FINISH_REASON_LENGTH
-                    if stop_token_id is None
-                    else target_pb2.FINISH_REASON_STOP
-                )
+                reason = target_pb2.FINISH_REASON_LENGTH if stop_token_id is None else target_pb2.FINISH_REASON_STOP
                 assert ended.reason == reason
                 assert ended.num_output_tokens == len(text) - self.starts[session_id].num_prompt_tokens
         for (_, session_id), view in self.views.items():
@@ -186,9 +182,9 @@ class World:
         # Those that were preempted wait beside as many as may wait.
         assert len(self.scheduler._sessions) <= self.limits.max_num_seqs + self.limits.max_num_waiting
         assert 0.0 <= self.scheduler.kv_usage <= 1.0
-        early = self.scheduler._early
+        early = self.scheduler._early._kept
         assert len(early) <= self.limits.max_early_sessions
-        assert all(len(one.events) <= self.limits.max_early_events for one in early._kept.values())
+        assert all(len(one.events) <= self.limits.max_early_events for one in early.values())
         self.allocator.check_integrity([session.kv for session in self.scheduler._sessions.values()])
 
     def check_is_empty(self) -> None:
@@ -275,10 +271,10 @@ class RandomLife(RuleBasedStateMachine):
             assert isinstance(actions[0], SessionRefused)
             assert isinstance(actions[0].error, NotFound)
 
-    @rule(name=NAMES, stream=STREAMS, back=st.integers(0, 4), attachment=st.integers(1, 3))
-    def subscribe(self, name: str, stream: int, back: int, attachment: int) -> None:
+    @rule(name=NAMES, stream=STREAMS, back=st.integers(0, 4))
+    def subscribe(self, name: str, stream: int, back: int) -> None:
         text = self.world.texts.get(name, [0] * 5)
-        self.world.tell(SubscribeDraft(stream, name, attachment, max(1, len(text) - back)))
+        self.world.tell(SubscribeDraft(stream, name, max(1, len(text) - back)))
 
     @rule(name=NAMES, stream=STREAMS)
     def unsubscribe(self, name: str, stream: int) -> None:
@@ -296,10 +292,8 @@ class RandomLife(RuleBasedStateMachine):
         attachment=st.integers(1, 3),
         late_ms=st.floats(0, 5),
     )
-    def good_hints(
-        self, name: str, back: int, length: int, wrong_at: int, attachment: int, late_ms: float
-    ) -> None:
-        """What a well-aligned draft says, wrong at one place."""
+    def good_hints(self, name: str, back: int, length: int, wrong_at: int, attachment: int, late_ms: float) -> None:
+        """Sends hints of a well-aligned draft, of which one at most is wrong."""
         text = list(self.world.texts.get(name, [1, 2]))
         base_len = max(1, len(text) - back)
         del text[base_len:]
@@ -321,9 +315,7 @@ class RandomLife(RuleBasedStateMachine):
         ),
         late_ms=st.floats(0, 5),
     )
-    def wild_hints(
-        self, name: str, base_len: int, attachment: int, hints: list[Hint], late_ms: float
-    ) -> None:
+    def wild_hints(self, name: str, base_len: int, attachment: int, hints: list[Hint], late_ms: float) -> None:
         self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3))
 
     @rule(num_turns=st.integers(1, 6))
@@ -396,7 +388,7 @@ class TestFinishing:
 
     def test_finished_session_is_told_to_its_subscribers_once(self) -> None:
         world = World()
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.tell(start(max_tokens=4, ignore_eos=True))
         world.run_until_idle()
         assert world.finished_views == {(1, "a")}
@@ -406,7 +398,7 @@ class TestFinishing:
         world = World()
         world.tell(start())
         world.turn()
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         actions = world.tell(CancelSession("a"))
         assert [type(a) for a in actions] == [CommitPublished]
         assert world.finished_views == {(1, "a")}
@@ -480,9 +472,7 @@ class TestHints:
         world.tell(start(ignore_eos=True, max_tokens=12, speculation=speculation))
         text, _ = greedy_text([1, 2, 3], 30, frozenset())
         world.tell(
-            HintsArrived(
-                "a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3 : 3 + num_hints])], world.now
-            )
+            HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3 : 3 + num_hints])], world.now)
         )
         world.run_until_idle()
         world.check()
@@ -571,8 +561,8 @@ class TestHints:
         seen: list[tuple[int, bool]] = []
 
         class Recorder(Calibration):
-            def observe(self, confidence: int, record: float, *, has_held: bool) -> None:
-                seen.append((confidence, has_held))
+            def observe(self, confidence: int, record: float, *, is_accepted: bool) -> None:
+                seen.append((confidence, is_accepted))
 
         world.scheduler._calibrations[DecodingMode.GREEDY] = Recorder()
         world.tell(start(ignore_eos=True, max_tokens=12))
@@ -586,24 +576,20 @@ class TestHints:
 
     def test_a_caller_hears_of_steps_in_which_the_worker_chose_not_to_listen(self) -> None:
         """As a new worker does, to learn what plain steps cost."""
-        world = World(replace(LIMITS, may_rest=True))
+        world = World(replace(LIMITS, may_pause=True))
         world.tell(start(ignore_eos=True, max_tokens=20))
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.run_until_idle()
-        assert world.rests["a"][0]
-        assert not world.rests["a"][-1]
+        assert world.pauses["a"][0]
+        assert not world.pauses["a"][-1]
 
-    @pytest.mark.parametrize(
-        "speculation", [SpeculationSettings(is_plain=True), SpeculationSettings(enabled=False)]
-    )
-    def test_a_session_that_must_not_listen_is_not_said_to_rest(
-        self, speculation: SpeculationSettings
-    ) -> None:
+    @pytest.mark.parametrize("speculation", [SpeculationSettings(is_plain=True), SpeculationSettings(enabled=False)])
+    def test_a_session_that_must_not_listen_is_not_said_to_rest(self, speculation: SpeculationSettings) -> None:
         world = World()
         world.tell(start(ignore_eos=True, max_tokens=20, speculation=speculation))
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.run_until_idle()
-        assert not any(world.rests["a"])
+        assert not any(world.pauses["a"])
 
     def test_speculation_turned_off_verifies_nothing(self) -> None:
         world = self.hinted(SpeculationSettings(enabled=False))
@@ -620,9 +606,9 @@ class TestHints:
             assert (stats.num_draft_tokens, stats.num_spec_steps, stats.num_steps) == (0, 0, 12)
             world = World()
             world.tell(start(speculation=speculation))
-            (told,) = world.tell(SubscribeDraft(1, "a", 1, 3))
+            (told,) = world.tell(SubscribeDraft(1, "a", 3))
             assert isinstance(told, CommitPublished)
-            assert not told.is_listening
+            assert not told.accepts_hints
 
     def test_a_requests_own_limit_is_kept(self) -> None:
         stats = self.hinted(SpeculationSettings(num_speculative_tokens=2)).ended["a"].stats
@@ -635,7 +621,7 @@ class TestHints:
     def test_hints_that_come_before_their_session_are_used(self) -> None:
         world = World()
         text, _ = greedy_text([1, 2, 3], 30, frozenset())
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.tell(HintsArrived("a", 1, 3, [Hint(i + 1, i, t) for i, t in enumerate(text[3:10])], world.now))
         world.tell(start(ignore_eos=True, max_tokens=7))
         world.run_until_idle()
@@ -655,7 +641,7 @@ class TestHints:
 
 
 class TestWaiting:
-    """The wait is bounded and measured, never fixed (design section 6)."""
+    """The wait is bounded and measured, never fixed."""
 
     def waits(self, limits: SchedulerLimits, prepare: Callable[[World], None]) -> float:
         """Longest time spent waiting before one step."""
@@ -677,7 +663,7 @@ class TestWaiting:
 
     def test_a_subscriber_that_has_spoken_is_waited_for_within_the_bound(self) -> None:
         def join(world: World) -> None:
-            world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))
+            world.hear(world.tell(SubscribeDraft(1, "a", 3)))
             world.hear(world.tell(HintsArrived("a", 1, 1, [Hint(1, 0, 0)], world.now)))
 
         waited = self.waits(LIMITS, join)
@@ -685,19 +671,19 @@ class TestWaiting:
 
     def test_a_bound_of_zero_never_waits(self) -> None:
         limits = SchedulerLimits(
-            may_rest=False, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, hint_wait_ms_max=0.0
+            may_pause=False, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, hint_wait_ms_max=0.0
         )
-        assert self.waits(limits, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))) == 0.0
+        assert self.waits(limits, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 3)))) == 0.0
 
     def test_a_subscriber_that_has_said_nothing_yet_is_not_waited_for(self) -> None:
-        assert self.waits(LIMITS, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 1, 3)))) == 0.0
+        assert self.waits(LIMITS, lambda world: world.hear(world.tell(SubscribeDraft(1, "a", 3)))) == 0.0
 
     def test_a_silent_subscriber_soon_costs_nothing(self) -> None:
         """The promise: never meaningfully slower than plain decoding. Total wait over a long text stays small."""
         limits = SchedulerLimits(max_model_len=600, max_num_batched_tokens=64, hint_wait_ms_max=10.0)
         world = World(limits, num_blocks=400)
         world.tell(start(ignore_eos=True, max_tokens=500))
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         waited = 0.0
         while (decision := world.turn()) is not None:
             if isinstance(decision, WaitForHints):
@@ -708,7 +694,7 @@ class TestWaiting:
     def test_events_while_waiting_do_not_prolong_the_wait(self) -> None:
         world = World()
         world.tell(start(ignore_eos=True))
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.tell(HintsArrived("a", 1, 1, [Hint(1, 0, 0)], world.now))
         while not isinstance(decision := world.turn(), WaitForHints):
             assert decision is not None
@@ -733,14 +719,14 @@ class TestEarlyEvents:
     def test_a_closed_streams_early_subscription_is_forgotten(self) -> None:
         """Otherwise the session is waited for on behalf of a draft worker that has left."""
         world = World()
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.tell(CloseStream(1))
         world.tell(start())
         assert world.scheduler._sessions["a"].subscribers == {}
 
     def test_an_early_unsubscription_is_heard(self) -> None:
         world = World()
-        world.tell(SubscribeDraft(1, "a", 1, 3))
+        world.tell(SubscribeDraft(1, "a", 3))
         world.tell(UnsubscribeDraft(1, "a"))
         world.tell(start())
         assert world.scheduler._sessions["a"].subscribers == {}
@@ -749,7 +735,7 @@ class TestEarlyEvents:
 def test_a_prompt_is_prefilled_while_others_decode_with_many_hints() -> None:
     """Hints must not use up the room of those that still wait for their first token."""
     limits = SchedulerLimits(
-        may_rest=False,
+        may_pause=False,
         max_num_seqs=3,
         max_num_batched_tokens=6,
         max_model_len=300,

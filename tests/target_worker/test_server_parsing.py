@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import MAX_SPECULATIVE_TOKENS, AcceptanceRule, DecodingMode, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
-from target_worker.server import parse_generate
+from target_worker.serving.generate_messages import parse_generate
 
 VOCAB_SIZE = 50
 UINT32 = st.integers(0, 2**32 - 1)
@@ -41,11 +41,7 @@ class TestGenerate:
             ({"sampling": {"max_tokens": 0}}, "max_tokens"),
             ({"sampling": {"stop_token_ids": list(range(65))}}, "stop_token_ids"),
             (
-                {
-                    "speculation": common_pb2.SpeculationParams(
-                        num_speculative_tokens=MAX_SPECULATIVE_TOKENS + 1
-                    )
-                },
+                {"speculation": common_pb2.SpeculationParams(num_speculative_tokens=MAX_SPECULATIVE_TOKENS + 1)},
                 "num_speculative_tokens",
             ),
         ],
@@ -82,9 +78,7 @@ class TestGenerate:
         num_speculative_tokens=UINT32,
     )
     def test_any_message_is_an_event_or_a_refusal_that_names_its_field(self, **values: Any) -> None:
-        sampling = {
-            k: values.pop(k) for k in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
-        }
+        sampling = {k: values.pop(k) for k in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")}
         speculation = common_pb2.SpeculationParams(
             enabled=True, num_speculative_tokens=values.pop("num_speculative_tokens")
         )

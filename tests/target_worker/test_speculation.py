@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.acceptance import NUM_POSITIONS, AcceptanceHistory, BlockAcceptance
-from target_worker.speculation import DOUBT, HOPE, NUM_REMEMBERED, HintTiming, allot, best_wait
-from target_worker.step_cost import StepCost, StepLine
+from outrider.hints.acceptance import NUM_POSITIONS, AcceptanceHistory, BlockAcceptance
+from target_worker.hints.speculation import (
+    LATE_FACTOR_MAX,
+    NUM_REMEMBERED,
+    OPTIMISM,
+    HintTiming,
+    allot,
+    best_wait,
+)
+from target_worker.hints.step_cost import StepCost, StepLine
 
 RATES = st.floats(0.01, 0.99)
 
@@ -67,7 +74,7 @@ class TestStepCost:
 
 
 def gains(rates: list[float], available: list[int]) -> list[list[float]]:
-    """Of hints that hold independently, each with its session's rate."""
+    """Probabilities that a session's first i hints are accepted, each independently at its session's rate."""
     return [[rate**i for i in range(1, most + 1)] for rate, most in zip(rates, available, strict=True)]
 
 
@@ -123,9 +130,7 @@ class TestAcceptanceHistory:
         assert few.rate == many.rate
 
     @settings(max_examples=100, derandomize=True)
-    @given(
-        st.lists(st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=200)
-    )
+    @given(st.lists(st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=200))
     def test_a_rate_is_a_chance_below_1(self, steps: list[tuple[int, int]]) -> None:
         history = AcceptanceHistory()
         for num_accepted, num_verified in steps:
@@ -154,9 +159,7 @@ class TestBlockAcceptance:
 
     @settings(max_examples=100, derandomize=True)
     @given(
-        steps=st.lists(
-            st.integers(1, 20).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=100
-        ),
+        steps=st.lists(st.integers(1, 20).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), max_size=100),
         num_hints=st.integers(0, 3 * NUM_POSITIONS),
     )
     def test_chances_are_chances_for_any_length(self, steps: list[tuple[int, int]], num_hints: int) -> None:
@@ -178,9 +181,7 @@ class TestBestWait:
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(
         sessions=st.lists(
-            st.tuples(
-                st.integers(0, 6), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)
-            ),
+            st.tuples(st.integers(0, 6), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)),
             max_size=4,
         ),
         elapsed=st.floats(0, 0.05),
@@ -221,7 +222,6 @@ class TestBestWait:
         assert best_wait(*arguments, usual_rate=1.0) > best_wait(*arguments, usual_rate=2.5) == 0.0
 
     def test_a_fast_draft_is_waited_for_and_a_slow_one_is_not(self) -> None:
-        """Design section 6."""
         cost = StepLine(60.0, 0.5)
         fast, slow = timing(0, 10.0, first_s=0.002, gap_s=0.001), timing(0, 10.0, first_s=0.009, gap_s=0.03)
         assert best_wait([fast], [[0.8] * 5], [5], cost, 10.0, 0.01) >= 0.005
@@ -262,8 +262,8 @@ class TestHintTiming:
         for _ in range(100):
             usual.learn_from(other)
         made = usual.fresh(7.0)
-        assert made.arrival(1, 7.0) == pytest.approx(7.0 + HOPE * 0.001, abs=1e-5)
-        assert made.arrival(3, 7.0) == pytest.approx(7.0 + HOPE * 0.002, abs=1e-5)
+        assert made.arrival(1, 7.0) == pytest.approx(7.0 + OPTIMISM * 0.001, abs=1e-5)
+        assert made.arrival(3, 7.0) == pytest.approx(7.0 + OPTIMISM * 0.002, abs=1e-5)
 
     def test_a_late_answer_says_nothing_about_one_that_is_waited_for(self) -> None:
         """Unless it is sooner than what was believed."""
@@ -275,8 +275,8 @@ class TestHintTiming:
 
     def test_one_pause_of_the_machine_is_not_believed_in(self) -> None:
         made = timing(0, 10.0, first_s=0.001)
-        made.on_disappointment(10.5)
-        assert made.first_s <= 0.001 * DOUBT
+        made.on_missed_hints(10.5)
+        assert made.first_s <= 0.001 * LATE_FACTOR_MAX
 
     def test_what_is_there_is_expected_now_and_more_hints_later(self) -> None:
         made = timing(2, 10.0)
@@ -290,7 +290,7 @@ class TestHintTiming:
         expected = []
         for _ in range(10):
             now += 0.01
-            made.on_disappointment(now)
+            made.on_missed_hints(now)
             expected.append(made.arrival(1, now) - now)
         assert expected[-1] > 0.01
 

@@ -14,12 +14,12 @@ from google.protobuf.message import Message
 
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState
+from outrider.observability.telemetry import TargetMetrics
 from outrider.sampling_params import GrammarSpec
-from outrider.telemetry import TargetMetrics
 from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
-from target_worker import server as target_server
 from target_worker.messages import Event, TokensCommitted
-from target_worker.server import TargetServicer
+from target_worker.serving import server as target_server
+from target_worker.serving.server import TargetServicer
 from tests.served import listening
 
 
@@ -169,7 +169,7 @@ async def test_one_request_that_workers_were_lost_to_is_tried_at_a_time(
 
 
 async def refusal_of(call: Any) -> grpc.aio.AioRpcError:
-    """What a call ends with, which it tells once every word before it was read."""
+    """The error with which a call ends, after all its messages were read. Raises AssertionError if it has none."""
     try:
         async with asyncio.timeout(30):
             while isinstance(await call.read(), Message):
@@ -180,7 +180,7 @@ async def refusal_of(call: Any) -> grpc.aio.AioRpcError:
 
 
 class SlowCompiler(GrammarCompiler):
-    """Compiles when it is let."""
+    """A grammar compiler that waits for `gate` and then refuses."""
 
     def __init__(self) -> None:
         super().__init__(Path("none"), vocab_size=100, eos_token_ids=frozenset())
@@ -209,9 +209,7 @@ async def test_a_request_is_tried_alone_while_its_grammar_is_compiled(
     guided = common_pb2.SamplingParams(top_p=1, max_tokens=4, grammar=common_pb2.Grammar(regex="a"))
 
     def request(session_id: str, sampling: common_pb2.SamplingParams) -> target_pb2.GenerateRequest:
-        return target_pb2.GenerateRequest(
-            session_id=session_id, token_ids=[5], sampling=sampling, trial_tokens=4
-        )
+        return target_pb2.GenerateRequest(session_id=session_id, token_ids=[5], sampling=sampling, trial_tokens=4)
 
     async with served(monkeypatch, compiler) as (_, stub):
         leaving = stub.Generate(request("leaving", guided), timeout=30)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/outrider/v1/common.proto\x12\x0boutrider.v1\"\xd8\x05\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\ttypical_p\x18\t \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x02\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12-\n\tbad_words\x18\x0e \x03(\x0b\x32\x1a.outrider.v1.TokenSequence\x12\x1d\n\x11\x61llowed_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x10 \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x11 \x01(\rH\x03\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x12 \x01(\rH\x04\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x13 \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x12%\n\x07grammar\x18\x14 \x01(\x0b\x32\x14.outrider.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"&\n\rTokenSequence\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"a\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x16\n\x0e\x61ny_whitespace\x18\x04 \x01(\x08\x42\x06\n\x04kind\"c\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x19\n\rtop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x02\x10\x01\"\xcc\x01\n\x11SpeculationParams\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x1e\n\x16num_speculative_tokens\x18\x02 \x01(\r\x12\x34\n\x0f\x61\x63\x63\x65ptance_rule\x18\x03 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x17\n\x0fnum_draft_probs\x18\x04 \x01(\r\x12\x18\n\x10\x64raft_probs_bits\x18\x05 \x01(\r\x12\r\n\x05plain\x18\x06 \x01(\x08\x12\x0e\n\x06\x61lways\x18\x07 \x01(\x08\"\x91\x03\n\x10SpeculationStats\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x16\n\x0enum_spec_steps\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_stale_hints\x18\x05 \x01(\r\x12 \n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\rB\x02\x10\x01\x12\"\n\x16\x64raft_length_histogram\x18\x07 \x03(\rB\x02\x10\x01\x12\x16\n\x0enum_hint_bytes\x18\x08 \x01(\r\x12\x19\n\x11num_forced_tokens\x18\t \x01(\r\x12\x19\n\x11num_lookup_tokens\x18\n \x01(\r\x12\x14\n\x0cnum_outcomes\x18\x0b \x01(\r\x12\x1e\n\x16num_predicted_outcomes\x18\x0c \x01(\r\x12\x1a\n\x12num_ready_outcomes\x18\r \x01(\r\x12\x16\n\x0enum_late_hints\x18\x0e \x01(\r\"\xb1\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x1c\n\x14num_model_parameters\x18\t \x01(\x04\x12\x17\n\x0fmax_num_waiting\x18\n \x01(\r\x12\x1b\n\x13weights_fingerprint\x18\x0b \x01(\t\x12\x10\n\x08numerics\x18\x0c \x01(\t\x12\x12\n\nstalled_ms\x18\r \x01(\r\"\x10\n\x0eGetInfoRequest*B\n\x0cLogprobsMode\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x00\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x01*F\n\x0e\x41\x63\x63\x65ptanceRule\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x00\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_TOKEN\x10\x01*\x7f\n\x0c\x44\x65\x63odingMode\x12\x1d\n\x19\x44\x45\x43ODING_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x44\x45\x43ODING_MODE_GREEDY\x10\x01\x12\x1b\n\x17\x44\x45\x43ODING_MODE_REJECTION\x10\x02\x12\x19\n\x15\x44\x45\x43ODING_MODE_COUPLED\x10\x03*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x01\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x02\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/outrider/v1/common.proto\x12\x0boutrider.v1\"\x90\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x1a\n\x0estop_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x16\n\ttypical_p\x18\t \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x05\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12-\n\tbad_words\x18\x0e \x03(\x0b\x32\x1a.outrider.v1.TokenSequence\x12\x1d\n\x11\x61llowed_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x10 \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x11 \x01(\rH\x06\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x12 \x01(\rH\x07\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x13 \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x12%\n\x07grammar\x18\x14 \x01(\x0b\x32\x14.outrider.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"&\n\rTokenSequence\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"a\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x16\n\x0e\x61ny_whitespace\x18\x04 \x01(\x08\x42\x06\n\x04kind\"c\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x19\n\rtop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x02\x10\x01\"\xdd\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16num_speculative_tokens\x18\x02 \x01(\r\x12\x34\n\x0f\x61\x63\x63\x65ptance_rule\x18\x03 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x17\n\x0fnum_draft_probs\x18\x04 \x01(\r\x12\x18\n\x10\x64raft_probs_bits\x18\x05 \x01(\r\x12\r\n\x05plain\x18\x06 \x01(\x08\x12\x0e\n\x06\x61lways\x18\x07 \x01(\x08\x42\n\n\x08_enabled\"\x91\x03\n\x10SpeculationStats\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x16\n\x0enum_spec_steps\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_stale_hints\x18\x05 \x01(\r\x12 \n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\rB\x02\x10\x01\x12\"\n\x16\x64raft_length_histogram\x18\x07 \x03(\rB\x02\x10\x01\x12\x16\n\x0enum_hint_bytes\x18\x08 \x01(\r\x12\x19\n\x11num_forced_tokens\x18\t \x01(\r\x12\x19\n\x11num_lookup_tokens\x18\n \x01(\r\x12\x14\n\x0cnum_outcomes\x18\x0b \x01(\r\x12\x1e\n\x16num_predicted_outcomes\x18\x0c \x01(\r\x12\x1a\n\x12num_ready_outcomes\x18\r \x01(\r\x12\x16\n\x0enum_late_hints\x18\x0e \x01(\r\"\xd1\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x1c\n\x14num_model_parameters\x18\t \x01(\x04\x12\x17\n\x0fmax_num_waiting\x18\n \x01(\r\x12\x1b\n\x13weights_fingerprint\x18\x0b \x01(\t\x12\x10\n\x08numerics\x18\x0c \x01(\t\x12\x12\n\nstalled_ms\x18\r \x01(\r\x12\x1e\n\x16num_speculative_tokens\x18\x0e \x01(\r\"\x10\n\x0eGetInfoRequest*B\n\x0cLogprobsMode\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x00\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x01*F\n\x0e\x41\x63\x63\x65ptanceRule\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x00\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_TOKEN\x10\x01*\x7f\n\x0c\x44\x65\x63odingMode\x12\x1d\n\x19\x44\x45\x43ODING_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x44\x45\x43ODING_MODE_GREEDY\x10\x01\x12\x1b\n\x17\x44\x45\x43ODING_MODE_REJECTION\x10\x02\x12\x19\n\x15\x44\x45\x43ODING_MODE_COUPLED\x10\x03*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x01\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x02\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,30 +47,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATIONSTATS'].fields_by_name['acceptance_histogram']._serialized_options = b'\020\001'
   _globals['_SPECULATIONSTATS'].fields_by_name['draft_length_histogram']._loaded_options = None
   _globals['_SPECULATIONSTATS'].fields_by_name['draft_length_histogram']._serialized_options = b'\020\001'
-  _globals['_LOGPROBSMODE']._serialized_start=1956
-  _globals['_LOGPROBSMODE']._serialized_end=2022
-  _globals['_ACCEPTANCERULE']._serialized_start=2024
-  _globals['_ACCEPTANCERULE']._serialized_end=2094
-  _globals['_DECODINGMODE']._serialized_start=2096
-  _globals['_DECODINGMODE']._serialized_end=2223
-  _globals['_TOKENORIGIN']._serialized_start=2226
-  _globals['_TOKENORIGIN']._serialized_end=2372
+  _globals['_LOGPROBSMODE']._serialized_start=2061
+  _globals['_LOGPROBSMODE']._serialized_end=2127
+  _globals['_ACCEPTANCERULE']._serialized_start=2129
+  _globals['_ACCEPTANCERULE']._serialized_end=2199
+  _globals['_DECODINGMODE']._serialized_start=2201
+  _globals['_DECODINGMODE']._serialized_end=2328
+  _globals['_TOKENORIGIN']._serialized_start=2331
+  _globals['_TOKENORIGIN']._serialized_end=2477
   _globals['_SAMPLINGPARAMS']._serialized_start=49
-  _globals['_SAMPLINGPARAMS']._serialized_end=777
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=642
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=690
-  _globals['_TOKENSEQUENCE']._serialized_start=779
-  _globals['_TOKENSEQUENCE']._serialized_end=817
-  _globals['_GRAMMAR']._serialized_start=819
-  _globals['_GRAMMAR']._serialized_end=916
-  _globals['_TOKENLOGPROBS']._serialized_start=918
-  _globals['_TOKENLOGPROBS']._serialized_end=1017
-  _globals['_SPECULATIONPARAMS']._serialized_start=1020
-  _globals['_SPECULATIONPARAMS']._serialized_end=1224
-  _globals['_SPECULATIONSTATS']._serialized_start=1227
-  _globals['_SPECULATIONSTATS']._serialized_end=1628
-  _globals['_WORKERINFO']._serialized_start=1631
-  _globals['_WORKERINFO']._serialized_end=1936
-  _globals['_GETINFOREQUEST']._serialized_start=1938
-  _globals['_GETINFOREQUEST']._serialized_end=1954
+  _globals['_SAMPLINGPARAMS']._serialized_end=833
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=657
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=705
+  _globals['_TOKENSEQUENCE']._serialized_start=835
+  _globals['_TOKENSEQUENCE']._serialized_end=873
+  _globals['_GRAMMAR']._serialized_start=875
+  _globals['_GRAMMAR']._serialized_end=972
+  _globals['_TOKENLOGPROBS']._serialized_start=974
+  _globals['_TOKENLOGPROBS']._serialized_end=1073
+  _globals['_SPECULATIONPARAMS']._serialized_start=1076
+  _globals['_SPECULATIONPARAMS']._serialized_end=1297
+  _globals['_SPECULATIONSTATS']._serialized_start=1300
+  _globals['_SPECULATIONSTATS']._serialized_end=1701
+  _globals['_WORKERINFO']._serialized_start=1704
+  _globals['_WORKERINFO']._serialized_end=2041
+  _globals['_GETINFOREQUEST']._serialized_start=2043
+  _globals['_GETINFOREQUEST']._serialized_end=2059
 # @@protoc_insertion_point(module_scope)

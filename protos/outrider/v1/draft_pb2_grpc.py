@@ -51,8 +51,8 @@ class DraftServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Follows one session for as long as the call is open; cancelling it detaches and frees the slot, and so does the
-        end of its time, with DEADLINE_EXCEEDED.
+        """Follows one session while the call is open. Cancelling it detaches and frees the slot, and so does its deadline,
+        with DEADLINE_EXCEEDED.
         RESOURCE_EXHAUSTED before any work when full; FAILED_PRECONDITION when the tokenizers differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -60,7 +60,8 @@ class DraftServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Describes the worker.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class HintsStub:
-    """Served by the target worker, dialled by the draft worker: one stream per pair carries every session.
+    """Served by the target worker, called by the draft worker: one stream per pair carries every session.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,12 @@ class HintsStub:
 
 
 class HintsServicer:
-    """Served by the target worker, dialled by the draft worker: one stream per pair carries every session.
+    """Served by the target worker, called by the draft worker: one stream per pair carries every session.
     """
 
     def Exchange(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Carries hints to the target worker and commits back to the draft worker.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -69,7 +70,7 @@ def add_HintsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Hints:
-    """Served by the target worker, dialled by the draft worker: one stream per pair carries every session.
+    """Served by the target worker, called by the draft worker: one stream per pair carries every session.
     """
 
     @staticmethod

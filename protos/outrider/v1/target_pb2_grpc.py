@@ -56,23 +56,24 @@ class TargetServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Runs one session. Cancelling the call frees it. RESOURCE_EXHAUSTED before any work when full; DEADLINE_EXCEEDED
-        when its time is up, and before any work when it cannot be in time. FAILED_PRECONDITION from a worker that was told
-        to end, before any work or when its grace is over: the session may go on at another one.
+        """Runs one session. Cancelling the call frees it. RESOURCE_EXHAUSTED before any work when full; DEADLINE_EXCEEDED at
+        the deadline, and before any work when it cannot be met. FAILED_PRECONDITION from a worker that is shutting down,
+        before any work or at the end of its grace period: the session may continue at another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetSpeculation(self, request, context):
-        """Turns listening on or off for a running session. NOT_FOUND when there is no such session.
+        """Turns speculation on or off for a running session. NOT_FOUND when there is no such session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Describes the worker.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

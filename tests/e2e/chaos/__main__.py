@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.cli.system import run_until_signalled
 from outrider.errors import OutriderError
+from outrider.local.until_signalled import run_until_signalled
 from tests.e2e.chaos.experiment import Experiment, Outcome, Plan
 from tests.e2e.chaos.fault import Fault
 from tests.e2e.chaos.faults import FAULTS
@@ -32,12 +32,8 @@ from tests.e2e.command_line import add_output, add_seed, new_parser, say, tell
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser("chaos", __doc__)
     bounds = parser.add_argument_group("how long (whichever comes first)")
-    bounds.add_argument(
-        "--faults", type=int, default=10**9, metavar="N", help="injections (default: as many as fit)"
-    )
-    bounds.add_argument(
-        "--seconds", type=float, default=300.0, help="beside start and end (default: %(default)s)"
-    )
+    bounds.add_argument("--faults", type=int, default=10**9, metavar="N", help="injections (default: as many as fit)")
+    bounds.add_argument("--seconds", type=float, default=300.0, help="beside start and end (default: %(default)s)")
     what = parser.add_argument_group("what")
     add_seed(what, "requests, faults, moments and times")
     what.add_argument("--only", action="append", default=[], metavar="WORDS",
@@ -54,15 +50,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="that ask all the time (default: %(default)s)",
     )
     fleet.add_argument("--targets", type=int, default=3, help="target workers (default: %(default)s)")
-    fleet.add_argument(
-        "--ranks", type=int, default=1, help="processes of each target worker (default: %(default)s)"
-    )
+    fleet.add_argument("--ranks", type=int, default=1, help="processes of each target worker (default: %(default)s)")
     fleet.add_argument("--drafts", type=int, default=2, help="draft workers (default: %(default)s)")
     fleet.add_argument("--coordinators", type=int, default=2, help="with a Ray each (default: %(default)s)")
     fleet.add_argument("--replicas", type=int, default=2, help="of each coordinator (default: %(default)s)")
-    fleet.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s"
-    )
+    fleet.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s")
     output = parser.add_argument_group("what is said at the end")
     add_output(output)
     output.add_argument("--list", action="store_true", help="the faults, and nothing else happens")
@@ -87,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         for kind in given.kinds if given.only else FAULTS:
             missing = f" (left out: {kind.why_not()})" if kind.why_not() else ""
-            print(
-                f"{kind.name:<36}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}"
-            )
+            print(f"{kind.name:<36}{'(rare) ' if kind.is_rare else ''}{(kind.__doc__ or '').splitlines()[0]}{missing}")
         return 0
     kinds = [kind for kind in given.kinds if kind.why_not() is None]
     for kind in given.kinds:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from outrider.tls import AUTHORITY
+from outrider.security.tls import AUTHORITY
 
 
 def trust(folders: Iterable[Path], authorities: Sequence[x509.Certificate]) -> None:

@@ -1,4 +1,4 @@
-"""What the clients of the chaos suite ask: requests whose right answer is a function of the request alone."""
+"""Requests of the chaos suite's clients, whose correct output is a function of the request alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
     regex: str = ""  # that the text has to match
 
     def body(self, speculation: str = "on") -> dict[str, Any]:
-        """Of a streamed completion, with token ids. `speculation` is on, always or off."""
+        """The body of a request for a streamed completion with token ids. `speculation` is on, always or off."""
         return {
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
@@ -43,15 +43,13 @@ class Case:
         }
 
     def message(self, speculation: str = "on") -> generation_pb2.GenerationRequest:
-        """The same over gRPC."""
+        """The same request as a message for gRPC."""
         return generation_pb2.GenerationRequest(
             prompt=self.prompt,
             sampling=self.sampling_message(),
             stop=self.stop,
             n=self.n,
-            speculation=common_pb2.SpeculationParams(
-                enabled=speculation != "off", always=speculation == "always"
-            ),
+            speculation=common_pb2.SpeculationParams(enabled=speculation != "off", always=speculation == "always"),
         )
 
     def sampling_message(self) -> common_pb2.SamplingParams:

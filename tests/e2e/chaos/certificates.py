@@ -11,16 +11,17 @@ from typing import Final
 import grpc
 from cryptography import x509
 
-from outrider.api_keys import Scope, entry, new_key
-from outrider.certificate_authority import CertificateAuthority
-from outrider.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
+from coordinator.access.api_keys import Scope, entry, new_key
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import AUTHORITY, CERTIFICATE, PRIVATE_KEY, Role
 from tests.e2e.chaos.authorities import trust
 
 TENANTS: Final = ("search", "ads", "stranger")
 OPERATOR: Final = "operator"
 _DAY: Final = datetime.timedelta(days=1)
 _AGE: Final = datetime.timedelta(hours=2)
-"""Of every certificate and authority when it is made: for a process whose clock is late a new one is not valid yet."""
+"""Age of every certificate and authority when it is made: for a process whose clock is late, a new one is not valid
+yet."""
 
 
 class Certificates:
@@ -31,14 +32,14 @@ class Certificates:
         self._folder = folder
         self.authority = CertificateAuthority.open(folder, now=some_time_ago())
         self._trusted: Sequence[x509.Certificate] = [self.authority.certificate]
-        self._contexts: list[tuple[str, ssl.SSLContext]] = []  # that show a certificate
+        self._contexts: list[tuple[str | None, ssl.SSLContext]] = []  # and whose certificate each shows
 
     @property
     def authority_path(self) -> Path:
         return self._folder / AUTHORITY
 
     def folder(self, name: str) -> Path:
-        """Of the certificate of this process, as it is."""
+        """The folder of this process' current certificate."""
         return self._folder / name
 
     def issue(self, name: str, valid_for: datetime.timedelta = _DAY) -> Path:
@@ -64,15 +65,18 @@ class Certificates:
     def context(self, name: str | None = OPERATOR) -> ssl.SSLContext:
         """That believes our authority and shows the certificate of this process, or none."""
         context = ssl.create_default_context(cafile=str(self.authority_path))
-        if name is not None:
-            context.load_cert_chain(self.folder(name) / CERTIFICATE, self.folder(name) / PRIVATE_KEY)
-            self._contexts.append((name, context))
+        self._contexts.append((name, context))
+        self._refresh(name, context)
         return context
 
     def refresh_contexts(self) -> None:
         """Has our own connections to come show the newest certificates, and believe whom the newest file names."""
         for name, context in self._contexts:
-            context.load_verify_locations(self.authority_path)
+            self._refresh(name, context)
+
+    def _refresh(self, name: str | None, context: ssl.SSLContext) -> None:
+        context.load_verify_locations(self.authority_path)
+        if name is not None:
             context.load_cert_chain(self.folder(name) / CERTIFICATE, self.folder(name) / PRIVATE_KEY)
 
     def credentials(self, name: str | None = None) -> grpc.ChannelCredentials:

@@ -47,14 +47,14 @@ class GroupError(OSError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where groups of ours can be made, and how they are spoken to."""
+    """A folder in which control groups can be made, and the version of their interface."""
 
     folder: Path
     is_version_2: bool
 
 
 def find_place(controller: Controller, membership: str, root: Path = ROOT) -> Place | None:
-    """Below the group that the lines of `membership` (/proc/self/cgroup) name for the controller."""
+    """The place below the control group that the lines of `membership` (/proc/self/cgroup) name for the controller."""
     for line in membership.splitlines():
         _, names, path = line.split(":", 2)
         if controller.value in names.split(","):
@@ -76,7 +76,7 @@ def find_place(controller: Controller, membership: str, root: Path = ROOT) -> Pl
 
 @functools.cache
 def why_not(controller: Controller) -> str | None:
-    """What keeps us from making a group of this controller, found out by making one."""
+    """The reason why no control group of this controller can be made, found out by making one; None if it can."""
     try:
         with group(controller) as made:
             made.limit_cpu(1.0) if controller is Controller.CPU else made.limit_memory(1 << 40)
@@ -90,9 +90,7 @@ def group(controller: Controller) -> Iterator[Group]:
     """A new group. Its members are where we are again when the context ends. Raises OSError."""
     place = find_place(controller, Path("/proc/self/cgroup").read_text())
     if place is None:
-        raise GroupError(
-            f"this process is in no group with {controller.value} that groups could be made below"
-        )
+        raise GroupError(f"this process is in no group with {controller.value} that groups could be made below")
     made = Group(place.folder / f"outrider-chaos-{uuid.uuid4().hex[:12]}", place.is_version_2)
     try:
         yield made
@@ -130,22 +128,22 @@ class Group:
         return [int(pid) for pid in (self._folder / "cgroup.procs").read_text().split()]
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Of its members together. What they hold already and cannot give back counts: memory that a process had before
-        it came stays with the group that it came from. Raises OSError."""
+        """Limits the memory of all members together. Memory that they hold in the group and cannot give back counts;
+        memory that a process had before it joined stays with the group that it came from. Raises OSError."""
         self._write("memory.max" if self._is_version_2 else "memory.limit_in_bytes", num_bytes)
 
     def memory_bytes(self) -> int:
-        """What its members have taken since they came."""
+        """The memory that its members have allocated since they joined."""
         return int(self._read("memory.current" if self._is_version_2 else "memory.usage_in_bytes"))
 
     def num_killed(self) -> int:
-        """Processes that the kernel has ended for want of memory."""
+        """The number of processes that the kernel has ended for lack of memory."""
         told = self._read("memory.events" if self._is_version_2 else "memory.oom_control")
         counts = dict(line.split() for line in told.splitlines())
         return int(counts.get("oom_kill", 0))
 
     def limit_cpu(self, num_cores: float) -> None:
-        """Of its members together, in every tenth of a second. Raises OSError."""
+        """Limits the processor time of all members together to that of `num_cores`, in every 100 ms. Raises OSError."""
         quota_us = int(num_cores * PERIOD_US)
         if self._is_version_2:
             self._write("cpu.max", f"{quota_us} {PERIOD_US}")
@@ -154,7 +152,7 @@ class Group:
             self._write("cpu.cfs_quota_us", quota_us)
 
     def remove(self) -> None:
-        """Puts its members back to where the group lies, and takes it away."""
+        """Moves its members to the parent group and removes the group."""
         deadline_s = time.monotonic() + GONE_S
         while True:
             for pid in self.members():

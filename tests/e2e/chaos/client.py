@@ -1,4 +1,4 @@
-"""One request over one of the two public edges, as an ordinary client sends it and with no patience beyond a bound."""
+"""One request over one of the two public edges, as an ordinary client sends it, and waits no longer than a bound."""
 
 from __future__ import annotations
 
@@ -23,39 +23,36 @@ from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.ledger import POISONOUS
 from tests.e2e.chaos.verdict import Answer, Choice, Incident
 
-PATIENCE_S = 300.0
+SILENCE_S_MAX = 300.0
 """For the next token, or the end. Who waits for longer counts as hung. It covers the longest wait for a slot, and the
 time it takes to generate again, without showing it, what was lost with the journal."""
 ANSWER_S_MAX = 900.0
 """For the whole answer, likewise. A long one takes minutes on a busy machine."""
 RECONNECT_S = 0.3
 RETRY_AFTER_S_MAX = 2.0
-_REFUSALS = frozenset(
-    {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED}
-)
+_REFUSALS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED})
 _PASSING = frozenset({"overloaded", "unavailable", "slow_reader", "poisonous_request"})
 """Codes of errors that another attempt may not meet."""
 POISONOUS_AGAIN_S = 10.0
-_NOBODY_THERE = frozenset(
-    {httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT}
-)
-"""What the load balancer says for itself."""
+_NOBODY_THERE = frozenset({httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT})
+"""Statuses that the load balancer itself sends when it reaches no coordinator."""
 _TRANSPORT_WORDS = (
     "failed to connect", "connection reset", "socket closed", "connection closed", "stream removed", "rst_stream",
     "goaway", "received http2 header", "broken pipe", "endpoint closing", "recvmsg", "keepalive", "tls handshake",
     "handshake", "channel is closed", "peer closed",
 )  # fmt: skip
-"""What gRPC itself says, in lower case, where UNAVAILABLE is not the system's word."""
+"""Parts of gRPC's own error messages, in lower case, which tell a broken connection from an error that the system
+reports."""
 _OWN_WORDS = re.compile(
     r"target worker \S+ (failed|fell silent|does not answer|gives the request back)|the sequence stops after"
 )
-"""How the system tells what a request was lost to, whatever words of gRPC follow."""
+"""Messages with which the system reports the loss that ended a request, whatever gRPC's message adds."""
 _NO_SUCH_WEIGHTS = "none of the target workers that are there has the weights and numerics that it began with"
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is asked for, over all attempts, and what has come of it."""
+    """A request over all of its attempts, and the answer as far as it has come."""
 
     case: Case
     tenant: str
@@ -135,7 +132,7 @@ class Client:
         if not reading.cancelled() and (bug := reading.exception()) is not None:
             raise bug
         if is_hung:
-            answer.error = f"hung: nothing for {PATIENCE_S:g} s, or no end within {ANSWER_S_MAX:g} s"
+            answer.error = f"hung: nothing for {SILENCE_S_MAX:g} s, or no end within {ANSWER_S_MAX:g} s"
         answer.ended_s = time.monotonic()
         return answer
 
@@ -156,9 +153,7 @@ class Client:
                 if _NO_SUCH_WEIGHTS in words or POISONOUS in words:
                     call.answer.begin_anew()  # those that could go on with it may never come back, or nobody may
                 after_s = error.retry_after_s if isinstance(error, _Refused) else RECONNECT_S
-                await asyncio.sleep(
-                    POISONOUS_AGAIN_S if POISONOUS in words else min(after_s, RETRY_AFTER_S_MAX)
-                )
+                await asyncio.sleep(POISONOUS_AGAIN_S if POISONOUS in words else min(after_s, RETRY_AFTER_S_MAX))
 
     async def _ask_http(self, call: _Call) -> None:
         answer = call.answer
@@ -276,7 +271,7 @@ async def _is_hung(
         return False
     while True:
         last_s = answer.chunk_times_s[-1] if answer.chunk_times_s else answer.asked_s
-        until_s = min(last_s + PATIENCE_S, answer.asked_s + ANSWER_S_MAX)
+        until_s = min(last_s + SILENCE_S_MAX, answer.asked_s + ANSWER_S_MAX)
         if (left_s := until_s - time.monotonic()) <= 0:
             return True
         done, _ = await asyncio.wait((reading, leaving), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

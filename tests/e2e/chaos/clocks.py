@@ -32,7 +32,7 @@ def find_library() -> Path | None:
 
 
 class Clock:
-    """What a process takes for the time of day. Without the library it cannot be set."""
+    """The time of day that one process sees. It cannot be set without the library."""
 
     def __init__(self, file: Path, library: Path | None) -> None:
         """`file` is ours; the process looks into it about once a second."""
@@ -42,7 +42,7 @@ class Clock:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the process that goes by this clock."""
+        """Environment variables of the process that uses this clock."""
         if self._library is None:
             return {}
         return {
@@ -54,5 +54,6 @@ class Clock:
         }
 
     def set(self, seconds: int, rate: float = 1.0) -> None:
-        """Shows so much more than the right time from now on, and runs at this rate from the start of its process."""
+        """Sets the clock to this number of seconds ahead of the right time from now on, and its rate from the process'
+        start on."""
         self._file.write_text(f"{seconds:+d} x{rate:g}\n" if rate != 1.0 else f"{seconds:+d}\n")

@@ -1,4 +1,4 @@
-"""What a fault may cost clients at most, beside time."""
+"""The most that a fault may cost clients, apart from time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Costs(Enum):
-    """Anything else that a client meets is a failure of the system."""
+    """Costs of a fault that are permitted; anything else that a client meets is a failure of the system."""
 
     NOTHING = "nothing"
     CONNECTIONS = "connections"  # they break, or nobody takes them; clients come back and go on

@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from outrider.background import end_tasks
-from outrider.tls import Role
+from outrider.concurrency.background import end_tasks
+from outrider.security.tls import Role
 from tests.e2e.chaos import footprint, saturation
 from tests.e2e.chaos.cases import Case, make_cases
 from tests.e2e.chaos.fault import Fault
@@ -39,7 +39,7 @@ PAUSE_S = (0.1, 1.0)  # between two faults: the moment is chosen by chance
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do, and for how long: whichever of the two bounds is met first."""
+    """Faults, load and bounds of an experiment, which ends at the bound that is met first."""
 
     faults: Sequence[type[Fault]]
     seed: int
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """Results of an experiment."""
 
     ledger: Ledger
     surprises: list[str]
@@ -110,9 +110,7 @@ class Experiment:
         cases = make_cases(plan.num_cases, Random(f"{plan.seed} cases"))
         began_s = time.monotonic()
         async with Fleet(plan.fleet, self._log_dir, self._say) as fleet:
-            self._say(
-                f"Everything is up after {time.monotonic() - began_s:.0f} s; logs are in {self._log_dir}."
-            )
+            self._say(f"Everything is up after {time.monotonic() - began_s:.0f} s; logs are in {self._log_dir}.")
             known = await self._learn(fleet, cases)
             for kind in plan.faults:
                 await kind.prepare(fleet, cases)
@@ -121,17 +119,13 @@ class Experiment:
                 await asyncio.sleep(WARM_UP_S)
             problem = await footprint.until_idle(fleet, IDLE_S_MAX)
             before = await footprint.measure(fleet)
-            self._say(
-                f"{self._ledger.num_answers} answers without any fault. Now with faults, seed {plan.seed}:"
-            )
+            self._say(f"{self._ledger.num_answers} answers without any fault. Now with faults, seed {plan.seed}:")
             seconds = await self._break_things(fleet, cases, known)
             leaks = [f"before any fault: {problem}"] if problem else []
             leaks += await self._left_behind(fleet, before)
             leaks += await self._unwatched(fleet)
             footprints = footprint.table(before, await footprint.measure(fleet))
-        return Outcome(
-            self._ledger, fleet.surprises, leaks, footprints, self._saturation, self._strangers, seconds
-        )
+        return Outcome(self._ledger, fleet.surprises, leaks, footprints, self._saturation, self._strangers, seconds)
 
     async def _learn(self, fleet: Fleet, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
         async with AsyncExitStack() as stack:
@@ -146,13 +140,9 @@ class Experiment:
         self._say(f"Learned {len(known)} right answers of {num_tokens} tokens, each twice.")
         return known
 
-    async def _break_things(
-        self, fleet: Fleet, cases: Sequence[Case], known: dict[str, tuple[Right, ...]]
-    ) -> float:
+    async def _break_things(self, fleet: Fleet, cases: Sequence[Case], known: dict[str, tuple[Right, ...]]) -> float:
         plan = self._plan
-        load = Load(
-            fleet.client, cases, known, Random(f"{plan.seed} load"), lambda *told: self._take(load, *told)
-        )
+        load = Load(fleet.client, cases, known, Random(f"{plan.seed} load"), lambda *told: self._take(load, *told))
         began_s = time.monotonic()
         self._deadline_s = began_s + plan.seconds_max
         watches = [
@@ -196,9 +186,7 @@ class Experiment:
                     fleet.surprises.append(f"{kind.name} itself failed: {type(error).__name__}: {error}")
                     self._say("!! " + traceback.format_exc())
                 self._ledger.mended(injection, time.monotonic())
-                problem = await fleet.until_whole(
-                    RECOVERY_S_MAX, fault.part if worker is None else worker.name
-                )
+                problem = await fleet.until_whole(RECOVERY_S_MAX, fault.part if worker is None else worker.name)
                 self._ledger.end(injection, time.monotonic(), problem)
             self._tell(injection, began_s)
             for surprise in fleet.surprises[self._num_surprises_told :]:
@@ -216,9 +204,7 @@ class Experiment:
 
     async def _be_a_stranger(self, fleet: Fleet, cases: Sequence[Case], rng: Random) -> None:
         """Asks as somebody who knows nothing of us, one request after the other."""
-        async with Stranger(
-            fleet.balancer.url, fleet.keys["stranger"], fleet.certificates.context(None)
-        ) as stranger:
+        async with Stranger(fleet.balancer.url, fleet.keys["stranger"], fleet.certificates.context(None)) as stranger:
             while not self._is_ending:
                 number = id(stranger)
                 self._strangers_asked_s[number] = time.monotonic()
@@ -263,7 +249,7 @@ class Experiment:
             self._say(f"!! {failure}")
 
     async def _left_behind(self, fleet: Fleet, before: footprint.Footprint) -> list[str]:
-        """What does not come back within its time."""
+        """Descriptions of everything that has not recovered or been given back within its time."""
         problem = await fleet.until_whole(RECOVERY_S_MAX)
         if problem is not None:
             return [f"not whole after the last fault: {problem}"]
@@ -276,7 +262,8 @@ class Experiment:
             await asyncio.sleep(0.5)
 
     async def _unwatched(self, fleet: Fleet) -> list[str]:
-        """Whether the coordinator still sees who comes and goes: a picture that stands still would serve for long."""
+        """Describes a coordinator that does not notice that a worker is gone, and so would serve an outdated view for
+        long."""
         fleet.send(worker := fleet.of_role("draft")[0], signal.SIGSTOP)
         try:
             deadline_s = time.monotonic() + NOTICE_S_MAX

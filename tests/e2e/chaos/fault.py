@@ -1,6 +1,5 @@
-"""What a fault is: something that is broken, held for a while and mended. The faults themselves are in `faults` and the
-modules that it names.
-"""
+"""Base classes of faults: something is broken, held for a while and repaired. The faults themselves are in `faults` and
+the modules that it names."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ class Fault(ABC):
 
     name: ClassVar[str]
     part: ClassVar[str]
-    """What it breaks. Of targets and drafts one is taken, of anything else there is only one."""
+    """The part of the fleet that it breaks. Of targets and drafts one is taken; of anything else there is only one."""
     is_rare: ClassVar[bool] = False
     """Whether it comes only where it is asked for by name."""
     needs_ranks: ClassVar[bool] = False
-    """Whether a target has to be of several processes for it."""
+    """Whether it requires targets of several processes."""
     costs: ClassVar[Costs] = Costs.NOTHING
-    """What clients may meet, beside time."""
+    """Costs that clients may meet, apart from time."""
 
     def __init__(self, fleet: Fleet, load: Load, rng: Random, injection: Injection) -> None:
         self.fleet = fleet
@@ -40,7 +39,7 @@ class Fault(ABC):
 
     @classmethod
     def why_not(cls) -> str | None:
-        """What is missing on this machine, if something is."""
+        """The reason why it cannot be injected on this machine, or None."""
         return None
 
     @classmethod
@@ -50,7 +49,7 @@ class Fault(ABC):
 
     @asynccontextmanager
     async def victim(self) -> AsyncIterator[Worker | None]:
-        """Takes what it breaks, so that no other fault has it, until everything is well again."""
+        """Borrows the part that it breaks, so that no other fault has it, until everything is well again."""
         if self.part in ("target", "draft"):
             async with self.fleet.borrowed(self.part, self.rng) as worker:
                 yield worker
@@ -69,7 +68,7 @@ class Fault(ABC):
 
 
 class WorkerFault(Fault):
-    """Of one worker, of the kind that `part` says."""
+    """A fault of one worker, of the kind that `part` names."""
 
     async def run(self, worker: Worker | None) -> None:
         assert worker is not None
@@ -80,7 +79,7 @@ class WorkerFault(Fault):
 
 
 class NetworkFault(Fault):
-    """Something with a link that is mended by opening it."""
+    """A fault of a link, which is repaired by opening the link."""
 
     seconds: ClassVar[tuple[float, float]]
 

@@ -1,6 +1,6 @@
-"""What can be broken, one class each: how it begins and how it ends.
+"""The faults that can be injected, one class each: how each begins and how it ends.
 
-Each fault runs once: `run` breaks something, holds it for a while and mends it.
+Each fault runs once: `run` breaks something, holds it for a while and repairs it.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class RedisCut(NetworkFault):
 
 
 class RedisCutForAMinute(RedisCut):
-    """The same for ten leases, four lives of a reservation and any patience with it."""
+    """The same for ten leases, four lives of a reservation and any timeout for it."""
 
     name, seconds, is_rare = "Redis cut for a minute", (60.0, 60.0), True
 

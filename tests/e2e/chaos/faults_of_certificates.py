@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from coordinator.haproxy_launcher import LOOK_EVERY_S
-from outrider.certificate_authority import CertificateAuthority
+from coordinator.hosting.haproxy_launcher import LOOK_EVERY_S
+from outrider.security.certificate_authority import CertificateAuthority
 from tests.e2e.chaos.authorities import trust
 from tests.e2e.chaos.certificates import OPERATOR, some_time_ago
 from tests.e2e.chaos.costs import Costs
@@ -22,22 +22,22 @@ from tests.e2e.chaos.fleet import Worker
 from tests.e2e.chaos.links import Link
 
 SEEN_S: Final = 2 * LOOK_EVERY_S + 2.0
-"""Until everybody has read files that were replaced, in two looks, and all that it opens shows them."""
+"""Time until every process has read files that were replaced, in two looks, and all that it opens shows them."""
 COORDINATOR, REDIS = "coordinator", "redis"
 
 
 class _CertificateFault(Fault):
-    """Of all processes, or of one that there is one of."""
+    """A fault of the certificates of all processes, or of a process that exists only once."""
 
     part = "certificates"
 
     @property
     def names(self) -> list[str]:
-        """Of all processes that have a certificate, but for Redis."""
+        """Names of all processes that have a certificate, except Redis."""
         return [COORDINATOR, *self.fleet.workers]
 
     def issue(self, names: Sequence[str], seconds: float | None = None) -> None:
-        """New certificates, valid for so long; a usual time where none is given."""
+        """Issues new certificates, valid for this number of seconds, or for a usual time if none is given."""
         valid_for = {} if seconds is None else {"valid_for": datetime.timedelta(seconds=seconds)}
         for name in names:
             self.fleet.certificates.issue(name, **valid_for)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import httpx
 import psutil
 
-from coordinator.poison import LOSSES_MAX, NOTED_S
+from coordinator.recovery.poison import LOSSES_MAX, NOTED_S
 from demo.corpus import held_out_prompts
 from tests.e2e.chaos import poison
 from tests.e2e.chaos.cases import Case
@@ -66,9 +66,7 @@ class _SlowReaders(Fault):
         loop = asyncio.get_running_loop()
         threads = ThreadPoolExecutor(num_clients)
         try:
-            endings = await asyncio.gather(
-                *(loop.run_in_executor(threads, self._ask, *plan) for plan in plans)
-            )
+            endings = await asyncio.gather(*(loop.run_in_executor(threads, self._ask, *plan) for plan in plans))
         finally:
             threads.shutdown(wait=False)  # the relays of everybody's connections run on this loop
         counts = Counter(ending.what for ending in endings)
@@ -186,7 +184,7 @@ class PoisonLater(_Poison):
 
 
 async def _refusal_of(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Refusal | None, int]:
-    """What the request ends with, and how many tokens came before. None: it is complete."""
+    """Returns the refusal that the request ends with, None if it is complete, and the number of tokens before it."""
     num_tokens = 0
     try:
         async for _, event in events(http, {**body, "return_token_ids": True}):
@@ -288,12 +286,9 @@ class OneIdTwice(Fault):
         begun = [
             right
             for right in rights
-            if got.token_ids == list(right.token_ids[: len(got.token_ids)])
-            and right.text.startswith(got.text)
+            if got.token_ids == list(right.token_ids[: len(got.token_ids)]) and right.text.startswith(got.text)
         ]
-        is_whole = any(
-            len(got.token_ids) == len(right.token_ids) and got.text == right.text for right in begun
-        )
+        is_whole = any(len(got.token_ids) == len(right.token_ids) and got.text == right.text for right in begun)
         if not begun or (twin.end == "complete" and not is_whole):
             self.fleet.surprises.append(
                 f"{self.name}: {request_id}: {twin.case.name} got what is not its own: {got.token_ids[-8:]} "

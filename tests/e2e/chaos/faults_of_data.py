@@ -16,8 +16,8 @@ import psutil
 import redis
 import redis.asyncio
 
-from outrider.cli.deployment import DEMO_DRAFT, DEMO_TARGET
-from outrider.worker_record import WorkerRecord
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
+from outrider.registry.worker_record import WorkerRecord
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.client import Client
 from tests.e2e.chaos.corruption import damage
@@ -47,7 +47,7 @@ class _Corrupted(Fault):
     seconds: ClassVar[tuple[float, float]]
 
     async def damage(self, client: redis.asyncio.Redis, keys: Sequence[bytes]) -> int:
-        """One field of each hash. Returns how many there were."""
+        """Damages one field of each hash. Returns the number of damaged fields."""
         num_damaged = 0
         for key in keys:
             if fields := cast("dict[bytes, bytes]", await client.hgetall(key)):
@@ -152,11 +152,11 @@ class OtherTarget(_Joins, WorkerFault):
 
     name, part, costs, model = "target of other weights", "target", Costs.CAPACITY, DEMO_TARGET
     rights: ClassVar[Mapping[str, Sequence[Right]]] = {}
-    """What the other weights say, by the cases' names."""
+    """The output of the other weights, by the cases' names."""
 
     @classmethod
     async def prepare(cls, fleet: Fleet, cases: Sequence[Case]) -> None:
-        """Asks such a target for everything, by a name of its own."""
+        """Learns the output of a target with the other weights for every case, under a model name of its own."""
         async with cls.changed_model() as model:
             await fleet.add_worker("target", _OTHER, model, **_ROOMY, served_model_name=_OTHER)
             if (problem := await fleet.until_whole(SEEN_S_MAX)) is not None:
@@ -195,7 +195,7 @@ class OtherTarget(_Joins, WorkerFault):
 
 
 async def _learn(client: Client, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
-    """What the model of the other name says. Raises NotReproducible."""
+    """The output of the model of the other name, by the cases' names. Raises NotReproducible."""
     turns = asyncio.Semaphore(int(str(_ROOMY["max_num_seqs"])))
 
     async def ask(case: Case) -> tuple[str, tuple[Right, ...]]:

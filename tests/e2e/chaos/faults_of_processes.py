@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 
 import psutil
 
-from outrider.child import Child
+from outrider.local.child import Child
 from tests.e2e.chaos.clocks import Clock, find_library
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.fault import Fault, WorkerFault
@@ -26,18 +26,18 @@ from tests.e2e.chaos.pauses import stopped
 from tests.e2e.chaos.specs import delayed, with_environment
 
 BACK_S_MAX: Final = 120.0
-"""From a process' end to its next ready line, beside the time that it was kept away."""
+"""Longest time from a process' end to its next ready line, apart from the time that it was kept away."""
 RAY_ENDS_S_MAX: Final = 90.0
-"""For a coordinator to notice that Ray is lost, and to end."""
+"""Longest time for a coordinator to notice that Ray is lost, and to end."""
 BLAMED_S: Final = 5.0
-"""For so long after a coordinator's pause it is asked whom it passes over: longer than it passes anybody over."""
+"""Time for which a coordinator is asked which workers it excludes after its pause: longer than it excludes any."""
 LOOK_EVERY_S: Final = 0.1
 SKEWS: Final = ((3600, 1.0), (-3600, 1.0), (0, 1.01))
-"""Seconds ahead, and how fast the clock runs."""
+"""Pairs of the seconds that a clock is ahead and the rate at which it runs."""
 
 
 class _CoordinatorFault(Fault):
-    """Of one of the coordinators, drawn by chance. Who was on it comes back at the other."""
+    """A fault of one of the coordinators, drawn at random. Its clients come back at the other one."""
 
     part, costs = "coordinator", Costs.CONNECTIONS
 
@@ -62,7 +62,7 @@ class _Paused(_CoordinatorFault):
 
     @abstractmethod
     def family(self, index: int) -> Callable[[], list[psutil.Process]]:
-        """Who is stopped; drawn once, looked up anew each time."""
+        """Returns a function that finds the processes to stop; they are drawn once and looked up anew at each call."""
 
     async def hit(self, index: int) -> None:
         seconds, began_s = self.rng.uniform(*self.seconds), time.monotonic()
@@ -135,9 +135,7 @@ class RayHeadKilled(_CoordinatorFault):
                     process.kill()
         began_s = time.monotonic()
         if not await _eventually(lambda: not before.is_running(), RAY_ENDS_S_MAX):
-            self.fleet.surprises.append(
-                f"coordinator-{index} lives {RAY_ENDS_S_MAX:g} s after its {which} was killed"
-            )
+            self.fleet.surprises.append(f"coordinator-{index} lives {RAY_ENDS_S_MAX:g} s after its {which} was killed")
             before.kill()
         self.describe(f"{which} of coordinator-{index}, which ended", time.monotonic() - began_s)
         await _until_next_life(child, before.pid)
@@ -225,7 +223,7 @@ class AllTargetsLost(Fault):
         await ways[how](self.fleet.of_role("target"), seconds)
 
     async def _kill(self, targets: list[Worker], seconds: float) -> None:
-        """And started again so much later, which takes some seconds more."""
+        """Kills the targets and starts them again after `seconds`, which takes some seconds more."""
         usual = [worker.child.spec for worker in targets]
         lives = [worker.num_lives for worker in targets]
         try:
@@ -254,14 +252,14 @@ class AllTargetsLost(Fault):
 
 
 class AllTargetsLostForLong(AllTargetsLost):
-    """No target for longer than a text waits: each ends with an error that says so, keeps what was said, and can be
-    gone on with afterwards."""
+    """No target for longer than a sequence waits: each ends with an error that says so, keeps its tokens, and can be
+    resumed afterwards."""
 
     name, seconds, is_rare = "all targets lost for 70 s", (70.0, 70.0), True
 
 
 class _WorkerClockSkewed(_ClockSkewed, WorkerFault):
-    """Of one worker."""
+    """A fault of one worker's clock."""
 
     async def hit(self, worker: Worker) -> None:
         async def again() -> None:
@@ -273,13 +271,13 @@ class _WorkerClockSkewed(_ClockSkewed, WorkerFault):
 
 
 class TargetClockSkewed(_WorkerClockSkewed):
-    """A target whose clock is an hour ahead, an hour behind, or fast by a hundredth, from its start on."""
+    """A target whose clock is an hour ahead, an hour behind, or fast by 1 %, from its start on."""
 
     name, part = "target clock skewed", "target"
 
 
 class DraftClockSkewed(_WorkerClockSkewed):
-    """A draft worker whose clock is an hour ahead, an hour behind, or fast by a hundredth, from its start on."""
+    """A draft worker whose clock is an hour ahead, an hour behind, or fast by 1 %, from its start on."""
 
     name, part = "draft clock skewed", "draft"
 
@@ -297,7 +295,7 @@ def _with_children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _skewed(skew: tuple[int, float], folder: Path) -> tuple[Clock, str]:
-    """A clock for processes to come, and how it is wrong."""
+    """Returns a clock for processes that start later, and a description of its error."""
     seconds, rate = skew
     clock = Clock(folder / "clock", find_library())
     clock.set(seconds, rate)
@@ -309,7 +307,7 @@ async def _until_next_life(child: Child, pid: int) -> None:
 
 
 async def _eventually(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it came to hold in time."""
+    """Waits until the condition holds; returns whether it did in time."""
     deadline_s = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline_s:

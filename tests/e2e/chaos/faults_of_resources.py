@@ -161,7 +161,7 @@ class TargetAllocationsFail(_InPrefill):
 
 
 class _Throttled(WorkerFault):
-    """A tenth of a core, for longer than the silence that the coordinator bears."""
+    """10 % of a core, for longer than the silence that the coordinator tolerates."""
 
     seconds: ClassVar[tuple[float, float]] = (5.0, 20.0)
 
@@ -178,13 +178,13 @@ class _Throttled(WorkerFault):
 
 
 class TargetThrottled(_Throttled):
-    """A target gets a tenth of a core: its texts are slow, or go on at another. No text is lost to it."""
+    """A target gets 10 % of a core: its sequences are slow, or continue at another. No output is lost to it."""
 
     name, part = "target CPU throttled", "target"
 
 
 class DraftThrottled(_Throttled):
-    """A draft worker gets a tenth of a core: its hints come too late, and cost speed alone."""
+    """A draft worker gets 10 % of a core: its hints come too late, and cost speed alone."""
 
     name, part = "draft CPU throttled", "draft"
 

@@ -29,20 +29,13 @@ from typing import Any
 import httpx
 import psutil
 
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET, ROOT, module
+from command_line.start.deployment import flatten, launcher, rank_environment
 from coordinator.settings import METRICS_PORTS
-from outrider.child import Child, StartError
-from outrider.child_log import ChildLog
-from outrider.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
-from outrider.cli.deployment import (
-    DEMO_DRAFT,
-    DEMO_TARGET,
-    ROOT,
-    flatten,
-    launcher,
-    module,
-    rank_environment,
-)
-from outrider.free_ports import free_ports
+from outrider.local.child import Child, StartError
+from outrider.local.child_log import ChildLog
+from outrider.local.child_spec import ChildEvent, ChildSpec, Phase, RestartPolicy
+from outrider.local.free_ports import free_ports
 from tests.e2e.chaos import poison
 from tests.e2e.chaos.cases import MAX_MODEL_LEN
 from tests.e2e.chaos.certificates import OPERATOR, Certificates, make_keys
@@ -120,9 +113,7 @@ class Fleet:
         # Sockets of Ray lie below it, and their names are bounded.
         self.scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
         self.certificates = Certificates(self.scratch / "certificates")
-        self.public_authority = (
-            self.certificates.authority
-        )  # of what clients believe, whatever becomes of the other
+        self.public_authority = self.certificates.authority  # of what clients believe, whatever becomes of the other
         self._keys_file = self.scratch / "keys.toml"
         self.keys = make_keys(self._keys_file)
         self.redis = RedisBehindTls(self.scratch, self.certificates)
@@ -178,9 +169,7 @@ class Fleet:
             await asyncio.gather(*starts, return_exceptions=True)
         context = self.certificates.context()
         context.check_hostname = False  # a worker's certificate names the part, not the machine
-        self._watcher = await self._stack.enter_async_context(
-            httpx.AsyncClient(verify=context, trust_env=False)
-        )
+        self._watcher = await self._stack.enter_async_context(httpx.AsyncClient(verify=context, trust_env=False))
         self._operator = await self._stack.enter_async_context(
             httpx.AsyncClient(
                 verify=self.certificates.context(),
@@ -201,9 +190,7 @@ class Fleet:
         folder = self.scratch / "balancer"
         folder.mkdir()
         authority = self.certificates.authority
-        self.balancer = SecuredHAProxy(
-            folder, port, self.backends, authority, self.certificates.authority_path
-        )
+        self.balancer = SecuredHAProxy(folder, port, self.backends, authority, self.certificates.authority_path)
         self._stack.push_async_callback(asyncio.to_thread, self.balancer.stop)
         await asyncio.to_thread(self.balancer.start)
 
@@ -290,9 +277,7 @@ class Fleet:
             worker.num_lives += 1
             step_aside(worker.pid)
         elif event.phase is Phase.DIED:
-            has_missed_redis = (
-                worker is not None and not worker.is_ready and _has_missed_redis(worker.log_path)
-            )
+            has_missed_redis = worker is not None and not worker.is_ready and _has_missed_redis(worker.log_path)
             if worker is not None:
                 worker.is_ready = False
             if event.name in self._expected_ends:
@@ -416,7 +401,7 @@ class Fleet:
         return []
 
     def replicas(self, index: int | None = None) -> list[psutil.Process]:
-        """A coordinator's, or all coordinators', that live."""
+        """The living replicas of one coordinator, or of all coordinators."""
         indices = range(len(self.coordinators)) if index is None else (index,)
         found = []
         for process in (each for one in indices for each in self.ray_processes(one)):
@@ -443,13 +428,13 @@ class Fleet:
         return [worker for worker in self.workers.values() if worker.role == role]
 
     async def redis_keys(self) -> set[str]:
-        """What is stored, past the link. A run's incarnation is left out of it."""
+        """Names of the keys in Redis, read past the link, with each run's incarnation left out."""
         return {re.sub(r"[0-9a-f]{32}", "*", key) for key in await self.redis.keys()}
 
     # What it looks like from outside.
 
     async def health(self, index: int) -> dict[str, Any]:
-        """A coordinator's own view; an `error` when it does not answer."""
+        """The health that a coordinator reports; an `error` if it does not answer."""
         try:
             url = f"https://127.0.0.1:{self.backends[index].http_port}/health"
             found: dict[str, Any] = (await self._operator.get(url, timeout=2.0)).json()
@@ -458,16 +443,15 @@ class Fleet:
         return found
 
     async def metrics_pages(self) -> dict[str, str]:
-        """By name, the page of every worker and of every coordinator replica; an empty one of who does not answer."""
+        """Metrics pages of every worker and of every coordinator replica, by name; empty for one that does not
+        answer."""
         urls = {name: worker.metrics_url for name, worker in self.workers.items() if worker.is_ready}
         for index, child in enumerate(self.coordinators):
             first = int(child.ready_line["metrics_port"])
             for process in self.replicas(index):
                 with contextlib.suppress(psutil.Error):
                     for each in process.net_connections("tcp"):
-                        if each.status == psutil.CONN_LISTEN and each.laddr.port in range(
-                            first, first + METRICS_PORTS
-                        ):
+                        if each.status == psutil.CONN_LISTEN and each.laddr.port in range(first, first + METRICS_PORTS):
                             url = f"https://127.0.0.1:{each.laddr.port}/metrics"
                             urls[f"coordinator-{index} {process.pid}"] = url
         pages = await asyncio.gather(*(self._page(url) for url in urls.values()))
@@ -478,7 +462,7 @@ class Fleet:
         return await self._page(worker.metrics_url) if worker.is_ready else ""
 
     async def target_pages(self) -> dict[str, str]:
-        """Of the targets alone, whoever answers."""
+        """Metrics pages of the targets that are ready, by name; empty for one that does not answer."""
         urls = {each.name: each.metrics_url for each in self.of_role("target") if each.is_ready}
         pages = await asyncio.gather(*(self._page(url) for url in urls.values()))
         return dict(zip(urls, pages, strict=True))
@@ -512,8 +496,7 @@ class Fleet:
                 return f"a replica of coordinator-{index} is missing"
             health = await self.health(index)
             wanted = {
-                role: sum(worker.name not in aside for worker in self.of_role(role))
-                for role in ("target", "draft")
+                role: sum(worker.name not in aside for worker in self.of_role(role)) for role in ("target", "draft")
             }
             is_whole = (
                 health.get("registry") == "ok"

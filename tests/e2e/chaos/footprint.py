@@ -1,4 +1,5 @@
-"""What processes hold (sessions, KV blocks, descriptors, memory, keys in Redis) and what they did not give back."""
+"""Resources that processes hold (sessions, KV blocks, descriptors, memory, keys in Redis) and those that they did not
+release."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ KEPT = "or:losses"  # facts about lost workers, for an hour
 
 @dataclass
 class Footprint:
-    """Of a fleet that nobody asks for anything."""
+    """Resources that an idle fleet holds."""
 
     pids: dict[str, int] = field(default_factory=dict)  # by what the process is
     num_descriptors: dict[str, int] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Footprint:
 
 
 async def until_idle(fleet: Fleet, timeout_s: float) -> str | None:
-    """Waits until no process knows of a session, and no place is reserved for one. Returns None, or what still is."""
+    """Waits until no process knows of a session, and no slot is reserved for one. Returns None, or what still is."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         busy = await _busy(fleet)
@@ -72,7 +73,7 @@ async def _busy(fleet: Fleet) -> list[str]:
 
 
 async def measure(fleet: Fleet) -> Footprint:
-    """Now."""
+    """Measures the resources that the fleet holds now."""
     found = Footprint(redis_keys=await fleet.redis_keys())
     processes = {worker.name: psutil.Process(worker.pid) for worker in fleet.workers.values()}
     processes["this one"] = psutil.Process(os.getpid())
@@ -92,8 +93,8 @@ async def measure(fleet: Fleet) -> Footprint:
 
 
 def leaks(before: Footprint, after: Footprint) -> list[str]:
-    """What is held now and was not then, beyond what comes and goes. A worker that was started anew is held to what
-    its first life held."""
+    """Descriptions of resources that are held now and were not then, beyond the tolerances for those that come and go.
+    A worker that was started anew is compared with its first life."""
     found = []
     for name in before.num_descriptors.keys() & after.num_descriptors.keys():
         then, now = before.num_descriptors[name], after.num_descriptors[name]
@@ -122,7 +123,8 @@ def table(before: Footprint, after: Footprint) -> list[str]:
 
 
 def _connections(process: psutil.Process) -> str:
-    """By state and the port at the other end, or the own one where the other end came."""
+    """The most frequent kinds of connections, by state and the port at the other end, or the own one if the other end
+    dialled."""
     own = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
     counts = Counter(
         f"{each.status} from :{each.laddr.port}" if each.laddr.port in own or not each.raddr
@@ -133,7 +135,7 @@ def _connections(process: psutil.Process) -> str:
 
 
 def _short(words: list[str]) -> str:
-    """What a process of Ray's is, from its command line."""
+    """A short name for a process of Ray, from its command line."""
     line = " ".join(words)
     known = re.search(
         r"ray::[\w:]+|raylet|gcs_server|haproxy|dashboard/agent|runtime_env/agent|log_monitor|monitor", line

@@ -1,4 +1,4 @@
-"""What faults did to requests, counted by kind of fault, and the table made of it. Pure: times are passed in."""
+"""Effects of faults on requests, counted by kind of fault, and the table made of them. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.poison import LOSSES_MAX
+from coordinator.recovery.poison import LOSSES_MAX
 from tests.e2e.chaos.costs import Costs
 from tests.e2e.chaos.verdict import Answer, Incident, Kind, Verdict
 from tests.e2e.tables import add_up, markdown_table
 
 QUIET = "(no fault)"
 POISONOUS = "target workers were lost"
-"""In what a request is told that is ended for its losses, and whoever comes with its prompt in the next two minutes."""
+"""Part of the error of a request that is ended for its losses, and of requests with its prompt in the next two
+minutes."""
 OF_ANOTHER = "to a request with this prompt"
-"""In what the latter are told."""
+"""Part of the error of the latter."""
 MAX_LOST = 3
-"""Targets that may be lost to one request where no others are: the default of `target_attempts_max`."""
+"""The number of targets that may be lost to one request where no others are: the default of `target_attempts_max`."""
 LATE_S = 10.0
-"""After a fault is over, what it has cost may still come to light: a connection that nobody used meanwhile."""
+"""Time after the end of a fault in which its costs may still come to light: a connection that nobody used meanwhile."""
 
 
 @dataclass
@@ -52,9 +53,7 @@ class Injection:
 
     def explains(self, incident: Incident) -> bool:
         """Whether the client had to bear with it for this fault's sake."""
-        is_allowed = self.costs is Costs.CAPACITY or (
-            self.costs is Costs.CONNECTIONS and not incident.is_refusal
-        )
+        is_allowed = self.costs is Costs.CAPACITY or (self.costs is Costs.CONNECTIONS and not incident.is_refusal)
         return is_allowed and self.lasted(incident.at_s)
 
 
@@ -88,11 +87,11 @@ class Ledger:
         self.row(injection.name).num_injected += 1
 
     def mended(self, injection: Injection, now_s: float) -> None:
-        """What was broken is in order again."""
+        """Records that the fault has been repaired."""
         injection.mended_s = now_s
 
     def end(self, injection: Injection, now_s: float, problem: str | None) -> None:
-        """It is over, or will never be: `problem` says what is still missing."""
+        """Records the end of a fault: `problem` says what has not recovered, if anything."""
         injection.mended_s = min(injection.mended_s, now_s)
         injection.recovered_s, injection.problem = now_s, problem
         self.row(injection.name).recovery_s.append(now_s - injection.began_s)
@@ -102,8 +101,8 @@ class Ledger:
             )
 
     def add(self, name: str, answer: Answer, verdict: Verdict, oldest_open_s: float) -> None:
-        """`name` is that of the request. Injections that ended before `oldest_open_s`, when the oldest request still
-        under way was asked, are forgotten."""
+        """Adds the answer to the request `name`. Injections that ended before `oldest_open_s`, when the oldest request
+        still under way was asked, are forgotten."""
         self.num_answers += 1
         self.num_left += answer.has_left
         for injection in self._recent:
@@ -171,7 +170,7 @@ class Ledger:
         }
 
     def markdown(self) -> str:
-        """The table of the README."""
+        """The table of `docs/benchmarks/faults.md`."""
         titles = (
             "Fault | injected | requests in flight | lost | repeated | wrong | never answered "
             "| asked again: refused / broken | next token p50 / p99"
@@ -194,9 +193,7 @@ def longest_gap_s(answer: Answer, began_s: float, recovered_s: float) -> float:
     """The longest wait for a token, first ones included, that touched the time of the fault, seconds."""
     moments = [answer.asked_s, *answer.chunk_times_s]
     waits = itertools.pairwise(moments)
-    return max(
-        (after - before for before, after in waits if after >= began_s and before <= recovered_s), default=0.0
-    )
+    return max((after - before for before, after in waits if after >= began_s and before <= recovered_s), default=0.0)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -15,7 +15,7 @@ import grpc.aio
 from protos.outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.certificates import TENANTS
-from tests.e2e.chaos.client import PATIENCE_S, Client
+from tests.e2e.chaos.client import SILENCE_S_MAX, Client
 from tests.e2e.chaos.verdict import SEVERITY, Answer, Kind, Right, Verdict, common_len, judge
 
 LEAVING_SHARE = 0.08  # of requests whose client goes away in between
@@ -77,7 +77,7 @@ class Learner:
             speculation=common_pb2.SpeculationParams(enabled=False, plain=True),
         )
         token_ids: list[int] = []
-        async for event in target_pb2_grpc.TargetStub(channel).Generate(request, timeout=PATIENCE_S):
+        async for event in target_pb2_grpc.TargetStub(channel).Generate(request, timeout=SILENCE_S_MAX):
             token_ids += event.step.token_ids
         return token_ids
 

@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 90.0
 
 @dataclass(frozen=True)
 class Door:
-    """Where requests go in, and what one has to show there."""
+    """An entry point for requests, and the credentials that a client has to show there."""
 
     http_url: str
     grpc_address: str
@@ -39,7 +39,7 @@ class Door:
 
 
 def doors(fleet: Fleet, rng: Random) -> list[Door]:
-    """One for each coordinator, then the balancer's; of one tenant, drawn by chance."""
+    """Entry points with the key of one tenant, drawn at random: one for each coordinator, then the balancer's."""
     key, trust = fleet.keys[rng.choice(TENANTS)], fleet.certificates
     addresses = [
         *((f"https://127.0.0.1:{each.http_port}", f"127.0.0.1:{each.grpc_port}") for each in fleet.backends),
@@ -50,7 +50,7 @@ def doors(fleet: Fleet, rng: Random) -> list[Door]:
 
 @dataclass
 class Refusal(Exception):
-    """What a server said instead of an answer."""
+    """The error that a server returned instead of an answer."""
 
     status: int  # 200 for an error in the stream
     code: str
@@ -84,7 +84,7 @@ async def events(
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
-    """What an error's body says, or the beginning of what is none."""
+    """The refusal that an error's body describes, or one with the beginning of a body that is not an error."""
     try:
         error = json.loads(content)["error"]
         return Refusal(status, str(error["code"]), str(error["message"]))

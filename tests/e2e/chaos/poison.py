@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from outrider.cli.deployment import ROOT
+from command_line.checkout import ROOT
 
 FOLDER: Final = Path(__file__).parent / "poisoned"
 AT_ONCE: Final = 0

@@ -15,9 +15,9 @@ from pathlib import Path
 import redis
 import redis.asyncio
 
-from coordinator.ingress import find_haproxy
-from outrider.free_ports import free_ports
-from outrider.redis_server import EmbeddedRedis
+from coordinator.hosting.ingress import find_haproxy
+from outrider.local.free_ports import free_ports
+from outrider.local.redis_server import EmbeddedRedis
 from tests.e2e.chaos.certificates import Certificates
 from tests.e2e.chaos.clocks import Clock, find_library
 from tests.e2e.chaos.links import Link
@@ -84,24 +84,24 @@ class RedisBehindTls:
         os.kill(self._server.pid, number)
 
     def bury(self) -> None:
-        """After it was killed."""
+        """Stops the server after it was killed."""
         self._server.stop()
 
     @property
     def url(self) -> str:
-        """Past the link and without TLS, for ourselves."""
+        """The server's URL without TLS and past the link, for the suite itself."""
         return self._server.url
 
     def url_for(self, name: str) -> str:
-        """For a process of the fleet: over the link, with the process' own certificate."""
+        """The URL for a process of the fleet: over the link, with the process' own certificate."""
         password = self._server.url.removeprefix("redis://").partition("@")[0]
         folder = self._certificates.folder(name)
         query = f"ssl_certfile={folder}/tls.crt&ssl_keyfile={folder}/tls.key&ssl_ca_certs={folder}/ca.crt"
         return f"rediss://{password}@{self.link.address}/0?{query}"
 
     async def keys(self) -> set[str]:
-        """What is stored, but for what goes by itself some time after a stream's end. Nothing when it does not
-        answer."""
+        """The keys in Redis, except those that expire by themselves some time after a stream's end; empty if it does
+        not answer."""
         client = redis.asyncio.Redis.from_url(
             self.url, decode_responses=True, socket_timeout=1.0, socket_connect_timeout=1.0
         )

@@ -17,7 +17,7 @@ PERIOD_S = 1.0
 
 @dataclass
 class Saturation:
-    """Of moments at which a target was looked at."""
+    """Counts of the looks at targets, and of those that found every slot busy or the KV cache full."""
 
     num_slots: int
     num_looks: int = 0
@@ -26,7 +26,7 @@ class Saturation:
     num_both: int = 0
 
     def add(self, page: str) -> None:
-        """A target's metrics. A page without them does not count."""
+        """Adds a look at a target's metrics. A page without them does not count."""
         values = {
             sample.name: sample.value
             for family in text_string_to_metric_families(page)
@@ -44,7 +44,7 @@ class Saturation:
         self.num_both += is_busy and is_full
 
     def to_json(self) -> dict[str, float]:
-        """Shares of the moments."""
+        """The number of looks, and shares of them."""
         looks = max(1, self.num_looks)
         return {
             "num_looks": self.num_looks,

@@ -123,9 +123,7 @@ class UnreadHttp:
 class UnreadGrpc:
     """The same over gRPC, where what is not asked for stays in the channel's window."""
 
-    def __init__(
-        self, address: str, key: str | None, credentials: grpc.ChannelCredentials | None, prompt: str
-    ) -> None:
+    def __init__(self, address: str, key: str | None, credentials: grpc.ChannelCredentials | None, prompt: str) -> None:
         # One connection for each: calls on one channel would share its window.
         options = [
             *(("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)),

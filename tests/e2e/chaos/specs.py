@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from outrider.child_spec import ChildSpec
+from outrider.local.child_spec import ChildSpec
 
 
 def with_environment(spec: ChildSpec, more: Mapping[str, str]) -> ChildSpec:

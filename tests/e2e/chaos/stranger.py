@@ -20,11 +20,11 @@ import httpx2
 import openai
 
 HUNG_S: Final = 240.0
-"""For all tries of one request together. Who has no end by then counts as hung."""
+"""Time limit for all tries of one request together. A request that has not ended by then counts as hung."""
 
 
 class Ending(Enum):
-    """How a request ended for the one who asked. Each is one column of the table."""
+    """The end of a request as its client sees it. Each is one column of the table."""
 
     COMPLETE = "complete"
     REFUSED = "refused"  # by a status, after the package's own tries
@@ -36,7 +36,7 @@ class Ending(Enum):
 
 @dataclass
 class Seen:
-    """What came of one request. Times are in seconds on the client's monotonic clock."""
+    """The outcome of one request. Times are in seconds on the client's monotonic clock."""
 
     asked_s: float
     num_chars: int = 0
@@ -54,7 +54,7 @@ class Seen:
 
     @property
     def num_tries(self) -> int:
-        """HTTP requests that the package made of the one."""
+        """The number of HTTP requests that the package sent for the one."""
         return len(self.statuses)
 
 
@@ -103,7 +103,8 @@ class Stranger:
         is_chat: bool = False,
         into: Seen | None = None,
     ) -> Seen:
-        """What the stranger saw; it is in `into` already as it comes. Raises nothing that a server can cause."""
+        """Sends a request and returns its outcome, which `into` has already while the answer comes. Raises nothing that
+        a server can cause."""
         seen = into or Seen(0.0)
         seen.asked_s = time.monotonic()
         reading = asyncio.create_task(self._read(prompt, max_tokens, is_streaming, is_chat, seen))
@@ -115,9 +116,7 @@ class Stranger:
         seen.ended_s = time.monotonic()
         return seen
 
-    async def _read(
-        self, prompt: str, max_tokens: int, is_streaming: bool, is_chat: bool, seen: Seen
-    ) -> None:
+    async def _read(self, prompt: str, max_tokens: int, is_streaming: bool, is_chat: bool, seen: Seen) -> None:
         _current.set(seen)
         clock = _WaitClock(seen)
         asked: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens}

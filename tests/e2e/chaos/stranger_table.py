@@ -1,4 +1,4 @@
-"""What strangers saw, counted by kind of fault, and the table made of it. Pure."""
+"""Outcomes of the strangers' requests, counted by kind of fault, and the table made of them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.chaos.stranger import Ending, Seen
 from tests.e2e.tables import add_up, markdown_table
 
 EXAMPLES_MAX = 5
-"""Details that are kept of each way to end badly, for each kind of fault."""
+"""The number of details that are kept of each way to end badly, for each kind of fault."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class StrangerRow:
 
 
 class StrangerTable:
-    """Takes what strangers saw as their requests end."""
+    """Collects the outcomes of strangers' requests as they end."""
 
     def __init__(self) -> None:
         self.rows: dict[str, StrangerRow] = {}
@@ -62,7 +62,7 @@ class StrangerTable:
 
     @property
     def silent(self) -> list[str]:
-        """What no stranger could have noticed, in words: there is to be none."""
+        """Descriptions of incomplete answers that no client could have noticed; there must be none."""
         return [
             f"{row.name}: {row.endings[Ending.SILENTLY_SHORT]} silently short, such as: {examples[0]}"
             for row in self._sorted()
@@ -70,7 +70,7 @@ class StrangerTable:
         ]
 
     def markdown(self) -> str:
-        """The table of the README."""
+        """The table of `docs/benchmarks/faults.md`."""
         titles = (
             "Stranger during | asked | complete | refused (explicit) | unanswered | broken off (told why) "
             "| silently short | hung | tried again, of these complete | longest wait p50 / p99"

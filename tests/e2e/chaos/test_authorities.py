@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.certificate_authority import CertificateAuthority
-from outrider.tls import Role, TlsFiles
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role, TlsFiles
 from tests.e2e.chaos.authorities import trust
 from tests.e2e.chaos.certificates import Certificates
 
@@ -91,3 +91,20 @@ def test_whoever_joins_while_the_authority_changes_meets_the_others(tmp_path: Pa
         certificates.issue(name)
     certificates.trust([new.certificate])
     joins("target-3")
+
+
+@pytest.mark.parametrize("name", [None, "operator"], ids=["without a certificate", "with one"])
+def test_clients_that_are_open_while_the_authority_changes_believe_the_new_one(
+    tmp_path: Path, name: str | None
+) -> None:
+    """Found after 299 faults: a client without a certificate went on with the old authority alone."""
+    certificates = Certificates(tmp_path)
+    certificates.issue("operator")
+    context = certificates.context(name)
+    new = CertificateAuthority.make()
+    certificates.authority = new
+    certificates.issue("operator")
+    trust([certificates.authority_path.parent], [new.certificate])
+    certificates.refresh_contexts()
+    serials = {int(str(each["serialNumber"]), 16) for each in context.get_ca_certs()}
+    assert new.certificate.serial_number in serials

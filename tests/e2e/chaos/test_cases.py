@@ -1,4 +1,5 @@
-"""What the chaos suite asks: the same for a seed, the same over both edges, and nothing that is left to chance."""
+"""Tests of the chaos suite's requests: the same for a seed, the same over HTTP and gRPC, each with one correct
+answer."""
 
 from __future__ import annotations
 

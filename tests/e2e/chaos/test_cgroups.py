@@ -22,9 +22,7 @@ while time.monotonic() < began + 1.0:
 print(time.process_time())
 """
 
-needs_memory = pytest.mark.skipif(
-    why_not(Controller.MEMORY) is not None, reason=f"{why_not(Controller.MEMORY)}"
-)
+needs_memory = pytest.mark.skipif(why_not(Controller.MEMORY) is not None, reason=f"{why_not(Controller.MEMORY)}")
 needs_cpu = pytest.mark.skipif(why_not(Controller.CPU) is not None, reason=f"{why_not(Controller.CPU)}")
 
 

@@ -29,7 +29,6 @@ def break_things(folder: Path, seconds: float, *flags: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(SECONDS + AROUND_S + 90)
-@pytest.mark.xdist_group("system")
 def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:
     report = break_things(tmp_path, SECONDS)
     total = report["faults"][-1]
@@ -40,7 +39,6 @@ def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:
 @needs_the_pair
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS_LONG + AROUND_S + 90)
-@pytest.mark.xdist_group("system")
 def test_no_fault_does_so_in_half_an_hour_with_two_at_once(tmp_path: Path) -> None:
     report = break_things(tmp_path, SECONDS_LONG, "--at-once", "2")
     assert report["is_clean"]
@@ -52,7 +50,6 @@ def test_no_fault_does_so_in_half_an_hour_with_two_at_once(tmp_path: Path) -> No
 @needs_the_pair
 @pytest.mark.long
 @pytest.mark.timeout(60 + AROUND_S + 90)
-@pytest.mark.xdist_group("system")
 def test_a_minute_without_redis_is_noticed_by_no_client(tmp_path: Path) -> None:
     report = break_things(tmp_path, 60.0, "--only", "Redis cut for a minute", "--faults", "1")
     total = report["faults"][-1]
@@ -68,9 +65,7 @@ def test_faults_have_names_of_their_own_and_are_found_by_them() -> None:
     assert chosen([]) == [kind for kind in FAULTS if not kind.is_rare]
 
 
-@pytest.mark.parametrize(
-    "words", [["--only", "earthquake"], ["--at-once", "3"]], ids=["no such fault", "too many"]
-)
+@pytest.mark.parametrize("words", [["--only", "earthquake"], ["--at-once", "3"]], ids=["no such fault", "too many"])
 def test_what_cannot_be_done_is_refused_before_anything_starts(words: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         parse(words)

@@ -20,9 +20,7 @@ def test_a_clock_jumps_for_those_who_go_by_it(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock", find_library())
     clock.set(3600)
     words = [sys.executable, "-c", CODE]
-    done = subprocess.run(
-        words, env=os.environ | clock.environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(words, env=os.environ | clock.environment, capture_output=True, text=True, check=True)
     shown, monotonic = map(float, done.stdout.split())
     assert abs(shown - time.time() - 3600) < 60
     assert abs(monotonic - time.monotonic()) < 60
@@ -34,9 +32,7 @@ def test_a_clock_may_run_fast(tmp_path: Path) -> None:
     clock.set(-3600, rate=1.5)
     code = f"import time; began = time.time(); time.sleep(1); print(time.time() - began); {CODE}"
     words = [sys.executable, "-c", code]
-    done = subprocess.run(
-        words, env=os.environ | clock.environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(words, env=os.environ | clock.environment, capture_output=True, text=True, check=True)
     passed, shown, _ = map(float, done.stdout.split())
     assert 1.4 < passed < 5.0
     assert abs(shown - time.time() + 3600) < 60

@@ -23,9 +23,7 @@ while input():
 
 
 def test_nothing_more_is_opened_until_it_may_be() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
 

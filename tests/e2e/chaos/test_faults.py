@@ -1,4 +1,5 @@
-"""What faults do to processes, shown on small ones in place of workers and coordinators: hit, held, and as before."""
+"""Tests of the effects of faults on small processes in place of workers and coordinators: they are hit, held, and
+restored."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from outrider.child import Child
-from outrider.child_log import ChildLog
-from outrider.child_spec import ChildSpec
+from outrider.local.child import Child
+from outrider.local.child_log import ChildLog
+from outrider.local.child_spec import ChildSpec
 from tests.e2e.chaos import cgroups, faults_of_processes, faults_of_resources
 from tests.e2e.chaos.cgroups import Controller
 from tests.e2e.chaos.client import Client
@@ -42,15 +43,14 @@ def ready():
 """
 WORKER = READY + "ready(); time.sleep(300)"
 COORDINATOR = (
-    READY
-    + "import subprocess; ray = subprocess.Popen([sys.argv[1], '300']); ready(); ray.wait(); sys.exit(1)"
+    READY + "import subprocess; ray = subprocess.Popen([sys.argv[1], '300']); ready(); ray.wait(); sys.exit(1)"
 )
 STUBBORN = READY + "import subprocess; ray = subprocess.Popen([sys.argv[1], '300']); ready(); time.sleep(300)"
 NOBODY_BLAMED: dict[str, Any] = {"excluded_workers": []}
 
 
 class NoClient:
-    """Who asks gets no answer, and leaves."""
+    """A client whose requests get no answer and end when it is asked to leave."""
 
     async def ask(self, case: object, leave: asyncio.Event) -> None:
         await leave.wait()
@@ -128,9 +128,7 @@ needs_faketime = pytest.mark.skipif(find_library() is None, reason="libfaketime 
 
 
 @needs_faketime
-@pytest.mark.parametrize(
-    "kind", [faults_of_processes.TargetClockSkewed, faults_of_processes.DraftClockSkewed]
-)
+@pytest.mark.parametrize("kind", [faults_of_processes.TargetClockSkewed, faults_of_processes.DraftClockSkewed])
 async def test_a_worker_gets_a_wrong_clock_and_the_right_one_again(
     kind: type[Fault], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,9 +163,7 @@ async def test_a_coordinator_gets_a_wrong_clock_and_the_right_one_again(
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "connections cut", "connections blackholed"])
-async def test_all_targets_are_lost_and_come_back(
-    how: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_targets_are_lost_and_come_back(how: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = faults_of_processes.AllTargetsLost
     briefly(monkeypatch, kind)
     monkeypatch.setattr(random.Random, "choice", lambda rng, found: how if how in found else found[0])
@@ -250,7 +246,7 @@ async def test_a_target_without_memory_is_killed_and_comes_back(fleet: Fleet) ->
 
 
 def generating(monkeypatch: pytest.MonkeyPatch, numbers: Iterator[float | None]) -> None:
-    """What a target's metrics say of its tokens, one look after the other."""
+    """Has a target's metrics report these numbers of generated tokens, one at each look."""
 
     async def num_generated(self: object, worker: Worker) -> float | None:
         return next(numbers)
@@ -281,9 +277,7 @@ async def test_a_target_that_got_no_memory_may_end_when_it_has_some_again(
     assert fleet.surprises == []
 
 
-async def test_a_target_that_neither_ends_nor_generates_is_told(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_target_that_neither_ends_nor_generates_is_told(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = faults_of_resources.TargetAllocationsFail
     briefly(monkeypatch, kind, 0.01)
     monkeypatch.setattr(faults_of_resources, "READY_TIMEOUT_S", 0.1)

@@ -18,10 +18,10 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from coordinator.workers import WorkerChannels
+from coordinator.workers.channels import WorkerChannels
 from outrider.errors import RegistryUnavailable
-from outrider.registry import Registry
-from outrider.tls import Dialer, TlsFiles
+from outrider.registry.registry import Registry
+from outrider.security.tls import Dialer, TlsFiles
 from protos.outrider.v1 import common_pb2, target_pb2_grpc
 from tests.e2e.chaos import faults_of_certificates
 from tests.e2e.chaos.certificates import OPERATOR, Certificates

@@ -1,4 +1,5 @@
-"""What the faults of clients see of a real coordinator with fake targets, over HTTP, and what they find fault with."""
+"""Tests of client faults on a real coordinator with fake targets, over HTTP: what they observe and which problems they
+find."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import grpc
 import httpx
 import pytest
 
-from coordinator.poison import LOSSES_MAX
-from outrider.free_ports import free_ports
+from coordinator.recovery.poison import LOSSES_MAX
+from outrider.local.free_ports import free_ports
 from tests.coordinator.conftest import Cluster, ClusterFactory
 from tests.coordinator.test_resumption import Memory
 from tests.coordinator.test_slow_clients import listening
@@ -44,7 +45,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> ClusterFactory:
 
 
 class Plain(UnreadHttp):
-    """Over TCP as it is."""
+    """A slow client over plain TCP, without TLS."""
 
     def __init__(self, url: str, key: str | None, context: ssl.SSLContext | None, prompt: str) -> None:
         super().__init__(url, key, None, prompt)
@@ -54,7 +55,7 @@ class Plain(UnreadHttp):
 async def two_doors(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Cluster, Cluster]]:
-    """Two coordinators with a target each and one journal; where the faults look for them."""
+    """Two coordinators with a target each and one journal, which the faults use as their entry points."""
     memory, settings = Memory(), {"client_stall_max_s": STALL_MAX_S}
     options: dict[str, Any] = {"settings": settings, "registry": memory}
     async with (
@@ -74,7 +75,7 @@ async def two_doors(
 
 
 async def run(kind: type[Fault], load: object, seed: int) -> tuple[str, list[str]]:
-    """What it says that it has seen, and what it finds fault with."""
+    """Runs a fault; returns its description of what it has seen, and the problems that it has found."""
     options = SimpleNamespace(client_stall_max_s=STALL_MAX_S)
     fleet = SimpleNamespace(surprises=[], options=options, may_break_connections=lambda since_s: False)
     injection = Injection(1, kind.name, 0.0)
@@ -90,10 +91,7 @@ async def test_each_client_that_does_not_read_is_told(
     async with two_doors(clusters, monkeypatch) as both:
         detail, problems = await run(ClientsDoNotRead, None, 2)
         assert not problems
-        slow = sum(
-            cluster.service.environment.metrics.slow_readers.labels("request")._value.get()
-            for cluster in both
-        )
+        slow = sum(cluster.service.environment.metrics.slow_readers.labels("request")._value.get() for cluster in both)
         assert slow > 0
         assert "told" in detail
 
@@ -103,9 +101,7 @@ async def test_a_door_that_nobody_opens_ends_a_slow_client_and_not_the_run(
 ) -> None:
     """Found: a coordinator was being started again just then, and every relay stood still for three minutes."""
     credentials = grpc.local_channel_credentials()
-    closed = Door(
-        f"http://127.0.0.1:{free_ports(1)[0]}", "", "key", ssl.create_default_context(), credentials
-    )
+    closed = Door(f"http://127.0.0.1:{free_ports(1)[0]}", "", "key", ssl.create_default_context(), credentials)
     monkeypatch.setattr(faults_of_clients, "doors", lambda fleet, rng: [closed])
     monkeypatch.setattr(ClientsReadSlowly, "edges", ("HTTP",))
     detail, problems = await run(ClientsReadSlowly, None, 2)
@@ -115,7 +111,7 @@ async def test_a_door_that_nobody_opens_ends_a_slow_client_and_not_the_run(
 
 
 def cases(clusters: ClusterFactory) -> tuple[list[Case], dict[str, tuple[Right, ...]]]:
-    """Requests that differ in their length, and what the fake targets say to them."""
+    """Requests that differ in their length, and the output of the fake targets for each."""
     known: dict[str, tuple[Right, ...]] = {}
     asked = []
     for max_tokens in (30, 60, 200):
@@ -143,9 +139,7 @@ async def test_twins_get_their_own_text_or_are_refused(
             assert "complete" in detail
 
 
-async def test_a_twin_with_another_text_is_found(
-    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_twin_with_another_text_is_found(clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, known = cases(clusters)
     (right,) = known["of 60"]
     known["of 60"] = (Right((*right.token_ids[:-1], 1), right.text, "length", None),)
@@ -179,8 +173,8 @@ def error(status: int, code: str) -> httpx.Response:
 async def findings(
     monkeypatch: pytest.MonkeyPatch, answers: Sequence[tuple[httpx.Response, int]], *touched: str
 ) -> list[str]:
-    """What a poison is found fault with that is answered so, one after the other, after so many deaths each, while
-    other faults have had `touched`."""
+    """Returns the problems that a poison fault finds if it gets these answers one after the other, each after this
+    number of deaths, while other faults have hit `touched`."""
     deaths: list[str] = []
     left = list(answers)
 
@@ -210,9 +204,7 @@ async def test_who_is_told_that_a_request_is_poison_after_three_workers_is_conte
     told = b'data: {"error": {"code": "poisonous_request", "message": "words"}}\n\n'
     assert not await findings(monkeypatch, [(error(503, "poisonous_request"), 3)])
     assert not await findings(monkeypatch, [(httpx.Response(200, content=token + told), 1)])
-    assert not await findings(
-        monkeypatch, [(error(429, "overloaded"), 0), (error(503, "poisonous_request"), 2)]
-    )
+    assert not await findings(monkeypatch, [(error(429, "overloaded"), 0), (error(503, "poisonous_request"), 2)])
 
 
 async def test_it_may_cost_more_where_other_targets_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:

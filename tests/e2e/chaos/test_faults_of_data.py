@@ -1,4 +1,4 @@
-"""What the faults of data do to a real Redis, and what the product's own readers make of that."""
+"""Tests of the effects of data faults on a real Redis, and of how the product's own readers handle them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from typing import Any, cast
 import pytest
 import redis.asyncio
 
-from coordinator.journal import Journal, JournalEntry
-from outrider.checkpoint_fingerprint import checkpoint_fingerprint
-from outrider.cli.deployment import DEMO_TARGET
-from outrider.registry import Registry
-from outrider.worker_directory import WorkerDirectory
-from outrider.worker_lease import WorkerLease
-from outrider.worker_record import Pool, WorkerLoad, WorkerRecord
+from command_line.checkout import DEMO_TARGET
+from coordinator.recovery.journal import Journal
+from coordinator.recovery.journal_entry import JournalEntry
+from coordinator.workers.worker_directory import WorkerDirectory
+from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
+from outrider.registry.registry import Registry
+from outrider.registry.worker_lease import WorkerLease
+from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord
 from tests.coordinator.fakes import record_of
 from tests.e2e.chaos.cases import Case
 from tests.e2e.chaos.fault import Fault
@@ -48,7 +49,7 @@ class FakeReplica:
 
 
 class FakeFleet:
-    """As much of a fleet as these faults look at."""
+    """The parts of a fleet that these faults use."""
 
     def __init__(self, redis_url: str, records: list[WorkerRecord]) -> None:
         self.redis = SimpleNamespace(url=redis_url)
@@ -68,7 +69,7 @@ class FakeFleet:
 
 
 async def run(kind: type[Fault], fleet: FakeFleet, seed: int) -> str:
-    """What it says that it has done."""
+    """Runs a fault and returns its description of what it has done."""
     injection = Injection(1, kind.name, 0.0)
     await kind(cast(Any, fleet), cast(Any, None), Random(seed), injection).run(None)
     return injection.detail

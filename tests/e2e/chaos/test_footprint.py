@@ -1,4 +1,4 @@
-"""What the chaos suite calls a leak, and what comes and goes."""
+"""Tests of what the chaos suite counts as a leak, and of what may come and go."""
 
 from __future__ import annotations
 

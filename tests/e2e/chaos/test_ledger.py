@@ -106,9 +106,7 @@ def test_percentiles_are_values_that_occurred() -> None:
         (Costs.CAPACITY, False, False),
     ],
 )
-def test_a_client_has_to_bear_with_what_the_fault_may_cost(
-    costs: Costs, is_refusal: bool, is_failure: bool
-) -> None:
+def test_a_client_has_to_bear_with_what_the_fault_may_cost(costs: Costs, is_refusal: bool, is_failure: bool) -> None:
     ledger = Ledger()
     injection = Injection(1, "a fault", 10.0, costs)
     ledger.begin(injection)
@@ -121,9 +119,7 @@ def test_a_client_has_to_bear_with_what_the_fault_may_cost(
 
 
 @pytest.mark.parametrize(("num_faults", "is_failure"), [(1, True), (2, False)])
-def test_where_two_faults_take_room_at_once_a_refusal_is_no_failure(
-    num_faults: int, is_failure: bool
-) -> None:
+def test_where_two_faults_take_room_at_once_a_refusal_is_no_failure(num_faults: int, is_failure: bool) -> None:
     ledger = Ledger()
     for number in range(num_faults):
         ledger.begin(Injection(number, "target SIGKILL", 10.0, takes_room=True))

@@ -62,7 +62,7 @@ async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
 
 
 async def heard(ends: Ends, data: bytes) -> None:
-    """Returns once exactly this has come."""
+    """Returns once exactly these bytes have arrived."""
     async with asyncio.timeout(5):
         assert await ends[0].readexactly(len(data)) == data
 
@@ -72,7 +72,7 @@ def echoing() -> AbstractAsyncContextManager[DialledLink]:
 
 
 async def say(ends: Ends, data: bytes, within_s: float = 5.0) -> bytes:
-    """What comes back, as much as was said."""
+    """Sends `data` and returns the same number of bytes from the other end."""
     reader, writer = ends
     writer.write(data)
     async with asyncio.timeout(within_s):

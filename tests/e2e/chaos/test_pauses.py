@@ -35,20 +35,14 @@ def statuses(processes: list[psutil.Process]) -> set[str]:
 def test_a_family_stands_still_and_goes_on(family: Callable[[], list[psutil.Process]]) -> None:
     with stopped(family) as num_processes:
         assert num_processes == 2
-        eventually(
-            lambda: statuses(family()), lambda found: found == {psutil.STATUS_STOPPED}, "they are stopped"
-        )
-    eventually(
-        lambda: statuses(family()), lambda found: psutil.STATUS_STOPPED not in found, "they have gone on"
-    )
+        eventually(lambda: statuses(family()), lambda found: found == {psutil.STATUS_STOPPED}, "they are stopped")
+    eventually(lambda: statuses(family()), lambda found: psutil.STATUS_STOPPED not in found, "they have gone on")
 
 
 def test_what_ended_while_it_was_stopped_is_left_out(family: Callable[[], list[psutil.Process]]) -> None:
     with stopped(family):
         family()[-1].kill()
-    eventually(
-        lambda: statuses(family()), lambda found: psutil.STATUS_STOPPED not in found, "the rest goes on"
-    )
+    eventually(lambda: statuses(family()), lambda found: psutil.STATUS_STOPPED not in found, "the rest goes on")
 
 
 async def test_one_that_runs_part_time_does_a_part_of_its_work(

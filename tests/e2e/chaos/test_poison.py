@@ -22,7 +22,7 @@ class Engine:
     def forward(self, chunks):
         raise InterruptedError
 def step(name, ids, num_decided):
-    item = types.SimpleNamespace(session_id=name, text=types.SimpleNamespace(token_ids=ids), num_decided=num_decided)
+    item = types.SimpleNamespace(session_id=name, context=types.SimpleNamespace(token_ids=ids), num_decided=num_decided)
     item.kv, item.token_ids, item.num_logits = None, ids, 1
     try:
         runner.run_step(Engine(), types.SimpleNamespace(items=[item]))

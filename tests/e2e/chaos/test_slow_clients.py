@@ -121,9 +121,7 @@ class Endless(generation_pb2_grpc.GenerationServicer):
     [(grpc.StatusCode.ABORTED, "told"), (grpc.StatusCode.UNAVAILABLE, "cut")],
     ids=["told", "gone"],
 )
-async def test_over_grpc_what_is_not_read_is_not_taken_and_the_end_is_known(
-    status: grpc.StatusCode, what: str
-) -> None:
+async def test_over_grpc_what_is_not_read_is_not_taken_and_the_end_is_known(status: grpc.StatusCode, what: str) -> None:
     server, servicer = grpc.aio.server(), Endless(2000, status)
     generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

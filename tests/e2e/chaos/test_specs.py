@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from outrider.child_spec import ChildSpec
+from outrider.local.child_spec import ChildSpec
 from tests.e2e.chaos.specs import delayed, with_environment
 
 SPEC = ChildSpec("one", "target", ("printf", "%s", "two words"), {"KEPT": "1", "CHANGED": "1"})

@@ -207,9 +207,7 @@ async def test_requests_at_once_count_their_own_tries() -> None:
 
 
 def seen(ending: Ending, *statuses: int | None, wait_s: float = 0.1, **fields: Any) -> Seen:
-    return Seen(
-        0.0, ending=ending, statuses=list(statuses), longest_wait_s=wait_s, detail=ending.value, **fields
-    )
+    return Seen(0.0, ending=ending, statuses=list(statuses), longest_wait_s=wait_s, detail=ending.value, **fields)
 
 
 def test_the_table_adds_up() -> None:
@@ -223,8 +221,7 @@ def test_the_table_adds_up() -> None:
     lines = table.markdown().splitlines()
     assert lines[2] == "| coordinator SIGKILL | 3 | 0 | 0 | 1 | 2 (1) | 0 | 0 | 1, 0 | 100 ms / 100 ms |"
     assert (
-        lines[3]
-        == "| target SIGKILL | 3 | 2 | 1 (1 × 503 unavailable) | 0 | 0 (0) | 0 | 0 | 2, 1 | 100 ms / 2.5 s |"
+        lines[3] == "| target SIGKILL | 3 | 2 | 1 (1 × 503 unavailable) | 0 | 0 (0) | 0 | 0 | 2, 1 | 100 ms / 2.5 s |"
     )
     assert lines[4].startswith("| **all** | 6 | 2 | 1 (1 × 503 unavailable) | 1 | 2 (1) | 0 | 0 | 3, 1 |")
     assert table.to_json()[-1]["num_broken_off"] == 2

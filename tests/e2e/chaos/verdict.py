@@ -1,4 +1,4 @@
-"""What became of one answer, against the text known to be right. Pure."""
+"""Comparison of one answer with the output known to be right. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 ALIGNMENT_LEN = 6
-"""So many tokens in a row that are right somewhere else make a gap or a repetition, rather than wrong tokens."""
+"""The number of consecutive tokens that make a gap or a repetition, rather than wrong tokens, if they are right
+elsewhere."""
 
 
 @dataclass(frozen=True)
 class Right:
-    """What an undisturbed system says to a request, in one of its texts."""
+    """One of the sequences that an undisturbed system generates for a request."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -22,7 +23,7 @@ class Right:
 
 @dataclass
 class Choice:
-    """What has come of one text."""
+    """One sequence of an answer, as far as it has come."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -42,7 +43,7 @@ class Incident:
 
 @dataclass
 class Answer:
-    """What a client has seen, and when. Times are in seconds on the client's monotonic clock."""
+    """The answer that a client has received, and when. Times are in seconds on the client's monotonic clock."""
 
     asked_s: float
     choices: list[Choice] = field(default_factory=lambda: [Choice()])
@@ -68,15 +69,14 @@ class Answer:
         self.event_id = self.run = ""
 
     def as_right(self) -> tuple[Right, ...]:
-        """Its texts as what others are compared with."""
+        """The sequences of this answer as those that others are compared with."""
         return tuple(
-            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string)
-            for each in self.choices
+            Right(tuple(each.token_ids), each.text, each.finish_reason or "", each.stop_string) for each in self.choices
         )
 
 
 class Kind(Enum):
-    """From best to worst."""
+    """Kinds of verdicts, from best to worst."""
 
     RIGHT = "right"
     REFUSED = "refused"  # before the first token
@@ -96,10 +96,9 @@ class Verdict:
 
 
 def judge(answer: Answer, rights: Sequence[Right]) -> Verdict:
-    """The worst that has happened to any of the texts. A client that left has to have seen beginnings."""
-    verdicts = [
-        _judge_one(choice, right, answer) for choice, right in zip(answer.choices, rights, strict=True)
-    ]
+    """The worst verdict on any of the sequences. For a client that left, they have to be beginnings of the right
+    ones."""
+    verdicts = [_judge_one(choice, right, answer) for choice, right in zip(answer.choices, rights, strict=True)]
     worst = max(range(len(verdicts)), key=lambda index: SEVERITY[verdicts[index].kind])
     kind, detail = verdicts[worst].kind, verdicts[worst].detail
     if kind is not Kind.RIGHT and len(rights) > 1:
@@ -124,9 +123,7 @@ def _judge_one(choice: Choice, right: Right, answer: Answer) -> Verdict:
     if len(got) < len(known):
         return Verdict(Kind.LOST, missing, f"complete after {len(got)} of {len(known)} tokens")
     if choice.text != right.text:
-        return Verdict(
-            Kind.LOST, 1, f"every token came, {len(right.text) - len(choice.text)} characters did not"
-        )
+        return Verdict(Kind.LOST, 1, f"every token came, {len(right.text) - len(choice.text)} characters did not")
     ends = (choice.finish_reason, choice.stop_string), (right.finish_reason, right.stop_string)
     if ends[0] != ends[1]:
         return Verdict(Kind.WRONG, 1, f"ended by {ends[0]}, not by {ends[1]}")
@@ -134,7 +131,7 @@ def _judge_one(choice: Choice, right: Right, answer: Answer) -> Verdict:
 
 
 def common_len(left: Sequence[int], right: Sequence[int]) -> int:
-    """Of the longest common beginning."""
+    """The length of the longest common prefix."""
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index
@@ -153,6 +150,4 @@ def _diverged(got: Sequence[int], known: Sequence[int], at: int) -> Verdict:
     if at >= len(known):
         return Verdict(Kind.WRONG, len(got) - at, f"{len(got) - at} tokens beyond the end")
     num_wrong = sum(one != other for one, other in zip(got[at:], known[at:], strict=False))
-    return Verdict(
-        Kind.WRONG, num_wrong, f"from {where} on: {list(following)} for {list(known[at : at + 6])}"
-    )
+    return Verdict(Kind.WRONG, num_wrong, f"from {where} on: {list(following)} for {list(known[at : at + 6])}")

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.cli.system import run_until_signalled
 from outrider.errors import OutriderError
+from outrider.local.until_signalled import run_until_signalled
 from tests.e2e.command_line import add_output, add_seed, new_parser, say, tell
 from tests.e2e.fuzz.experiment import MAKERS, Experiment, Outcome, Plan
 from tests.e2e.fuzz.inputs import Input, from_json
@@ -29,9 +29,7 @@ SHOWN_MAX = 50  # faults of each kind, in words; the report has them all
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser("fuzz", __doc__)
-    parser.add_argument(
-        "--inputs", type=int, default=10_000, metavar="N", help="how many (default: %(default)s)"
-    )
+    parser.add_argument("--inputs", type=int, default=10_000, metavar="N", help="how many (default: %(default)s)")
     add_seed(parser, "all inputs and their order")
     parser.add_argument(
         "--only",

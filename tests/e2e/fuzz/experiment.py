@@ -37,15 +37,11 @@ QUIET_S = 1.0  # before the first and after the last input, so that each has a w
 MAKERS: dict[str, tuple[float, Callable[[dict[str, Any], int, int], Sequence[Input]]]] = {
     "documented": (
         0.12,
-        lambda document, count, seed: openapi_inputs.from_document(
-            document, GenerationMode.POSITIVE, count, seed
-        ),
+        lambda document, count, seed: openapi_inputs.from_document(document, GenerationMode.POSITIVE, count, seed),
     ),
     "undocumented": (
         0.12,
-        lambda document, count, seed: openapi_inputs.from_document(
-            document, GenerationMode.NEGATIVE, count, seed
-        ),
+        lambda document, count, seed: openapi_inputs.from_document(document, GenerationMode.NEGATIVE, count, seed),
     ),
     "bodies": (0.26, lambda _, count, seed: http_inputs.near_valid(count, seed)),
     "heads": (0.12, lambda _, count, seed: http_inputs.framed(count, seed)),
@@ -59,7 +55,7 @@ MAKERS: dict[str, tuple[float, Callable[[dict[str, Any], int, int], Sequence[Inp
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent, and how."""
+    """The inputs of an experiment, and how they are sent."""
 
     num_inputs: int
     seed: int
@@ -78,7 +74,7 @@ class Failure:
 
     @property
     def group(self) -> str:
-        """What it has in common with others of its cause, roughly."""
+        """A description that failures with the same cause share, roughly."""
         return f"{self.each.kind}: {re.sub(r'[0-9a-f]{6,}|[0-9]+', '#', self.fault)[:90]}"
 
     def to_json(self) -> dict[str, str]:
@@ -87,7 +83,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What was found."""
+    """Results of an experiment."""
 
     answers: dict[str, Counter[str]] = field(default_factory=dict)  # by kind, then status class
     failures: list[Failure] = field(default_factory=list)
@@ -101,7 +97,7 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether all held but what time is part of, which a busy machine may spoil."""
+        """Whether every check passed, except those of times, which a busy machine may spoil."""
         return not any((self.failures, self.check_faults, self.growth, self.ends))
 
     @property
@@ -169,7 +165,7 @@ def mixed(plan: Plan, document: dict[str, Any]) -> list[Input]:
 
 
 class Experiment:
-    """Of one plan; `run` it once."""
+    """An experiment that follows one plan; `run` it once."""
 
     def __init__(self, plan: Plan, log_dir: Path, failure_dir: Path, say: Callable[[str], None]) -> None:
         self._plan = plan
@@ -246,9 +242,7 @@ class Experiment:
                     self._say(f"!! {checked.fault}")
                     self._outcome.check_faults.append(checked.fault)
             if self._outcome.num_inputs % 500 == 0:
-                self._say(
-                    f"   {self._outcome.num_inputs} sent, {len(self._outcome.failures)} answered wrongly"
-                )
+                self._say(f"   {self._outcome.num_inputs} sent, {len(self._outcome.failures)} answered wrongly")
         self._in_flight.pop(index, None)
 
     def _begin(self, index: int, each: Input | None) -> None:
@@ -287,20 +281,17 @@ class Experiment:
             if self._outcome.lag.take(before, now, kinds):
                 self._suspects |= {id(each): each for each in begun if each is not None}
                 worst_ms = now.own.worst_s(before.own) * 1e3
-                self._say(
-                    f"   the loop was held up for up to {worst_ms:.0f} ms; {len(begun)} inputs were in flight:"
-                )
+                self._say(f"   the loop was held up for up to {worst_ms:.0f} ms; {len(begun)} inputs were in flight:")
                 for each in begun[:IN_FLIGHT_SHOWN]:
                     self._say(f"      {CHECKS if each is None else f'{each.kind}: {each.what[:140]!r}'}")
             before = now
 
     async def _send_alone(self, system: SecuredSystem, sender: Sender) -> None:
-        """What was in flight while the loop was late, one after the other and nothing beside it."""
+        """Sends the inputs that were in flight while the loop was late again, one after the other with nothing beside
+        them."""
         suspects = list(self._suspects.values())
         if suspects:
-            self._say(
-                f"{len(suspects)} inputs were in flight while the loop was held up; each is sent alone."
-            )
+            self._say(f"{len(suspects)} inputs were in flight while the loop was held up; each is sent alone.")
         for each in suspects[:SUSPECTS_MAX]:
             before = await self._read_lag(system)
             for _ in range(ALONE_TIMES):
@@ -309,9 +300,7 @@ class Experiment:
             now = await self._read_lag(system)
             if now.own.num_late(before.own):
                 worst_ms = now.own.worst_s(before.own) * 1e3
-                failure = Failure(
-                    each, f"holds up the loop for up to {worst_ms:.0f} ms, more than {LAG_MAX_S * 1e3:g}"
-                )
+                failure = Failure(each, f"holds up the loop for up to {worst_ms:.0f} ms, more than {LAG_MAX_S * 1e3:g}")
                 self._outcome.late_alone.append(failure)
                 self._say(f"!! alone: {each.kind}: {each.what[:120]!r}: {failure.fault}")
                 self._save(failure, f"late-{len(self._outcome.late_alone):03}")

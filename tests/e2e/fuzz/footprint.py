@@ -1,4 +1,4 @@
-"""What the processes of a system hold that nobody asks for anything, and what must not have grown."""
+"""Resources that the processes of an idle system hold, and bounds on their growth."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.redis_connection import MAX_CONNECTIONS
+from outrider.registry.redis_connection import MAX_CONNECTIONS
 from tests.e2e.chaos.footprint import IDLE_METRICS
 from tests.e2e.secured import SecuredSystem
 
-DESCRIPTORS_MORE = (
-    16 + MAX_CONNECTIONS
-)  # others come and go; those to Redis stay once a burst has needed them
+DESCRIPTORS_MORE = 16 + MAX_CONNECTIONS  # others come and go; those to Redis stay once a burst has needed them
 MEMORY_MORE_SHARE = 0.2
 MEMORY_MORE_BYTES = 96 << 20  # arenas of the allocator, and KV blocks touched for the first time
 IN_A_ROW = 3  # looks that have to agree
@@ -27,13 +25,11 @@ IN_A_ROW = 3  # looks that have to agree
 
 @dataclass
 class Footprint:
-    """Of every process of a system, by name."""
+    """Resources of every process of a system, by name."""
 
     num_descriptors: dict[str, int] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # resident
-    kinds: dict[str, Counter[str]] = field(
-        default_factory=dict
-    )  # of descriptors, connections by state and peer
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)  # of descriptors, connections by state and peer
     redis_keys: set[str] = field(default_factory=set)  # that do not go by themselves
 
 
@@ -62,7 +58,7 @@ async def _busy(system: SecuredSystem) -> list[str]:
 
 
 async def measure(system: SecuredSystem) -> Footprint:
-    """Now."""
+    """Measures the resources that the system holds now."""
     found = Footprint()
     for name, pid in system.pids().items():
         process = psutil.Process(pid)
@@ -86,7 +82,7 @@ async def measure(system: SecuredSystem) -> Footprint:
 
 
 def _kinds(process: psutil.Process) -> Counter[str]:
-    """What a process' descriptors are, as far as it can be seen."""
+    """Counts a process' descriptors by kind, as far as they can be read."""
     found = Counter(
         f"{each.status.lower()} connections {f'to {each.raddr.port}' if each.raddr else ''}".strip()
         for each in process.net_connections("tcp")
@@ -100,16 +96,14 @@ def _kinds(process: psutil.Process) -> Counter[str]:
 
 
 def growth(before: Footprint, after: Footprint) -> list[str]:
-    """What is held now and was not then, beyond the bounds above."""
+    """Descriptions of resources that have grown beyond the bounds above."""
     found = []
     for name in sorted(before.num_descriptors.keys() & after.num_descriptors.keys()):
         then, now = before.num_descriptors[name], after.num_descriptors[name]
         if now > then + DESCRIPTORS_MORE:
             more = after.kinds.get(name, Counter()) - before.kinds.get(name, Counter())
             which = ", ".join(f"{count} more {kind}" for kind, count in more.most_common(8))
-            found.append(
-                f"{name} holds {now} file descriptors, {then} before" + (f" ({which})" if which else "")
-            )
+            found.append(f"{name} holds {now} file descriptors, {then} before" + (f" ({which})" if which else ""))
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
             found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")

@@ -94,7 +94,7 @@ CROWDED = st.sampled_from(
 
 
 def head(path: bytes = GENERATE, *more: tuple[bytes, bytes], key: bytes | None = b"Bearer {KEY}") -> Headers:
-    """Of a call as clients make it."""
+    """Headers of a gRPC call as clients send them."""
     usual = (
         *((b":method", b"POST"), (b":scheme", b"https"), (b":path", path), (b":authority", b"coordinator")),
         *((b"content-type", b"application/grpc"), (b"te", b"trailers")),
@@ -103,7 +103,7 @@ def head(path: bytes = GENERATE, *more: tuple[bytes, bytes], key: bytes | None =
 
 
 def framed(message: bytes, compressed: int = 0) -> bytes:
-    """As one message of a call."""
+    """Frames a message as one of a gRPC call."""
     return struct.pack(">BI", compressed, len(message)) + message
 
 
@@ -130,11 +130,7 @@ def near_valid(count: int, seed: int) -> list[GrpcInput]:
 def mutated(count: int, seed: int) -> list[GrpcInput]:
     """Bytes of messages with some of them changed, and bytes that never were any, to every method."""
     paths = st.sampled_from([GENERATE, GENERATE, GENERATE, LIST_MODELS])
-    raw = (
-        mangled(NEARLY_RIGHT | ANY)
-        | st.binary(max_size=200)
-        | st.binary(max_size=3).map(lambda part: part * 20_000)
-    )
+    raw = mangled(NEARLY_RIGHT | ANY) | st.binary(max_size=200) | st.binary(max_size=3).map(lambda part: part * 20_000)
     return [
         GrpcInput(
             kind="gRPC: mutated and random bytes",
@@ -228,9 +224,7 @@ FRAMES = (
 
 
 def _odd(what: str, headers: Headers, data: bytes = GOOD, **more: Any) -> GrpcInput:
-    return GrpcInput(
-        kind="gRPC: metadata, keys, paths, frames", what=what, headers=headers, data=data, **more
-    )
+    return GrpcInput(kind="gRPC: metadata, keys, paths, frames", what=what, headers=headers, data=data, **more)
 
 
 def _metadata(chance: random.Random) -> GrpcInput:
@@ -298,7 +292,7 @@ def _content_type(chance: random.Random) -> GrpcInput:
 
 
 def services(count: int, seed: int) -> list[GrpcInput]:
-    """Health and reflection: at the coordinator, which has neither, and at the workers, which have both."""
+    """Health and reflection: at the coordinator, which has keys and so no reflection, and at the workers."""
     checks = messages(health_pb2.HealthCheckRequest)
     asked = messages(reflection_pb2.ServerReflectionRequest)
     named = st.sampled_from(
@@ -307,13 +301,9 @@ def services(count: int, seed: int) -> list[GrpcInput]:
     known = named.map(lambda name: health_pb2.HealthCheckRequest(service=name)) | named.map(
         lambda name: reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
     )
-    content = (known | checks | asked).map(lambda message: message.SerializeToString()) | mangled(
-        checks | asked
-    )
+    content = (known | checks | asked).map(lambda message: message.SerializeToString()) | mangled(checks | asked)
     where = st.sampled_from(["coordinator", "target-0", "draft-0", "target-0/health", "draft-0/health"])
-    paths = st.sampled_from(
-        [*HEALTH, REFLECTION, b"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"]
-    )
+    paths = st.sampled_from([*HEALTH, REFLECTION, b"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"])
     return [
         GrpcInput(
             kind="gRPC: health and reflection",
@@ -328,9 +318,9 @@ def services(count: int, seed: int) -> list[GrpcInput]:
 
 
 def _of_library(to: str, path: bytes) -> tuple[str, ...]:
-    """What gRPC's own services may answer: what they cannot read they call unknown, a service that is not there they
-    refuse without a word, and Watch tells of changes until its client leaves."""
+    """Statuses with which gRPC's own services may answer: they report what they cannot read as unknown, refuse a
+    service that does not exist without a message, and Watch reports changes until its client leaves."""
     if to == "coordinator":
-        return ()
+        return ("unanswered",) if path.endswith(b"/Watch") else ()
     usual = ("INTERNAL", "UNKNOWN", "NOT_FOUND")
     return (*usual, "unanswered") if path.endswith(b"/Watch") else usual

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from coordinator.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from coordinator.api.schema.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.e2e.fuzz.inputs import HttpInput, drawn
 from tests.hostile import LATE_MS
 
@@ -213,9 +213,7 @@ TOOLS = st.sampled_from(
         json.dumps([{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)]),
     ]
 )
-CHOICES = st.sampled_from(
-    ['"auto"', '"none"', '"required"', '{"type":"function","function":{"name":"g"}}', '"x"']
-)
+CHOICES = st.sampled_from(['"auto"', '"none"', '"required"', '{"type":"function","function":{"name":"g"}}', '"x"'])
 MESSAGES = st.sampled_from(
     [
         '[{"role":"user","content":"x"}]',
@@ -327,9 +325,7 @@ def near_valid(count: int, seed: int) -> list[HttpInput]:
         for text in drawn(_bodies(path), round(count * share), seed):
             body = text.encode("utf-8", "surrogatepass")
             raw = request("POST", path, body)
-            found.append(
-                HttpInput(kind=kind, what=f"{path}: {text[:160]}", raw=raw, allows=own_deadline(text))
-            )
+            found.append(HttpInput(kind=kind, what=f"{path}: {text[:160]}", raw=raw, allows=own_deadline(text)))
     for fields in drawn(LARGE, count - len(found), seed):
         raw = request("POST", COMPLETIONS, json.dumps({"temperature": 0} | fields).encode())
         found.append(HttpInput(kind=kind, what=f"much: {json.dumps(fields)[:160]}", raw=raw))
@@ -337,7 +333,7 @@ def near_valid(count: int, seed: int) -> list[HttpInput]:
 
 
 def own_deadline(text: str) -> tuple[str, ...]:
-    """Who gives itself little time may be told that it is over."""
+    """Statuses that are permitted beside the usual ones: 504 for a request that sets itself a short deadline."""
     _, found, rest = text.partition('"deadline_ms":')
     digits = rest.lstrip().split(",")[0].rstrip("} ")
     return ("504",) if found and digits.isdecimal() and len(digits) < 6 and int(digits) < LATE_MS else ()
@@ -560,9 +556,7 @@ def _twice(chance: random.Random) -> HttpInput:
         tuple((name, value) for value in values),
         key=None if name == "Authorization" else KEY,
     )
-    return _framed(
-        f"{name} twice", raw, may_hang_up=name in ("Content-Length", "Transfer-Encoding", "Host"), ends=True
-    )
+    return _framed(f"{name} twice", raw, may_hang_up=name in ("Content-Length", "Transfer-Encoding", "Host"), ends=True)
 
 
 def _header(chance: random.Random) -> HttpInput:

@@ -1,7 +1,7 @@
-"""What is sent: bytes over a wire, written down so that they can be sent again. Pure.
+"""Inputs of the fuzzer: bytes over a wire, recorded so that they can be sent again. Pure.
 
-`{KEY}`, `{OTHER_KEY}` and `{RUN}` in them stand for what a run of the system makes up: the keys of two tenants, and a
-word that no run shares with another, so that ids do not meet those of an earlier run.
+`{KEY}`, `{OTHER_KEY}` and `{RUN}` in them stand for values that a run of the system makes up: the keys of two tenants,
+and a word that no run shares with another, so that ids do not match those of an earlier run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS_MAX = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """Something that nobody who means well would send, or nearly so."""
+    """An input that is invalid, or nearly so, and that no well-behaved client would send."""
 
     transport: ClassVar[str]
 
@@ -37,9 +37,7 @@ class HttpInput(Input):
     transport = "http"
 
     raw: bytes
-    may_hang_up: bool = (
-        False  # it is no request, so that a server may end the connection instead of answering
-    )
+    may_hang_up: bool = False  # it is no request, so that a server may end the connection instead of answering
     ends: bool = False  # nothing follows: the client waits a moment for an answer, and leaves
 
 

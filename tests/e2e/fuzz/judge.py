@@ -13,6 +13,13 @@ from urllib.parse import unquote
 from outrider.errors import MESSAGE_BYTES_MAX
 
 ERROR_FIELDS = {"message", "type", "param", "code"}
+ANTHROPIC_ERROR_FIELDS = {"message", "type"}
+DONE = "data: [DONE]"
+STREAM_ENDS = (
+    *(DONE, "event: message_stop\n", "event: error\n"),
+    *(f"event: response.{how}\n" for how in ("completed", "incomplete", "failed")),
+)
+"""Beginnings of the last event of a stream: of OpenAI's completions, Anthropic's messages and OpenAI's responses."""
 WELL_KNOWN = {
     "OK",
     "INVALID_ARGUMENT",
@@ -45,12 +52,12 @@ GRPC_CODES = (
 
 
 HAPROXY_PAGE = b"<html><body><h1>4"
-"""How begins what HAProxy says to bytes that are no HTTP; it has no other words for them."""
+"""The beginning of HAProxy's answer to bytes that are not HTTP; it has no other message for them."""
 
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """What came over a connection until it ended."""
+    """The HTTP response that arrived over a connection up to its end."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)  # by names in lower case
@@ -60,7 +67,7 @@ class HttpAnswer:
 
 @dataclass(slots=True)
 class GrpcAnswer:
-    """What came of a call."""
+    """The response to a gRPC call."""
 
     headers: dict[str, str] = field(default_factory=dict)
     trailers: dict[str, str] = field(default_factory=dict)
@@ -69,14 +76,10 @@ class GrpcAnswer:
 
     @property
     def code(self) -> str:
-        """Name of its status; what HTTP said where there is none."""
+        """The name of the call's gRPC status, or a description of the HTTP status if there is none."""
         number = self.trailers.get("grpc-status") or self.headers.get("grpc-status")
         if number is not None:
-            return (
-                GRPC_CODES[int(number)]
-                if number.isdigit() and int(number) < len(GRPC_CODES)
-                else f"status {number}"
-            )
+            return GRPC_CODES[int(number)] if number.isdigit() and int(number) < len(GRPC_CODES) else f"status {number}"
         status = self.headers.get(":status", "")
         return self.reset or (f"HTTP {status}" if status else "nothing")
 
@@ -86,8 +89,8 @@ class GrpcAnswer:
 
 
 def read_answer(raw: bytes, *, is_head: bool = False) -> HttpAnswer | None:
-    """The last answer of a connection, those that only say "go on" left out. None where none came. Raises ValueError
-    for what is no HTTP."""
+    """Returns the last response of a connection, without those that only say "go on"; None if none came. Raises
+    ValueError for bytes that are not HTTP."""
     if not raw:
         return None
     while raw.startswith(b"HTTP/1.1 100"):
@@ -122,16 +125,14 @@ def judge_http(
     may_hang_up: bool = False,
     is_head: bool = False,
 ) -> str | None:
-    """What is wrong with it; None where nothing is."""
+    """Describes the fault of an HTTP response; returns None if there is none."""
     if answer is None:
         return None if may_hang_up else "the connection ended without an answer"
     status = answer.status
     if not answer.is_whole and not may_hang_up:
         return f"{status}: the answer ends in the middle"
     if 300 <= status < 400:
-        return (
-            None if status == 307 and "location" in answer.headers else f"{status}: nobody is sent elsewhere"
-        )
+        return None if status == 307 and "location" in answer.headers else f"{status}: nobody is sent elsewhere"
     if status >= 500 and status != 503 and str(status) not in allows:
         return f"{status}: {answer.body[:300]!r}"
     if may_hang_up and 400 <= status < 500 and answer.body.startswith(HAPROXY_PAGE):
@@ -155,30 +156,32 @@ def judge_http(
 
 
 def fault_of_error(body: bytes) -> str | None:
-    """What is wrong with an error body."""
+    """Describes the fault of an error's body; returns None if there is none."""
     try:
         content = json.loads(body)
     except ValueError:
         return "the error is no JSON"
     error = content.get("error") if isinstance(content, dict) else None
-    if not isinstance(error, Mapping) or error.keys() != ERROR_FIELDS:
-        return "not the shape of OpenAI's errors"
-    message, parameter = error["message"], error["param"]
+    if not isinstance(error, Mapping) or error.keys() not in (ERROR_FIELDS, ANTHROPIC_ERROR_FIELDS):
+        return "neither the shape of OpenAI's errors nor of Anthropic's"
+    if error.keys() == ANTHROPIC_ERROR_FIELDS and content.get("type") != "error":
+        return "an error of Anthropic's that does not say so"
+    message, parameter = error["message"], error.get("param")
     if not isinstance(message, str) or not message.strip():
         return "no cause is named"
     if len(message.encode("utf-8", "replace")) > MESSAGE_BYTES_MAX + 300:
         return "the message is without end"
-    if error["type"] == "internal_error":
+    if error["type"] == "internal_error" or message.startswith("internal error"):
         return "a defect of ours"
     return None if parameter is None or isinstance(parameter, str) else "param is no name"
 
 
 def fault_of_stream(body: bytes) -> str | None:
-    """What is wrong with server-sent events."""
+    """Describes the fault of a body of server-sent events; returns None if there is none."""
     events = [event for event in body.decode("utf-8", "replace").split("\n\n") if event]
-    if not events or events[-1] != "data: [DONE]":
-        return f"the stream ends without [DONE]: {body[-200:]!r}"
-    for event in events[:-1]:
+    if not events or not events[-1].startswith(STREAM_ENDS):
+        return f"the stream ends without its last event: {body[-200:]!r}"
+    for event in events if events[-1] != DONE else events[:-1]:
         data = next((line[6:] for line in event.split("\n") if line.startswith("data: ")), "")
         try:
             content: Any = json.loads(data)
@@ -200,7 +203,7 @@ def tokens_of_stream(body: bytes) -> list[int]:
 
 
 def error_of_stream(body: bytes) -> str | None:
-    """What ended it, where that is an error."""
+    """Returns the error that ended a stream; None if it did not end with one."""
     for line in body.decode("utf-8", "replace").split("\n"):
         if line.startswith('data: {"error"'):
             return line[6:]
@@ -208,7 +211,7 @@ def error_of_stream(body: bytes) -> str | None:
 
 
 def judge_grpc(answer: GrpcAnswer, *, allows: tuple[str, ...] = ()) -> str | None:
-    """What is wrong with it; None where nothing is."""
+    """Describes the fault of a gRPC response; returns None if there is none."""
     code = answer.code
     if code in WELL_KNOWN or code in allows:
         if code not in ("OK", *allows) and not answer.message.strip():
@@ -220,7 +223,7 @@ def judge_grpc(answer: GrpcAnswer, *, allows: tuple[str, ...] = ()) -> str | Non
 
 
 def status_class(answer: HttpAnswer | GrpcAnswer | None) -> str:
-    """The column of the table."""
+    """The column of the table in which a response is counted."""
     if answer is None:
         return "hung up"
     if isinstance(answer, HttpAnswer):

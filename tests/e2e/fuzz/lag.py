@@ -1,4 +1,5 @@
-"""What held up an event loop: its own work, by the metric that tells it apart from pauses of the machine. Pure."""
+"""Event loop lag that is caused by the loop's own work, from the metric that tells it apart from pauses of the machine.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Final
 from prometheus_client.parser import text_string_to_metric_families
 
 LAG_MAX_S: Final = 0.05
-"""So long may a request hold up a loop by its own work. One of the histogram's bounds."""
+"""Longest time that a request may block a loop by its own work. One of the histogram's bounds."""
 OWN: Final = "outrider_loop_own_lag_seconds"
 ANY: Final = "outrider_loop_lag_seconds"
 
@@ -38,8 +39,8 @@ class Histogram:
         return cls(total_s, counts)
 
     def worst_s(self, before: Histogram) -> float:
-        """What nothing observed since `before` was above: the bound of the last bucket that grew, or the sum of all
-        where that says more."""
+        """An upper bound of everything that was observed since `before`: the bound of the last bucket that grew, or the
+        sum of all if that is lower."""
         grown_s, below = 0.0, 0.0
         for bound_s in sorted(self.counts):
             new = self.counts[bound_s] - before.counts.get(bound_s, 0.0)
@@ -49,7 +50,7 @@ class Histogram:
         return min(grown_s, max(self.sum_s - before.sum_s, 0.0))
 
     def num_late(self, before: Histogram) -> int:
-        """Observed since `before`, above what is permitted."""
+        """The number of observations since `before` that exceed the permitted lag."""
 
         def late(each: Histogram) -> float:
             return each.counts[math.inf] - each.counts[LAG_MAX_S]
@@ -59,7 +60,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How late one process' loop was until now."""
+    """The lag of one process' event loop until now."""
 
     own: Histogram
     any: Histogram
@@ -71,7 +72,7 @@ class Reading:
 
 @dataclass(slots=True)
 class LagTable:
-    """The worst of a run."""
+    """The greatest lag of a run, and how often it exceeded the bound."""
 
     own_max_s: dict[str, float] = field(default_factory=dict)  # by kind of input that was in flight
     any_max_s: float = 0.0  # whatever held up the loop
@@ -79,7 +80,7 @@ class LagTable:
     num_late: int = 0
 
     def take(self, before: Reading, now: Reading, kinds: Iterable[str]) -> int:
-        """Returns how often the loop was late by its own work in between."""
+        """Adds the lag between two readings. Returns how often the loop was late by its own work in between."""
         worst_s, num_own_late = now.own.worst_s(before.own), now.own.num_late(before.own)
         for kind in kinds:
             self.own_max_s[kind] = max(self.own_max_s.get(kind, 0.0), worst_s)

@@ -20,17 +20,16 @@ def from_document(document: dict[str, Any], mode: GenerationMode, count: int, se
     operations = [
         (method, path)
         for path, methods in document["paths"].items()
-        for method in methods
-        if method != "parameters" and not (mode is GenerationMode.NEGATIVE and method == "get")
+        for method, operation in methods.items()
+        if method != "parameters" and (mode is GenerationMode.POSITIVE or "requestBody" in operation)
     ]
     weights = {operation: 8 if operation[0] == "post" else 1 for operation in operations}
-    total, found = sum(weights.values()), list[HttpInput]()
+    total, before, found = sum(weights.values()), 0, list[HttpInput]()
     for number, (method, path) in enumerate(operations):
-        share = max(round(count * weights[method, path] / total), 1)
-        operation = schema[path][method.upper()]
-        found += [
-            _input(case, mode) for case in drawn(operation.as_strategy(mode), share, seed * 100 + number)
-        ]
+        after = before + weights[method, path]
+        share, before = max(round(count * after / total) - round(count * before / total), 1), after
+        described = schema[path][method.upper()]
+        found += [_input(case, mode) for case in drawn(described.as_strategy(mode), share, seed * 100 + number)]
     return found[:count]
 
 
@@ -69,11 +68,7 @@ def _input(case: Any, mode: GenerationMode) -> HttpInput:
 def _body(made: dict[str, Any], mode: GenerationMode) -> bytes | None:
     if "json" in made:
         body = made["json"]
-        if (
-            mode is GenerationMode.POSITIVE
-            and isinstance(body, dict)
-            and ("prompt" in body or "messages" in body)
-        ):
+        if mode is GenerationMode.POSITIVE and isinstance(body, dict) and ("prompt" in body or "messages" in body):
             body = _bounded(body)
         return json.dumps(body).encode()
     data = made.get("data")

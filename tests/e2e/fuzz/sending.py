@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from outrider.tls import Role
+from outrider.security.tls import Role
 from tests.e2e.fuzz.http_inputs import COMPLETIONS
 from tests.e2e.fuzz.inputs import GrpcInput, HttpInput, Input, StreamInput
 from tests.e2e.fuzz.judge import (
@@ -93,9 +93,7 @@ class Sender:
     async def _send_http(self, each: HttpInput) -> Verdict:
         answer = await self._exchange(each.raw, ends=each.ends)
         is_head = each.raw.startswith((b"HEAD ", b"CONNECT "))
-        fault = judge_http(
-            answer, allows=each.allows, may_hang_up=each.may_hang_up or each.ends, is_head=is_head
-        )
+        fault = judge_http(answer, allows=each.allows, may_hang_up=each.may_hang_up or each.ends, is_head=is_head)
         return Verdict(status_class(answer), fault)
 
     async def _send_grpc(self, each: GrpcInput) -> Verdict:
@@ -125,9 +123,7 @@ class Sender:
     async def right(self, body: str) -> list[int]:
         """Token ids of the undisturbed answer to a body; asked for once."""
         if body not in self._right:
-            response = await self._client.post(
-                COMPLETIONS, json=json.loads(body) | {"return_token_ids": True}
-            )
+            response = await self._client.post(COMPLETIONS, json=json.loads(body) | {"return_token_ids": True})
             response.raise_for_status()
             self._right[body] = list(response.json()["choices"][0]["token_ids"])
         return self._right[body]
@@ -158,13 +154,9 @@ class Sender:
         """The id of the last event that was read, the token ids up to it and whether the stream had ended."""
         event_id, seen, count = "", list[int](), 0
         headers = {"X-Request-Id": request_id}
-        async with self._client.stream(
-            "POST", COMPLETIONS, json=stream_body(body), headers=headers
-        ) as response:
+        async with self._client.stream("POST", COMPLETIONS, json=stream_body(body), headers=headers) as response:
             if response.status_code != 200:
-                raise ValueError(
-                    f"a stream was refused: {response.status_code} {(await response.aread())[:300]!r}"
-                )
+                raise ValueError(f"a stream was refused: {response.status_code} {(await response.aread())[:300]!r}")
             async for line in response.aiter_lines():
                 if line.startswith("id: "):
                     event_id = line.removeprefix("id: ")
@@ -185,9 +177,7 @@ class Sender:
             if edge == "http":
                 response = await self._client.post(COMPLETIONS, json=CHECK)
                 if response.status_code != 200:
-                    return Verdict(
-                        str(response.status_code), f"a good request was refused: {response.text[:300]}"
-                    )
+                    return Verdict(str(response.status_code), f"a good request was refused: {response.text[:300]}")
                 token_ids = response.json()["choices"][0]["token_ids"]
             else:
                 token_ids = await self._ask_grpc()
@@ -206,9 +196,7 @@ class Sender:
 
         request = generation_pb2.GenerationRequest(
             prompt=str(CHECK["prompt"]),
-            sampling=common_pb2.SamplingParams(
-                temperature=0, top_p=1, max_tokens=int(str(CHECK["max_tokens"]))
-            ),
+            sampling=common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=int(str(CHECK["max_tokens"]))),
         )
         metadata = (("authorization", f"Bearer {self._system.key}"),)
         try:
@@ -222,7 +210,7 @@ class Sender:
 
 
 def _fault_of_rest(answer: HttpAnswer, right: list[int], back: Comeback) -> str | None:
-    """What is wrong with what came after the cut."""
+    """Describes the fault of what a client received after the cut of its stream; returns None if there is none."""
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
         return f"200 that is no stream: {answer.body[:200]!r}"
     token_ids, error = tokens_of_stream(answer.body), error_of_stream(answer.body)

@@ -49,7 +49,7 @@ OTHERS: dict[str, dict[str, object]] = {  # requests
 
 @dataclass(frozen=True, slots=True)
 class Comeback:
-    """What a client sends that has lost its stream."""
+    """The request that a client sends after it has lost its stream."""
 
     raw: bytes
     is_good: bool  # nothing was changed: its rest has to come, whole
@@ -93,7 +93,8 @@ def stream_body(body: str) -> dict[str, object]:
 
 
 def comeback(each: StreamInput, request_id: str, event_id: str, other_event_id: str) -> Comeback:
-    """`event_id` is that of the last event that came, `other_event_id` of another stream."""
+    """Returns the request that resumes a stream. `event_id` is that of the last event that came, `other_event_id` of
+    another stream."""
     chance = random.Random(each.chance)
     last_id, from_token = _last_event(each.mutation, chance, event_id, other_event_id)
     is_by_journal = "journal" in each.mutation
@@ -112,9 +113,7 @@ def comeback(each: StreamInput, request_id: str, event_id: str, other_event_id: 
     return Comeback(raw, each.mutation in GOOD, is_own, from_token)
 
 
-def _last_event(
-    mutation: str, chance: random.Random, event_id: str, other_event_id: str
-) -> tuple[str, int | None]:
+def _last_event(mutation: str, chance: random.Random, event_id: str, other_event_id: str) -> tuple[str, int | None]:
     """The id that the client says it has seen last, and the token from which its rest has to begin, if it comes."""
     fingerprint, _, place = event_id.rpartition(":")
     seen = int(place.rstrip("e"))
@@ -148,24 +147,20 @@ def _last_event(
 
 
 def _odd_event_ids(fingerprint: str, place: str) -> dict[str, list[str]]:
-    """By mutation."""
+    """Malformed event ids, by the name of the mutation."""
     here = f"{fingerprint}:{place}"
     return {
         "huge": [f"{fingerprint}:{each}" for each in ("9" * 9, "9" * 10, "9" * 400, str(2**63))],
         "negative": [f"{fingerprint}:-{each}" for each in ("1", "0", "99", "-")],
-        "not ASCII": [
-            *(f"{fingerprint}:é", f"{fingerprint}:\u0663", "é" * 20, f"\x7f{here}", f"{fingerprint}:\uff11")
-        ],
+        "not ASCII": [*(f"{fingerprint}:é", f"{fingerprint}:\u0663", "é" * 20, f"\x7f{here}", f"{fingerprint}:\uff11")],
         "no position": [fingerprint, f"{fingerprint}:", f"{fingerprint}:x", ":", "x"],
-        "no fingerprint": [
-            *(place, f":{place}", f"-:{place}", f"{fingerprint[:5]}:{place}", f"{fingerprint}:{here}")
-        ],
+        "no fingerprint": [*(place, f":{place}", f"-:{place}", f"{fingerprint[:5]}:{place}", f"{fingerprint}:{here}")],
         "two points": [f"{here}.{place}"],
     }
 
 
 def _odd_ids(request_id: str) -> list[str]:
-    """Of streams, as they stand in a path."""
+    """Ids of streams that do not exist or are malformed, as they stand in a path."""
     before = ["x", "%2e%2e", f"..%2f{request_id}", f"{request_id}%00", "%ff"]
     return [*before, request_id[:-1], request_id.upper(), "x" * 300]
 

@@ -20,16 +20,13 @@ SECONDS_MAX = 240.0  # on a machine with other work; alone it takes a minute
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(SECONDS_MAX + 90)
-@pytest.mark.xdist_group("system")
 def test_no_bad_input_is_answered_wrongly_or_leaves_anything(tmp_path: Path) -> None:
     report = report_of(
         "fuzz", tmp_path, SECONDS_MAX, "--inputs", str(NUM_INPUTS), "--seed", str(SEED), "--tolerate-lag"
     )
     assert report["is_right"]
     assert report["num_inputs"] == NUM_INPUTS
-    assert len(report["answers"]) == len(MAKERS) + 1, (
-        "one kind of input was not sent, or no good request in between"
-    )
+    assert len(report["answers"]) == len(MAKERS) + 1, "one kind of input was not sent, or no good request in between"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is sent: the same for the same seed, of every kind, and as it was when it is read back from a file."""
+"""Tests of the fuzzer's inputs: the same for the same seed, of every kind, and unchanged when read back from a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from coordinator.openapi import openapi_document
+from coordinator.api.http.openapi import openapi_document
 from protos.outrider.v1 import generation_pb2
 from tests.e2e.fuzz.__main__ import saved
 from tests.e2e.fuzz.experiment import MAKERS, Plan, mixed
@@ -81,17 +81,13 @@ def test_a_request_is_framed_as_http_and_grpc_have_it() -> None:
         ("{}", ()),
     ],
 )
-def test_only_who_gives_itself_no_time_may_be_told_that_it_is_over(
-    text: str, allowed: tuple[str, ...]
-) -> None:
+def test_only_who_gives_itself_no_time_may_be_told_that_it_is_over(text: str, allowed: tuple[str, ...]) -> None:
     assert own_deadline(text) == allowed
 
 
 class TestComebacks:
     def back(self, mutation: str, chance: int = 1, place: str = "5") -> Any:
-        each = StreamInput(
-            kind="k", what="w", body='{"prompt":"a"}', cut_after=1, mutation=mutation, chance=chance
-        )
+        each = StreamInput(kind="k", what="w", body='{"prompt":"a"}', cut_after=1, mutation=mutation, chance=chance)
         return comeback(each, "id", f"{RUN}:{place}", "other:1")
 
     def test_every_mutation_can_be_made_and_comes_up(self) -> None:

@@ -7,9 +7,9 @@ import json
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from coordinator.openai_response import error_body
+from coordinator.api.answer.openai_response import error_body
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.telemetry import show_loop_lag
+from outrider.observability.telemetry import show_loop_lag
 from tests.e2e.fuzz.footprint import DESCRIPTORS_MORE, Footprint, growth
 from tests.e2e.fuzz.judge import (
     HAPROXY_PAGE,
@@ -23,6 +23,9 @@ from tests.e2e.fuzz.judge import (
 )
 from tests.e2e.fuzz.lag import LagTable, Reading
 
+ANTHROPIC_ERROR = (
+    b'{"type": "error", "error": {"type": "invalid_request_error", "message": "n is odd"}, "request_id": "1"}'
+)
 ERROR = json.dumps(error_body(InvalidRequest("n", "n is odd"))).encode()
 FULL = json.dumps(error_body(Overloaded("full"))).encode()
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream; charset=utf-8"}
@@ -48,6 +51,10 @@ def test_an_answer_is_read_from_its_bytes() -> None:
         HttpAnswer(429, {"retry-after": "1"}, FULL),
         HttpAnswer(503, {"retry-after": "2"}, FULL),
         HttpAnswer(200, EVENTS, b'data: {"a":1}\n\ndata: [DONE]\n\n'),
+        HttpAnswer(400, JSON, ANTHROPIC_ERROR),
+        HttpAnswer(200, EVENTS, b'event: a\ndata: {"a":1}\n\nevent: message_stop\ndata: {}\n\n'),
+        HttpAnswer(200, EVENTS, b"event: error\ndata: " + ANTHROPIC_ERROR + b"\n\n"),
+        HttpAnswer(200, EVENTS, b'event: response.completed\ndata: {"a":1}\n\n'),
     ],
 )
 def test_what_a_sound_server_says_is_right(answer: HttpAnswer) -> None:
@@ -70,7 +77,10 @@ def test_what_a_sound_server_says_is_right(answer: HttpAnswer) -> None:
         (HttpAnswer(400, {}, ERROR.replace(b"invalid_request_error", b"internal_error")), "defect"),
         (HttpAnswer(200, JSON, b"{"), "no JSON"),
         (HttpAnswer(200, JSON, b"{}", is_whole=False), "in the middle"),
-        (HttpAnswer(200, EVENTS, b'data: {"a":1}\n\n'), "DONE"),
+        (HttpAnswer(200, EVENTS, b'data: {"a":1}\n\n'), "last event"),
+        (HttpAnswer(200, EVENTS, b"event: message_stop\ndata: {\n\n"), "no JSON"),
+        (HttpAnswer(400, JSON, ANTHROPIC_ERROR.replace(b'"type": "error"', b'"type": "x"')), "does not say so"),
+        (HttpAnswer(400, JSON, ANTHROPIC_ERROR.replace(b"n is odd", b"internal error; the log has it")), "defect"),
         (HttpAnswer(200, EVENTS, b"data: {\n\ndata: [DONE]\n\n"), "no JSON"),
         (HttpAnswer(200, EVENTS, b'data: {"error":{}}\n\ndata: [DONE]\n\n'), "shape"),
     ],

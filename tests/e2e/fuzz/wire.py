@@ -30,16 +30,13 @@ class Hung(Exception):
     """Nothing more came for as long as anybody would wait."""
 
 
-async def exchange(
-    host: str, port: int, context: ssl.SSLContext, raw: bytes, *, ends: bool, timeout_s: float
-) -> bytes:
-    """What came until the server ended the connection. Raises Hung."""
+async def exchange(host: str, port: int, context: ssl.SSLContext, raw: bytes, *, ends: bool, timeout_s: float) -> bytes:
+    """Sends bytes and returns everything that came until the server ended the connection, or what comes within a moment
+    if `ends`. Raises Hung."""
     answer = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(
-                host, port, ssl=context, ssl_handshake_timeout=timeout_s
-            )
+            reader, writer = await asyncio.open_connection(host, port, ssl=context, ssl_handshake_timeout=timeout_s)
             try:
                 with contextlib.suppress(ConnectionError, ssl.SSLError):
                     writer.write(raw)
@@ -55,9 +52,7 @@ async def exchange(
             finally:
                 writer.transport.abort()
     except TimeoutError:
-        raise Hung(
-            f"no end within {timeout_s:g} s, {len(answer)} bytes came: {bytes(answer[:200])!r}"
-        ) from None
+        raise Hung(f"no end within {timeout_s:g} s, {len(answer)} bytes came: {bytes(answer[:200])!r}") from None
     except (ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
         pass  # as good as an end
     return bytes(answer)
@@ -69,7 +64,7 @@ async def _drained(writer: asyncio.StreamWriter) -> None:
 
 
 async def _what_is_there(reader: asyncio.StreamReader) -> bytes:
-    """Of an answer to something cut off: it may have come, or never will."""
+    """Returns the part that has come of an answer to a truncated request, which may never come."""
     answer = bytearray()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.25):
@@ -88,7 +83,7 @@ async def call(
     *,
     timeout_s: float,
 ) -> GrpcAnswer:
-    """One call over a connection of its own; nothing of what is sent is checked on this side. Raises Hung."""
+    """Makes one call over a connection of its own; nothing of what is sent is checked on this side. Raises Hung."""
     answer = GrpcAnswer()
     try:
         async with asyncio.timeout(timeout_s):
@@ -110,9 +105,7 @@ async def call(
 
 
 class _Call:
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: GrpcAnswer
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: GrpcAnswer) -> None:
         self._reader = reader
         self._writer = writer
         self._answer = answer

@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from command_line.checkout import DEMO_TARGET
 from demo.corpus import held_out_prompts
-from outrider.cli.deployment import DEMO_TARGET
 from outrider.errors import OutriderError
-from outrider.free_ports import free_ports
-from outrider.tls import AUTHORITY, Role
+from outrider.local.free_ports import free_ports
+from outrider.security.tls import AUTHORITY, Role
 from tests.e2e.load_balancers import Backend
 from tests.e2e.rollout.balancer import SecuredHAProxy
 from tests.e2e.rollout.load import Clients, Tally, Traffic, asking, install_node_modules, plain_cases
@@ -57,9 +57,7 @@ async def roll(
         await asyncio.sleep(pause_s)
         num_done = sum(tally.done.values()) - before
         failed = f"{len(tally.failures)} failed so far"
-        print(
-            f"{text}: {time.monotonic() - began_s:.1f} s, {num_done} answers meanwhile, {failed}", flush=True
-        )
+        print(f"{text}: {time.monotonic() - began_s:.1f} s, {num_done} answers meanwhile, {failed}", flush=True)
 
     async def replace_worker(kind: str, name: str) -> None:
         await system.start_another(kind)
@@ -114,9 +112,7 @@ async def run(
             await asyncio.to_thread(balancer.start)
             if prometheus is not None:
                 await prometheus.until_ready()
-            print(
-                f"up: {', '.join(system.children)}, Redis, HAProxy" + (", Prometheus" if prometheus else "")
-            )
+            print(f"up: {', '.join(system.children)}, Redis, HAProxy" + (", Prometheus" if prometheus else ""))
             async with asking(system, balancer.url, balancer.address, traffic, clients) as tally:
                 await asyncio.sleep(pause_s)
                 await roll(
@@ -138,7 +134,7 @@ async def run(
 
 
 async def report(tally: Tally, prometheus: Prometheus | None, system: SecuredSystem) -> None:
-    """What clients saw, and what Prometheus did."""
+    """Prints the results of the clients, and figures from Prometheus."""
     counted = ", ".join(f"{count} by {kind}" for kind, count in sorted(tally.done.items()))
     print(f"{sum(tally.done.values())} answers ({counted}), {len(tally.failures)} failed")
     for failure in tally.failures[:20]:
@@ -160,25 +156,13 @@ async def report(tally: Tally, prometheus: Prometheus | None, system: SecuredSys
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make rollout", description=__doc__)
-    parser.add_argument(
-        "--openai", type=int, default=3, help="clients of the openai package (default %(default)s)"
-    )
-    parser.add_argument(
-        "--grpc", type=int, default=2, help="clients over gRPC in Python (default %(default)s)"
-    )
-    parser.add_argument(
-        "--think-s", type=float, default=0.2, help="of a client, between answers (default %(default)s)"
-    )
-    parser.add_argument(
-        "--pause-s", type=float, default=5.0, help="between two replacements (default %(default)s)"
-    )
+    parser.add_argument("--openai", type=int, default=3, help="clients of the openai package (default %(default)s)")
+    parser.add_argument("--grpc", type=int, default=2, help="clients over gRPC in Python (default %(default)s)")
+    parser.add_argument("--think-s", type=float, default=0.2, help="of a client, between answers (default %(default)s)")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="between two replacements (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="keep all logs in this new folder")
-    parser.add_argument(
-        "--no-node", action="store_true", help="no client in JavaScript, which needs node and npm"
-    )
-    parser.add_argument(
-        "--only-model", action="store_true", help="change the target's model and replace nothing else"
-    )
+    parser.add_argument("--no-node", action="store_true", help="no client in JavaScript, which needs node and npm")
+    parser.add_argument("--only-model", action="store_true", help="change the target's model and replace nothing else")
     parser.add_argument("--no-prometheus", action="store_true", help="without a Prometheus")
     given = parser.parse_args(arguments)
     program = None if given.no_prometheus else shutil.which("prometheus")

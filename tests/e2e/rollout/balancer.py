@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from outrider.certificate_authority import CertificateAuthority
-from outrider.tls import Role
+from outrider.security.certificate_authority import CertificateAuthority
+from outrider.security.tls import Role
 from tests.e2e.certificates import Authority
 from tests.e2e.load_balancers import Backend, HAProxy
 
@@ -51,7 +51,7 @@ class SecuredHAProxy(HAProxy):
         return words
 
     async def drain(self, index: int) -> None:
-        """No new requests for this coordinator; returns when it has none left. Raises TimeoutError."""
+        """Sends no new requests to this coordinator; returns when it has none left. Raises TimeoutError."""
         for backend in (*_CHECKED, *_UNCHECKED):
             await self._ask(f"set server {backend}/coordinator-{index} state drain")
         async with asyncio.timeout(_ENDED_S):
@@ -61,7 +61,7 @@ class SecuredHAProxy(HAProxy):
                 await asyncio.sleep(0.2)
 
     async def undrain(self, index: int) -> None:
-        """Returns when it gets requests again. Raises TimeoutError."""
+        """Sends requests to this coordinator again; returns when it gets them. Raises TimeoutError."""
         for backend in (*_CHECKED, *_UNCHECKED):
             await self._ask(f"set server {backend}/coordinator-{index} state ready")
         async with asyncio.timeout(_ENDED_S):
@@ -72,7 +72,7 @@ class SecuredHAProxy(HAProxy):
                 await asyncio.sleep(0.2)
 
     async def _rows(self, index: int) -> list[dict[str, str]]:
-        """What HAProxy says of this coordinator, in each backend."""
+        """HAProxy's statistics of this coordinator, one row for each backend."""
         stat = await self._ask("show stat")
         header, *lines = [line.removeprefix("# ").split(",") for line in stat.strip().splitlines()]
         rows = [dict(zip(header, line, strict=False)) for line in lines]

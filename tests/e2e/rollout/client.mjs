@@ -25,7 +25,7 @@ function generate({ model, prompt, max_tokens, text }) {
   return new Promise((resolve) => {
     let said = "";
     const call = client.Generate(
-      { model, prompt, sampling: { max_tokens, top_p: 1, temperature: 0 } },
+      { model, prompt, sampling: { max_tokens, temperature: 0 } },
       metadata,
       { deadline: Date.now() + 60_000 },
     );

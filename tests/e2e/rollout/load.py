@@ -18,7 +18,7 @@ import grpc.aio
 import httpx
 import openai
 
-from outrider.cli.deployment import ROOT
+from command_line.checkout import ROOT
 from outrider.errors import ConfigurationError
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.secured import SecuredSystem
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass
 class Tally:
-    """What came of all requests, by the kind of client."""
+    """Outcomes of all requests, by the kind of client."""
 
     done: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Tally:
 
 
 class Traffic:
-    """What the clients ask at present, and which models answered each of them since that changed."""
+    """The requests that clients send at present, and the models that answered each client since they last changed."""
 
     def __init__(self, cases: Sequence[Case], path: Path) -> None:
         """`path` is where a client in another process reads the cases before each request."""
@@ -67,13 +67,13 @@ class Traffic:
         draft.replace(self.path)
 
     def put(self, client: str, model: str) -> None:
-        """A client was answered by this model."""
+        """Records that a client was answered by this model."""
         self._models.setdefault(client, []).append(model)
         self._has_answer.set()
 
     async def turn_to(self, cases: Sequence[Case], is_done: Callable[[list[str]], bool]) -> None:
-        """From their next request on clients ask these. Returns when `is_done` is true of the models that answered
-        each client since. Raises TimeoutError."""
+        """Has clients send these requests from their next one on. Returns when `is_done` is true of the models that
+        answered each client since. Raises TimeoutError."""
         self._set(cases)
         self._models = {client: [] for client in self._models}
         async with asyncio.timeout(2 * REQUEST_TIMEOUT_S):
@@ -82,10 +82,8 @@ class Traffic:
                 await self._has_answer.wait()
 
 
-async def plain_cases(
-    system: SecuredSystem, model: str, prompts: Sequence[str], max_tokens: int
-) -> list[Case]:
-    """What plain decoding says, asked of a coordinator directly."""
+async def plain_cases(system: SecuredSystem, model: str, prompts: Sequence[str], max_tokens: int) -> list[Case]:
+    """Cases with the output of plain decoding, requested from a coordinator directly."""
     cases = []
     async with system.http(system.key) as client:
         for prompt in prompts:
@@ -102,7 +100,7 @@ async def plain_cases(
 
 
 async def ask_by_openai(client: openai.AsyncOpenAI, case: Case) -> str:
-    """The failure, or nothing."""
+    """Sends a request with the `openai` package; returns the failure, or an empty string."""
     try:
         stream = await client.completions.create(
             model=case.model, prompt=case.prompt, max_tokens=case.max_tokens, temperature=0, stream=True
@@ -114,11 +112,11 @@ async def ask_by_openai(client: openai.AsyncOpenAI, case: Case) -> str:
 
 
 async def ask_by_grpc(channel: grpc.aio.Channel, case: Case, key: str) -> str:
-    """The failure, or nothing."""
+    """Sends a request over gRPC; returns the failure, or an empty string."""
     request = generation_pb2.GenerationRequest(
         model=case.model,
         prompt=case.prompt,
-        sampling=common_pb2.SamplingParams(max_tokens=case.max_tokens, top_p=1),
+        sampling=common_pb2.SamplingParams(temperature=0, max_tokens=case.max_tokens),
     )
     call = generation_pb2_grpc.GenerationStub(channel).Generate(
         request, metadata=(("authorization", f"Bearer {key}"),), timeout=REQUEST_TIMEOUT_S
@@ -158,9 +156,7 @@ async def asking(
             await asyncio.sleep(clients.think_s)
 
     async with (
-        openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key=system.key, max_retries=0, http_client=http
-        ) as openai_client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=system.key, max_retries=0, http_client=http) as openai_client,
         system.channel(address) as channel,
     ):
         tasks = [

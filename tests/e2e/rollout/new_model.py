@@ -10,7 +10,7 @@ from typing import Final
 
 from safetensors.torch import load_file, save_file
 
-from outrider.cli.deployment import DEMO_TARGET
+from command_line.checkout import DEMO_TARGET
 from outrider.errors import ConfigurationError
 from tests.e2e.rollout.load import REQUEST_TIMEOUT_S, Case, Traffic, plain_cases
 from tests.e2e.secured import SecuredSystem
@@ -75,9 +75,7 @@ async def _until_served(system: SecuredSystem, index: int, name: str) -> None:
             await asyncio.sleep(0.1)
 
 
-async def _telling_cases(
-    system: SecuredSystem, cases: Sequence[Case], name: str
-) -> tuple[list[Case], list[Case]]:
+async def _telling_cases(system: SecuredSystem, cases: Sequence[Case], name: str) -> tuple[list[Case], list[Case]]:
     """The cases whose answer tells which of two models gave it, and the new model's own. Raises ConfigurationError."""
     new = await plain_cases(system, name, [case.prompt for case in cases], cases[0].max_tokens)
     pairs = [pair for pair in zip(cases, new, strict=True) if pair[0].text != pair[1].text]

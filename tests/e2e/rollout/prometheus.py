@@ -13,8 +13,8 @@ from typing import Any, Final
 import httpx
 import yaml
 
-from outrider.free_ports import free_ports
-from outrider.tls import Role
+from outrider.local.free_ports import free_ports
+from outrider.security.tls import Role
 from tests.e2e.secured import SecuredSystem
 
 START_TIMEOUT_S: Final = 30.0
@@ -48,7 +48,7 @@ class Prometheus:
             self._process = subprocess.Popen(words, stdout=log, stderr=log)
 
     def tell(self) -> None:
-        """Who is to be scraped from now on."""
+        """Writes the list of processes that are to be scraped from now on."""
         folder = self._folder / "targets"
         folder.mkdir(exist_ok=True)
         for part in ("target", "draft", "coordinator"):
@@ -58,7 +58,7 @@ class Prometheus:
             draft.replace(folder / f"{part}.yaml")
 
     async def until_ready(self) -> None:
-        """Raises AssertionError with its log."""
+        """Waits until Prometheus is ready. Raises AssertionError with its log."""
         deadline = time.monotonic() + START_TIMEOUT_S
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as client:
             while True:
@@ -74,18 +74,16 @@ class Prometheus:
         return (self._folder / "log").read_text()
 
     async def get(self, path: str, **words: str) -> Any:
-        """What its API answers. Raises AssertionError with its own words."""
+        """Returns the data that Prometheus' API answers with. Raises AssertionError with its own message."""
         async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=20) as client:
             answer = await client.get(f"/api/v1/{path}", params=words)
         assert answer.status_code == 200, f"{words}: {answer.text}"
         return answer.json()["data"]
 
     async def ask(self, query: str) -> Mapping[str, float]:
-        """By the series' labels; `""` for a sum without any."""
+        """Values of a query by the series' labels; the key of a sum without any is empty."""
         return {
-            ",".join(f"{name}={value}" for name, value in sorted(each["metric"].items())): float(
-                each["value"][1]
-            )
+            ",".join(f"{name}={value}" for name, value in sorted(each["metric"].items())): float(each["value"][1])
             for each in (await self.get("query", query=query))["result"]
         }
 

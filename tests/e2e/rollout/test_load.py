@@ -1,4 +1,4 @@
-"""What `make rollout` says where it cannot have its clients."""
+"""Tests of the error of `make rollout` if its clients cannot be installed."""
 
 from __future__ import annotations
 

@@ -66,9 +66,7 @@ def test_of_too_few_numbers_nothing_is_known() -> None:
         assert ratio_interval(few, 0.95) == difference_interval(few, six, 0.95) == unknown
         assert contrast_bounds(six, few, 1.0, 0.05) == unknown
     assert share_interval(0, 0, 0.95) == unknown
-    assert ratio_interval(six, 0.95).low == pytest.approx(
-        3.5 - stats.t.ppf(0.975, 5) * 1.8708 / 6**0.5, rel=0.01
-    )
+    assert ratio_interval(six, 0.95).low == pytest.approx(3.5 - stats.t.ppf(0.975, 5) * 1.8708 / 6**0.5, rel=0.01)
 
 
 def test_degrees_of_freedom_are_those_of_the_clusters_that_outweigh_the_rest() -> None:
@@ -108,9 +106,7 @@ def test_intervals_of_a_mean_hold_where_requests_of_a_key_resemble_each_other(nu
         key = chance.integers(0, num_keys, num_requests)
         # Each key has its own mean, 10 on average.
         values = chance.gamma(4, 2.5, num_keys)[key] * chance.lognormal(-0.125, 0.5, num_requests)
-        (totals,) = clustered(
-            values, chance.integers(0, NUM_CLUSTERS, num_keys)[key], np.array([num_requests])
-        )
+        (totals,) = clustered(values, chance.integers(0, NUM_CLUSTERS, num_keys)[key], np.array([num_requests]))
         num_right += holds(ratio_interval(Ratio.of_clusters(totals), 0.95), 10.0)
         num_right_as_if_alone += holds(ratio_interval(mean_of(values), 0.95), 10.0)
     assert num_right >= stats.binom.ppf(1e-4, NUM_TRIALS // 4, 0.93)
@@ -140,8 +136,8 @@ def clustered(
 def looks(
     chance: np.random.Generator, num: int, effect: float, share: float, num_keys: int | None = None
 ) -> list[tuple[Ratio, Ratio]]:
-    """What is known of the canary's arm and control's after every hundredth request, from the 400th on. Without
-    `num_keys` each request has a key of its own; else a key has its own mean."""
+    """Ratios of the canary arm and of control after every 100 requests, from the 400th on. Without `num_keys` each
+    request has a key of its own; else each key has its own mean."""
     key = np.arange(num) if num_keys is None else chance.integers(0, num_keys, num)
     is_canary, clusters = (chance.random(num) < share)[key], chance.integers(0, NUM_CLUSTERS, num)[key]
     values = chance.lognormal(0.0, 0.5, num) * np.where(is_canary, 1 + effect, 1.0)
@@ -204,8 +200,7 @@ def test_failures_by_chance_ever_reach_the_evidence_as_rarely_as_ville_says(shar
     for _ in range(NUM_TRIALS):
         nums = np.cumsum(chance.random(300) < share)
         num_reached += any(
-            imbalance_evidence(int(num), count, share) >= math.log(1 / alpha)
-            for count, num in enumerate(nums, start=1)
+            imbalance_evidence(int(num), count, share) >= math.log(1 / alpha) for count, num in enumerate(nums, start=1)
         )
     assert num_reached <= stats.binom.ppf(0.9999, NUM_TRIALS, alpha)
 

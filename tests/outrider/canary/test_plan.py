@@ -1,4 +1,4 @@
-"""Who gets which arm, when, and which plans there cannot be."""
+"""Tests of canary plans: which keys get which arm, when, and which plans are refused."""
 
 from __future__ import annotations
 

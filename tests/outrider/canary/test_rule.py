@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from scipy import stats
 from outrider.canary.plan import NUM_GROUPS, ArmChange, ArmName, CanaryPlan, Objective, Rule
 from outrider.canary.rule import Judgement, Standing, Verdict, judge
 from outrider.canary.statistics import FIRST, NUM_CLUSTERS, ArmStatistics, Count, Loss, RequestFigures
+from tests.golden import Trace
 
 Arms = Mapping[ArmName, ArmStatistics]
 NUM_RUNS = 200
@@ -118,7 +120,7 @@ def test_times_of_few_requests_decide_nothing() -> None:
 def test_a_single_divergence_ends_it_at_once_however_fast_it_is() -> None:
     found = judged(arm(5, tpot_ms=1, audited=3, diverged=1))
     assert found.verdict is Verdict.ABORT
-    assert found.reason == "1 of 3 audited requests say something else without speculation"
+    assert found.reason == "1 of 3 audited requests have another output without speculation"
     assert judged(arm(tpot_ms=8, audited=30, unstable=2)).verdict is Verdict.PROMOTE
 
 
@@ -145,9 +147,7 @@ def test_the_arm_of_the_review_that_timed_out_and_drove_clients_away_is_not_prom
 
 
 def test_clients_that_leave_both_arms_alike_keep_nothing_from_being_promoted() -> None:
-    assert (
-        judged(arm(400, tpot_ms=8, left=40, late=4), arm(1000, left=100, late=10)).verdict is Verdict.PROMOTE
-    )
+    assert judged(arm(400, tpot_ms=8, left=40, late=4), arm(1000, left=100, late=10)).verdict is Verdict.PROMOTE
 
 
 def test_refusals_say_nothing_of_an_arm() -> None:
@@ -234,9 +234,7 @@ def looked_at(
         for figure, values in figures.items():
             cells = look[good] * NUM_CLUSTERS + group[good] % NUM_CLUSTERS
             for part, weights in (("dividend", values[good]), ("divisor", None)):
-                sums = (
-                    np.bincount(cells, weights, num_looks * NUM_CLUSTERS).reshape(-1, NUM_CLUSTERS).cumsum(0)
-                )
+                sums = np.bincount(cells, weights, num_looks * NUM_CLUSTERS).reshape(-1, NUM_CLUSTERS).cumsum(0)
                 for cluster in range(NUM_CLUSTERS):
                     columns[name][f"{figure}:c:{cluster}:{part}"] = sums[:, cluster]
     firsts = [
@@ -277,18 +275,16 @@ def outcomes(
     is_keyed: bool = True,
     **rule: Any,
 ) -> Counter[Verdict]:
-    """Of NUM_RUNS canaries, each looked at after every EVERY of `num` requests."""
+    """Counts of the verdicts on NUM_RUNS canaries, each examined after every EVERY of its `num` requests."""
     chance = np.random.default_rng(7)
     return Counter(
-        decided(
-            looked_at(chance, num, share, effect, failure_rates, num_keys, is_keyed=is_keyed), share, **rule
-        )
+        decided(looked_at(chance, num, share, effect, failure_rates, num_keys, is_keyed=is_keyed), share, **rule)
         for _ in range(NUM_RUNS)
     )
 
 
 AT_MOST_ALPHA = int(stats.binom.ppf(0.9999, NUM_RUNS, ALPHA))
-"""What a rule that errs with a chance of alpha exceeds once in ten thousand times: 23 of 200."""
+"""The number of errors that a rule with an error rate of alpha exceeds with a probability of 0.01 %: 23 of 200."""
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -334,3 +330,40 @@ def test_a_tenth_more_milliseconds_a_token_nearly_always_end_it() -> None:
 def test_failures_of_five_in_a_hundred_instead_of_one_nearly_always_end_it() -> None:
     found = outcomes(0.0, (0.01, 0.05))
     assert found[Verdict.ABORT] >= 0.9 * NUM_RUNS
+
+
+class Looks(Trace):
+    """A canary whose statistics are looked at now and then."""
+
+    def look(self, canary: ArmStatistics, control: ArmStatistics, *, late: bool = False) -> None:
+        found = judged(canary, control, late=late)
+        event = f"{canary.num(Count.FINISHED)} requests, control {control.num(Count.FINISHED)}"
+        details = [f"{guard.standing:<7}{guard.name:<15}{guard.text}" for guard in found.guards]
+        self.add(event + (", its time is over" if late else ""), found.verdict, *details, found.reason)
+
+    def check_as(self, name: str) -> None:
+        self.check(Path(__file__).parent / "traces" / f"rule_{name}.txt")
+
+
+class TestTraces:
+    def test_a_faster_draft_is_promoted(self) -> None:
+        run = Looks("The canary's tokens come in 8 ms instead of 10; it is promoted once there are enough.")
+        for num in (100, 400):
+            run.look(arm(num, tpot_ms=8), arm(2 * num))
+        run.check_as("promoted")
+
+    def test_slower_tokens_end_it(self) -> None:
+        run = Looks("The canary's tokens come in 13 ms instead of 10.")
+        run.look(arm(400, tpot_ms=13), arm(1000))
+        run.check_as("slower")
+
+    def test_another_output_ends_it_at_once(self) -> None:
+        run = Looks("One audit found another output than without speculation.")
+        run.look(arm(40, tpot_ms=8, audited=5, diverged=1), arm(100))
+        run.check_as("diverged")
+
+    def test_one_that_makes_no_difference_ends_with_its_time(self) -> None:
+        run = Looks("Both arms are alike: nothing is certain, so control stays.")
+        run.look(arm(400), arm(1000))
+        run.look(arm(800), arm(2000), late=True)
+        run.check_as("alike")

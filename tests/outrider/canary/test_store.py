@@ -15,8 +15,8 @@ from outrider.canary.rule import Verdict, judge
 from outrider.canary.statistics import ArmStatistics, Count, Figure, Loss, RequestFigures
 from outrider.canary.store import Batch, CanaryStore
 from outrider.errors import ConfigurationError, RegistryUnavailable
-from outrider.free_ports import free_ports
-from outrider.registry import Registry
+from outrider.local.free_ports import free_ports
+from outrider.registry.registry import Registry
 
 
 def plan(canary_id: str = "abcd1234", **changes: Any) -> CanaryPlan:
@@ -28,9 +28,7 @@ def batch(number: int, sender: str = "one", canary_id: str = "abcd1234", num: in
     control, canary = ArmStatistics(), ArmStatistics()
     for _ in range(num):
         control.add(
-            RequestFigures(
-                ttft_ms=12.5, tpot_ms=0.1, e2e_ms=1e6 / 3, num_draft_tokens=7, num_accepted_draft_tokens=2
-            ),
+            RequestFigures(ttft_ms=12.5, tpot_ms=0.1, e2e_ms=1e6 / 3, num_draft_tokens=7, num_accepted_draft_tokens=2),
             group=5,
         )
     canary.count(Count.LEFT, num)

@@ -24,7 +24,7 @@ MODULE = "target_worker.runner"
 
 
 class Poison:
-    """What kills, and how far sequences with it have come here."""
+    """Markers that kill this process, and how many steps sequences with one have made here."""
 
     def __init__(self, recipes: Sequence[tuple[Sequence[int], int]]) -> None:
         self._recipes = [(list(marker), num_steps) for marker, num_steps in recipes]
@@ -43,8 +43,7 @@ class Poison:
 def _contains(token_ids: Sequence[int], marker: Sequence[int]) -> bool:
     first, length = marker[0], len(marker)
     return any(
-        token_id == first and list(token_ids[at : at + length]) == marker
-        for at, token_id in enumerate(token_ids)
+        token_id == first and list(token_ids[at : at + length]) == marker for at, token_id in enumerate(token_ids)
     )
 
 
@@ -78,7 +77,7 @@ def _poison(module: Any, poison: Poison) -> None:
 
     def run_poisoned(engine: Any, step: Any) -> Any:
         for item in step.items:
-            if poison.kills(item.session_id, item.text.token_ids, item.num_decided):
+            if poison.kills(item.session_id, item.context.token_ids, item.num_decided):
                 os.kill(os.getpid(), signal.SIGKILL)
         return run_step(engine, step)
 

@@ -1,0 +1,1 @@
+"""Kernels and steps of the engine alone, without messages."""

@@ -1,0 +1,1 @@
+"""A day of traffic replayed by the autoscalers of the Kubernetes manifests."""

@@ -1,0 +1,1 @@
+"""`outrider batch`: runs files of requests at a server in its spare capacity."""

@@ -1,0 +1,1 @@
+"""`outrider bench`: measures the speed of running servers under load."""

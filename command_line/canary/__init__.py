@@ -1,0 +1,1 @@
+"""`outrider canary`: tests another speculation setting on a share of the traffic."""

@@ -1,0 +1,42 @@
+"""Folders of this installation, and the command that runs one of its packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_TARGET = ROOT / "demo" / "target"
+DEMO_DRAFT = ROOT / "demo" / "draft"
+
+_NEEDS: Final = {
+    "coordinator": ("fastapi", "ray"),
+    "draft_worker": ("torch", "transformers"),
+    "target_worker": ("torch", "transformers"),
+}
+"""Packages of the extras `coordinator` and `worker` without which a process cannot start."""
+
+
+def check_installed(*processes: str) -> None:
+    """Raises ConfigurationError, which names the extra to install, if a process lacks its packages."""
+    missing = {name for process in processes for name in _NEEDS[process] if not importlib.util.find_spec(name)}
+    if missing:
+        extra = "demo" if len(processes) > 1 else "coordinator" if "coordinator" in processes else "worker"
+        raise not_installed(", ".join(sorted(missing)), extra)
+
+
+def not_installed(names: str, extra: str) -> ConfigurationError:
+    """The error of a command whose packages are not installed."""
+    return ConfigurationError(
+        f"this command needs packages that are not installed ({names}); install them with: "
+        f"pip install 'outrider[{extra}]'"
+    )
+
+
+def module(name: str) -> tuple[str, ...]:
+    """The command that runs one of our packages with this interpreter."""
+    return (sys.executable, "-m", name)

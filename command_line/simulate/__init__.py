@@ -1,0 +1,1 @@
+"""`outrider simulate`: predicts what a fleet does under load."""

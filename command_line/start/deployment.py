@@ -1,0 +1,247 @@
+"""Plan of the processes that `outrider serve` runs on one machine.
+
+Pure: options in, child specifications out. Paths are only put together here, never looked at.
+"""
+
+from __future__ import annotations
+
+import ssl
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from command_line.checkout import module
+from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
+from coordinator.settings import CoordinatorSettings, Listen, Proxy
+from draft_worker.limits import Vocabulary
+from outrider.engine.options import Dtype, EngineOptions, Quantization
+from outrider.local.child_spec import ChildSpec
+from outrider.observability.vllm_names import MetricsNames
+from outrider.security.tenants import parse_tenant_weight
+from outrider.security.tls import AUTHORITY, Role
+from outrider.settings import CAPACITY, SECURITY, SettingError, check, same_as, setting, words_for
+from target_worker.limits import SchedulerLimits, Service
+
+# Loading and packing gigabytes of weights takes minutes; a worker that hangs should still be noticed.
+WORKER_READY_TIMEOUT_S = 600.0
+COORDINATOR_READY_TIMEOUT_S = 120.0
+WORKER_DRAIN_S = 5.0  # the coordinator stops first, so what is left to finish belongs to nobody
+WORKER_GRACE_S = 10.0
+COORDINATOR_GRACE_S = 25.0  # 10 for running requests; then Ray stops its own processes one after the other
+
+
+class Affinity(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One model pair on one machine. None leaves a value to the process it concerns. Raises SettingError."""
+
+    target: Path
+    draft: Path | None
+    dtype: Dtype = same_as(EngineOptions, "dtype")
+    quantization: Quantization = same_as(EngineOptions, "quantization")  # of the target
+    draft_quantization: Quantization = Quantization.NONE
+    allow_heterogeneous_vocab: bool = same_as(Vocabulary, "allow_heterogeneous_vocab")
+    served_model_name: str | None = same_as(Service, "served_model_name")
+    num_speculative_tokens: int | None = same_as(SchedulerLimits, "num_speculative_tokens", None)
+    enable_lookup: bool = same_as(SchedulerLimits, "has_lookup")
+    enable_prefix_caching: bool = same_as(EngineOptions, "enable_prefix_caching", flag="--prefix-caching")
+    tool_call_parser: ToolCallParserName | None = same_as(CoordinatorSettings, "tool_call_parser")
+    reasoning_parser: ReasoningParserName | None = same_as(CoordinatorSettings, "reasoning_parser")
+    seed_requests: bool = same_as(CoordinatorSettings, "seed_requests")
+    host: str = same_as(Listen, "host")
+    port: int = same_as(Listen, "port")
+    grpc_port: int = same_as(Listen, "grpc_port")
+    proxy: Proxy | None = same_as(Listen, "proxy")
+    num_target_workers: int = setting(1, "target workers", CAPACITY, "workers", at_least=1, at_most=64)
+    num_draft_workers: int = setting(1, "draft workers", CAPACITY, "workers", at_least=1, at_most=64)
+    tensor_parallel_size: int = setting(
+        1, "processes of each target worker, between which its model is sharded",
+        CAPACITY, "processes", at_least=1, at_most=64,
+    )  # fmt: skip
+    draft_tensor_parallel_size: int = setting(
+        1, "processes of each draft worker", CAPACITY, "processes", at_least=1, at_most=64
+    )
+    num_replicas: int = same_as(Listen, "num_replicas", at_most=64)
+    metrics_names: MetricsNames = same_as(CoordinatorSettings, "metrics_names")
+    max_num_seqs: int | None = same_as(EngineOptions, "max_num_seqs", None)
+    max_model_len: int | None = same_as(EngineOptions, "max_model_len")
+    max_requests: int | None = same_as(CoordinatorSettings, "requests_max", None)
+    max_queue_wait_s: float | None = same_as(CoordinatorSettings, "queue_wait_max_s", None)
+    response_life_s: float | None = same_as(CoordinatorSettings, "response_life_s", None)
+    batch_files: str | None = same_as(CoordinatorSettings, "batch_files")
+    tenant_weights: tuple[str, ...] = same_as(CoordinatorSettings, "tenant_weights")
+    affinity: Affinity = setting(
+        Affinity.AUTO, "auto gives each worker cores of its own where there are enough",
+        CAPACITY, flag="--cpu-affinity",
+    )  # fmt: skip
+    api_keys: Path | None = same_as(CoordinatorSettings, "api_keys_file")
+    tls_dir: Path | None = setting(
+        None, "TLS on the public ports and between all processes, with the certificates that `outrider "
+        "certificates` makes, which has a folder for each process",
+        SECURITY, "folder", shows="in the clear",
+    )  # fmt: skip
+    is_insecure: bool = same_as(Listen, "is_insecure")
+    logs_requests: bool = same_as(CoordinatorSettings, "logs_requests")
+    otlp_endpoint: str | None = same_as(CoordinatorSettings, "otlp_endpoint")
+
+    def __post_init__(self) -> None:
+        check(self)
+        try:
+            check_combination(self.tool_call_parser, self.reasoning_parser)
+        except ValueError as error:
+            raise SettingError("tool_call_parser", str(error)) from None
+        for weight in self.tenant_weights:  # here as well as in the coordinator, which starts last
+            try:
+                parse_tenant_weight(weight)
+            except ValueError as error:
+                raise SettingError("tenant_weights", f"--tenant-weight: {error}") from None
+
+    @property
+    def trust(self) -> ssl.SSLContext | bool:
+        """The certificates by which a client on this machine recognizes the coordinator."""
+        if self.tls_dir is None:
+            return True
+        return ssl.create_default_context(cafile=str(self.tls_dir / AUTHORITY))
+
+    def certificates_of(self, role: Role) -> Path | None:
+        """The folder of a part's certificate."""
+        return None if self.tls_dir is None else self.tls_dir / role.name.lower()
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients ask for: the given one, else that of the target's folder."""
+        return self.served_model_name or self.target.resolve().name
+
+
+@dataclass(frozen=True)
+class CorePlan:
+    """The cores of each worker; an empty tuple means no pinning."""
+
+    targets: tuple[tuple[int, ...], ...]
+    drafts: tuple[tuple[int, ...], ...]
+
+
+def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CorePlan:
+    """Splits cores so that no two workers share one: a draft and its target run at the same time, always.
+
+    A draft model is small and gets one core, from the end. Targets share the rest evenly; from four cores on
+    one is left to the coordinator. Too few cores for one each: nobody is pinned. Each gets neighbours of `cores`, which
+    are near to one memory (`machine.usable_cores`).
+    """
+    if len(cores) < num_targets + num_drafts:
+        return CorePlan(((),) * num_targets, ((),) * num_drafts)
+    ordered = list(cores)
+    split = len(ordered) - num_drafts
+    drafts = tuple((core,) for core in ordered[split:])
+    is_roomy = len(ordered) >= 4 and split > num_targets
+    rest = ordered[1:split] if is_roomy else ordered[:split]
+    share = len(rest) // num_targets
+    targets = tuple(tuple(rest[i * share : (i + 1) * share]) for i in range(num_targets))
+    return CorePlan(targets, drafts)
+
+
+def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> list[ChildSpec]:
+    """Target workers, then draft workers. `run_id` keeps the worker ids of several systems apart."""
+    num_drafts = deployment.num_draft_workers if deployment.draft is not None else 0
+    usable = cores if deployment.affinity is Affinity.AUTO else ()
+    plan = plan_cores(usable, deployment.num_target_workers, num_drafts)
+    target = replace(deployment, served_model_name=deployment.model_name)
+    words = words_for(target, EngineOptions, Service, SchedulerLimits)
+    words += ["--metrics-names", deployment.metrics_names.value]
+    size = deployment.tensor_parallel_size
+    specs = [
+        _worker_spec("target", i, deployment.target, deployment, own, size, run_id, words)
+        for i, own in enumerate(plan.targets)
+    ]
+    if deployment.draft is not None:
+        draft = replace(deployment, quantization=deployment.draft_quantization)
+        if draft.quantization is not Quantization.NONE:
+            draft = replace(draft, dtype=Dtype.BFLOAT16)  # whatever the target has: hints have no precision
+        words = ["--target-tokenizer", str(deployment.target), *words_for(draft, EngineOptions, Vocabulary)]
+        size = deployment.draft_tensor_parallel_size
+        specs += [
+            _worker_spec("draft", i, deployment.draft, deployment, own, size, run_id, words)
+            for i, own in enumerate(plan.drafts)
+        ]
+    return specs
+
+
+def _worker_spec(
+    role: str,
+    index: int,
+    model: Path,
+    deployment: Deployment,
+    cores: tuple[int, ...],
+    num_ranks: int,
+    run_id: str,
+    words: Sequence[str],
+) -> ChildSpec:
+    num_threads = max(len(cores) // num_ranks, 1) if cores else 0  # of each rank
+    flags: dict[str, object] = {
+        "--model": model,
+        "--host": "127.0.0.1",
+        "--port": 0,
+        "--worker-id": f"{role}-{index}-{run_id}",
+        "--drain-grace-s": WORKER_DRAIN_S,
+        "--tls-dir": deployment.certificates_of(Role[role.upper()]),
+        "--otlp-endpoint": deployment.otlp_endpoint,
+        "--num-threads": num_threads or None,
+        "--cpu-affinity": ",".join(map(str, cores)) or None,
+    }
+    # OpenMP reads its own variable before any flag of ours is parsed.
+    environment = {"OMP_NUM_THREADS": str(num_threads)} if cores else {}
+    environment |= rank_environment(num_ranks)
+    return ChildSpec(
+        f"{role}-{index}",
+        role,
+        (*launcher(f"{role}_worker", num_ranks), *flatten(flags), *words),
+        environment,
+        ready_timeout_s=WORKER_READY_TIMEOUT_S,
+        stop_grace_s=WORKER_GRACE_S,
+    )
+
+
+def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
+    """The Ray Serve application with its HTTP and gRPC ports."""
+    flags = {
+        "--tokenizer": deployment.target,
+        "--served-model-name": deployment.model_name,
+        "--ray-temp-dir": ray_temp_dir,
+        "--tls-dir": deployment.certificates_of(Role.COORDINATOR),
+    }
+    return ChildSpec(
+        "coordinator",
+        "coordinator",
+        (*module("coordinator"), *flatten(flags), *words_for(deployment, CoordinatorSettings, Listen)),
+        ready_timeout_s=COORDINATOR_READY_TIMEOUT_S,
+        stop_grace_s=COORDINATOR_GRACE_S,
+    )
+
+
+def launcher(name: str, num_ranks: int) -> tuple[str, ...]:
+    """The command that runs one of our packages in so many processes, the ranks of one group on this machine."""
+    if num_ranks == 1:
+        return module(name)
+    torchrun = (
+        *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)),
+        *("--monitor-interval", "0.2", "--shutdown-timeout", f"{WORKER_GRACE_S:g}"),
+    )
+    return (*module("torch.distributed.run"), *torchrun, "-m", name)
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """Variables by which the ranks of `launcher` find each other: by the loopback, whatever the machine is called."""
+    if num_ranks == 1:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def flatten(flags: Mapping[str, object]) -> list[str]:
+    """Command-line words of the flags that have a value."""
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]

@@ -1,0 +1,54 @@
+"""Which model drafts for `outrider serve`, and in what precision. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from command_line.checkout import DEMO_DRAFT
+from outrider.engine.options import Quantization
+
+
+class UnfitDraft(ValueError):
+    """Flags that do not go together; the message names them."""
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """The model that draft workers load; None for no draft workers."""
+
+    folder: Path | None
+    quantization: Quantization = Quantization.NONE
+
+
+def choose_draft(
+    target: Path,
+    draft: Path | None,
+    *,
+    no_draft: bool = False,
+    self_draft: bool = False,
+    target_quantization: Quantization = Quantization.NONE,
+    draft_quantization: Quantization | None = None,
+) -> DraftChoice:
+    """From the flags of the same names. Raises UnfitDraft."""
+    given = {"--draft": draft is not None, "--no-draft": no_draft, "--self-draft": self_draft}
+    if len(named := [flag for flag, is_given in given.items() if is_given]) > 1:
+        raise UnfitDraft(f"{' and '.join(named)} exclude each other")
+    if no_draft:
+        if draft_quantization is not None:
+            raise UnfitDraft("--draft-quantization and --no-draft exclude each other")
+        return DraftChoice(None)
+    if not self_draft:
+        return DraftChoice(draft or DEMO_DRAFT, draft_quantization or Quantization.NONE)
+    quantization = draft_quantization or Quantization.INT8
+    if quantization is Quantization.NONE:
+        raise UnfitDraft(
+            "--self-draft with --draft-quantization none drafts with the target itself, which takes as long as to do "
+            "without: choose int8 or fp8"
+        )
+    if target_quantization is not Quantization.NONE:
+        raise UnfitDraft(
+            f"--self-draft needs a target of higher precision than its draft, and --quantization "
+            f"{target_quantization.value} makes it as coarse: leave one of them out"
+        )
+    return DraftChoice(target, quantization)

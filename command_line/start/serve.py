@@ -1,0 +1,93 @@
+"""`outrider serve`: a draft model, a target model and the coordinator on this machine, under one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from command_line.progress import Progress
+from command_line.settings import takes_settings
+from command_line.start.acceptance_probe import probe
+from command_line.start.deployment import Deployment
+from command_line.start.draft_choice import UnfitDraft, choose_draft
+from command_line.start.options import ServeOptions
+from command_line.start.system import new_log_dir, running_system
+from outrider.engine.options import Quantization
+from outrider.local.until_signalled import run_until_signalled
+from outrider.registry.redis_connection import redis_url_from
+from outrider.settings import settings_of
+
+SIGTERM_STATUS = 128 + 15
+
+
+@takes_settings(ServeOptions, Deployment)
+def serve(**given: Any) -> None:
+    """Serve a model pair on this machine: Redis, workers and coordinator, started, watched and stopped together.
+
+    With no flag at all it serves the demo pair. A worker that dies is started again; Ctrl-C stops everything.
+    """
+    options = ServeOptions(**{name: given.pop(name) for name in settings_of(ServeOptions)})
+    try:
+        choice = choose_draft(
+            options.target,
+            options.draft,
+            no_draft=options.no_draft,
+            self_draft=options.self_draft,
+            target_quantization=given["quantization"],
+            draft_quantization=options.draft_quantization,
+        )
+        deployment = Deployment(options.target, choice.folder, draft_quantization=choice.quantization, **given)
+    except UnfitDraft as error:
+        raise typer.BadParameter(str(error)) from None
+    redis = redis_url_from(options.redis_url, options.redis_url_file)
+    status = run_until_signalled(lambda: _serve(deployment, redis, options.log_dir, options.verbose))
+    # Being asked to stop and having stopped is success; Ctrl-C keeps the status that shells expect.
+    raise typer.Exit(0 if status == SIGTERM_STATUS else status)
+
+
+async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | None, verbose: bool) -> int:
+    console = Console(stderr=True, highlight=False)
+    with Progress(console) as progress:
+        progress.say(f"Starting Outrider with {deployment.target} and {deployment.draft or 'no draft'}")
+        async with running_system(
+            deployment,
+            redis_url=redis_url,
+            log_dir=log_dir or new_log_dir(),
+            on_event=progress.on_event,
+            echo=progress.echo if verbose else None,
+        ) as addresses:
+            print(
+                f"Outrider is ready: {addresses.http}/v1 (OpenAI), {addresses.grpc} (gRPC), "
+                f"model {deployment.model_name}, logs in {addresses.log_dir}",
+                flush=True,
+            )
+            progress.note(
+                f"Its Redis: --redis-url-file {addresses.redis_url_file}. `outrider canary` finds it on this machine."
+            )
+            progress.say(f"Serving {deployment.model_name}; Ctrl-C stops it.")
+            probing = asyncio.create_task(_probe_draft(deployment, addresses.http, progress))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                probing.cancel()
+                progress.say("Stopping. Running requests have 8 s; Ctrl-C again ends them at once.")
+    return 0
+
+
+async def _probe_draft(deployment: Deployment, url: str, progress: Progress) -> None:
+    """Says how the draft does; loudly where it is of no use."""
+    if deployment.draft is None or deployment.api_keys is not None:  # nobody gave us a key
+        return
+    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=deployment.trust) as client:
+        found = await probe(client, deployment.model_name)
+    if found is None:
+        return
+    is_quantized = deployment.draft_quantization is not Quantization.NONE
+    name = f"{deployment.draft} ({deployment.draft_quantization.value})" if is_quantized else str(deployment.draft)
+    tell = progress.warn if found.is_useless else progress.note
+    tell(found.report(name))

@@ -1,0 +1,1 @@
+"""`outrider tune`: predicts what speculation gains for a pair of models on this machine."""

@@ -1,0 +1,225 @@
+"""`outrider tune`: profiles a pair of models here, predicts the gain of speculation and recommends settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from command_line.load.prompts import parse_prompts
+from command_line.progress import Progress
+from command_line.report import print_notes
+from command_line.settings import naming, takes_settings
+from command_line.start.demo_prompts import DEMO_PROMPTS
+from command_line.start.preflight import check_model, check_tokenizers
+from command_line.tune import document, report
+from command_line.tune.advice import advise, usable_num_hints
+from command_line.tune.agreement import Ranks, acceptances
+from command_line.tune.findings import Findings, ModelProfile, Settings
+from command_line.tune.model import Pair
+from command_line.tune.options import TuneOptions
+from command_line.tune.profile import DRAFT_SIZES, TARGET_SIZES, loaded, longest_sequence, step_times
+from command_line.tune.texts import GeneratedText, check_texts, generate, ranks_within
+from command_line.tune.times import Overheads
+from outrider.engine.loading.machine import hardware, usable_cores
+from outrider.errors import InvalidRequest
+from outrider.text.tokenizer import Tokenizer
+
+BATCH_SIZE_MAX = 1024
+
+
+@takes_settings(TuneOptions)
+def tune(**given: Any) -> None:
+    """Profile a model pair on this machine and recommend settings: what will speculation gain, before serving it?
+
+    It measures the time of a target step by number of tokens, the time of a draft step, and how often the draft's
+    tokens equal the target's on your prompts. A replay of these measurements predicts the speed-up for every block
+    length and batch size.
+
+    [bold]Words[/bold]
+
+    γ is the number of hints verified per step and session, τ the tokens that a step commits. Synchronous: draft and
+    target wait for each other. Ahead: the draft continues while the target verifies, as Outrider's does. Bound: as if
+    hints were free.
+
+    [bold]Examples[/bold]
+
+    [cyan]outrider tune[/cyan] profiles the demo pair.
+
+    [cyan]outrider tune --target big --draft small --prompts recorded.jsonl --num-threads 8[/cyan] profiles your own
+    pair.
+
+    [cyan]outrider tune --target big --draft small --flags[/cyan] prints the commands to start.
+
+    [bold]Exit status[/bold]
+
+    0: measured, whatever the advice; 1: the pair cannot be served; 2: a flag is wrong.
+    """
+    options = TuneOptions(**given)
+    if options.as_json and options.as_flags:
+        raise typer.BadParameter("excludes --json, which has them too", param_hint="--flags")
+    found = _findings(options)
+    if options.as_json:
+        print(json.dumps(document.as_dict(found)), flush=True)
+    elif options.as_flags:
+        print("\n".join(document.flags(found)))
+    else:
+        _print(Console(highlight=False), found)
+
+
+def _findings(options: TuneOptions) -> Findings:
+    """Everything that is measured and predicted."""
+    target, draft = options.target, options.draft
+    batches = _batches(options.batch_sizes)
+    asked = _prompts(options.prompts)
+    overheads = _overheads(options.overhead_ms, options.link_ms)
+    check_model(target, "--target")
+    check_model(draft, "--draft")
+    check_tokenizers(target, draft)
+    settings = Settings(
+        options.dtype.value,
+        options.quantization.value,
+        options.num_threads,
+        options.context_len,
+        options.max_tokens,
+        options.budget_s,
+    )
+    prompt_token_ids = _encoded(target, draft, asked, options.max_tokens)
+    machine = hardware()
+    with Progress(Console(stderr=True, highlight=False)) as progress:
+        with _pinned(options.cpu_affinity, options.num_threads):
+            measured = _measure(target, draft, prompt_token_ids, settings, progress)
+        target_profile, draft_profile, ranks = measured
+        pair = Pair(target_profile.times, draft_profile.times, ranks, overheads)
+        num_hints_max = usable_num_hints(pair, options.max_speculative_tokens)
+        if num_hints_max < 1:
+            raise InvalidRequest(
+                "prompts", "too few tokens to compare: the answers end at once, or --budget-s is too short"
+            )
+        progress.say("Replaying.")
+        return Findings(
+            target,
+            draft,
+            settings,
+            machine,
+            target_profile,
+            draft_profile,
+            pair,
+            acceptances(ranks, num_hints_max),
+            tuple(advise(pair, batch, num_hints_max) for batch in batches),
+            num_prompts=len(asked),
+        )
+
+
+def _measure(
+    target: Path,
+    draft: Path,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    progress: Progress,
+) -> tuple[ModelProfile, ModelProfile, tuple[Ranks, ...]]:
+    """Measures both models' step times and the draft's ranks of the target's sequences. Raises OutriderError."""
+    longest = max(
+        max(map(len, prompts)) + settings.num_tokens,
+        settings.context_len + max(settings.context_len, TARGET_SIZES[-1]),
+    )
+    target_profile, texts = _measure_target(target, prompts, settings, progress, longest)
+    check_texts(texts, settings.budget_s)
+    progress.say(f"Loading {draft}.")
+    with loaded(draft, settings, is_target=False, longest=longest) as engine:
+        progress.say(f"Draft steps over up to {DRAFT_SIZES[-1]} nodes, at most {settings.budget_s:g} s.")
+        draft_profile = step_times(engine, DRAFT_SIZES, settings, is_target=False)
+        progress.say(f"The draft's candidates, at most {settings.budget_s:g} s.")
+        return target_profile, draft_profile, ranks_within(engine, texts, settings.budget_s)
+
+
+def _measure_target(
+    target: Path,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    progress: Progress,
+    longest: int,
+) -> tuple[ModelProfile, list[GeneratedText]]:
+    """Measures the target. Its own function, so that the target's memory is free before the draft is loaded."""
+    progress.say(f"Loading {target}.")
+    with loaded(target, settings, is_target=True, longest=longest) as engine:
+        progress.say(f"Target steps over up to {TARGET_SIZES[-1]} tokens, at most {settings.budget_s:g} s.")
+        profile = step_times(engine, TARGET_SIZES, settings, is_target=True)
+        progress.say(f"The target's greedy outputs: {len(prompts)} prompts, at most {settings.budget_s:g} s.")
+        return profile, generate(engine, prompts, settings, progress.update)
+
+
+def _encoded(target: Path, draft: Path, asked: Sequence[str], num_tokens: int) -> list[list[int]]:
+    """Prompts as tokens. A prompt that is too long keeps its end: both models must fit it and its answer."""
+    longest = min(longest_sequence(target), longest_sequence(draft))
+    if longest <= num_tokens:
+        raise typer.BadParameter(
+            f"{num_tokens} is more than fits into the models' {longest} tokens", param_hint="--max-tokens"
+        )
+    tokenizer = Tokenizer(target)
+    prompts = [token_ids[num_tokens - longest :] for text in asked if (token_ids := tokenizer.encode(text))]
+    if not prompts:
+        raise typer.BadParameter("no prompt has a token", param_hint="--prompts")
+    return prompts
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        batches = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        batches = []
+    if not batches or not 1 <= batches[0] <= batches[-1] <= BATCH_SIZE_MAX:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers from 1 to {BATCH_SIZE_MAX} such as 1,8",
+            param_hint="--batch-sizes",
+        )
+    return batches
+
+
+def _prompts(path: Path | None) -> Sequence[str]:
+    if path is None:
+        return DEMO_PROMPTS
+    with naming("--prompts"):
+        return parse_prompts(path.read_text(encoding="utf-8"))
+
+
+def _overheads(overhead_ms: float | None, link_ms: float | None) -> Overheads:
+    usual = Overheads()
+    if overhead_ms is not None:
+        usual = usual.scaled(overhead_ms / usual.plain_ms)
+    return usual if link_ms is None else replace(usual, link_ms=link_ms)
+
+
+@contextmanager
+def _pinned(cores: str | None, num_threads: int) -> Iterator[None]:
+    """Pins this process to `cores` while it measures."""
+    from outrider.worker.worker_process import pin_to_cores  # imports gRPC, which would slow --help down
+
+    before = os.sched_getaffinity(0) if cores else set()
+    pin_to_cores(cores)
+    try:
+        if num_threads > len(usable_cores()):
+            # The threads would spin while they wait for each other: a step would take 100 times as long.
+            raise typer.BadParameter(
+                f"{num_threads} threads have only {len(usable_cores())} cores", param_hint="--num-threads"
+            )
+        yield
+    finally:
+        if before:
+            os.sched_setaffinity(0, before)
+
+
+def _print(console: Console, found: Findings) -> None:
+    for table in (report.steps_table(found), report.acceptance_table(found), report.advice_table(found)):
+        console.print(table)
+    for line in report.verdict(found):
+        console.print(Text(line), soft_wrap=True)
+    print_notes(console, [*report.WORDS, report.caption(found)], report.warnings(found))

@@ -1,0 +1,206 @@
+"""Registers grpc.health.v1.Health with Serve's gRPC servers, for kubelet, load balancers and gRPC's own clients.
+
+`""` and `outrider.v1.Generation` are SERVING while at least one target worker is usable, as `/health` says over HTTP,
+and NOT_SERVING while none is and while this replica or proxy leaves. `liveness` is always SERVING. No key is asked for.
+
+A server asks a replica through Serve, as for any call: behind HAProxy that is the replica itself, and Serve's own proxy
+chooses one. One question at a time is asked for all callers, whose number may be large, so that they cost the replica
+nothing. A watch occupies no request of a replica and does not delay its end.
+
+Runs inside the proxy or replica process, which finds this function by its import path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from coordinator.api.grpc.grpc_ingress import Unreadable, read_or_report
+
+SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+READINESS: Final = ("", "outrider.v1.Generation")
+LIVENESS: Final = "liveness"
+FRESH_S: Final = 1.0
+"""How old the known state may be before a caller waits for a new one; watches look as often."""
+ANSWER_MAX_S: Final = 2.0
+"""A replica that does not answer for so long is not ready."""
+WATCHES_MAX: Final = 256
+"""Watches at once, per server."""
+WATCH_MAX_S: Final = 1800.0
+"""A client may have left without notice; one that has not watches again."""
+_SERVES_ITSELF: Final = "/ray.serve.RayServeAPIService/Healthz"
+_Status = health_pb2.HealthCheckResponse
+Ask = Callable[[Any, Any], Awaitable[bytes]]
+
+
+def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
+    """Registers the service; `servicer` is Serve's placeholder."""
+    from ray.serve._private.proxy_request_response import gRPCStreamingType
+
+    def ask(service_method: str) -> Ask:
+        handler: Ask = server.service_handler_factory(
+            service_method=service_method, streaming_type=gRPCStreamingType.UNARY_UNARY
+        )
+        return handler
+
+    health = Health(is_here=ask(_SERVES_ITSELF), is_ready=ask(f"/{SERVICE}/Check"))
+    codec = {
+        "request_deserializer": read_or_report(health_pb2.HealthCheckRequest.FromString),
+        "response_serializer": _Status.SerializeToString,
+    }
+    methods = {
+        "Check": grpc.unary_unary_rpc_method_handler(health.check, **codec),
+        "Watch": grpc.unary_stream_rpc_method_handler(health.watch, **codec),
+    }
+    server.add_passthrough_service(SERVICE)  # else Serve would send its calls to a replica
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The readiness of a server."""
+
+    is_ready: bool
+    is_leaving: bool = False
+
+
+@dataclass(slots=True)
+class Health:
+    """Answers the calls of one server. `is_here` and `is_ready` are Serve's handlers: whether the server itself takes
+    requests, and a replica's answer."""
+
+    is_here: Ask
+    is_ready: Ask
+    watch_max_s: float = WATCH_MAX_S
+    fresh_s: float = FRESH_S
+    _num_watches: int = 0
+    _looked_s: float = field(default=float("-inf"))
+    _look: asyncio.Task[State] | None = None
+
+    async def check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        """Serves Health.Check."""
+        status = await self._status(await _readable(request, context))
+        if status is None:
+            known = ", ".join(map(repr, (*READINESS, LIVENESS)))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no such service here; there are {known}")
+        return _Status(status=status)
+
+    async def watch(self, request: Any, context: Any) -> None:
+        """Serves Health.Watch: the status now, and whenever it changes."""
+        service = await _readable(request, context)
+        if self._num_watches >= WATCHES_MAX:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{WATCHES_MAX} clients watch already, the most that may; call Check instead",
+            )
+        self._num_watches += 1
+        try:
+            async with asyncio.timeout(self.watch_max_s):
+                await self._send_changes(service, context)
+            why = "this server is leaving; watch again"
+        except TimeoutError:
+            why = f"a watch lasts {self.watch_max_s:g} s at most; watch again"
+        finally:
+            self._num_watches -= 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, why)
+
+    async def _send_changes(self, service: str, context: Any) -> None:
+        """Sends the status, and each change of it, until this server leaves."""
+        sent = None
+        while True:
+            status = await self._status(service)
+            if status is None:
+                status = _Status.SERVICE_UNKNOWN  # not an error, by the protocol
+            if status != sent:
+                await context.write(_Status(status=status))
+                sent = status
+            if (await self.state()).is_leaving:
+                return
+            await asyncio.sleep(self.fresh_s)
+
+    async def _status(self, service: str) -> Any:
+        """A serving status; None for a service that is not here."""
+        if service == LIVENESS:
+            return _Status.SERVING
+        if service not in READINESS:
+            return None
+        return _Status.SERVING if (await self.state()).is_ready else _Status.NOT_SERVING
+
+    async def state(self) -> State:
+        """The state, at most `fresh_s` old."""
+        now_s = asyncio.get_running_loop().time()
+        if self._look is None or (self._look.done() and now_s - self._looked_s >= self.fresh_s):
+            self._looked_s, self._look = now_s, asyncio.create_task(self._ask(), name="health")
+        return await asyncio.shield(self._look)  # others wait for it, too
+
+    async def _ask(self) -> State:
+        try:
+            async with asyncio.timeout(ANSWER_MAX_S):
+                here = _Question()
+                await self.is_here(health_pb2.HealthCheckRequest(), here)
+                if not here.is_answered:
+                    return State(is_ready=False, is_leaving=True)
+                question = _Question()
+                answer = await self.is_ready(health_pb2.HealthCheckRequest(), question)
+        except TimeoutError:
+            return State(is_ready=False)
+        return State(question.is_answered and _Status.FromString(answer).status == _Status.SERVING)
+
+
+async def _readable(request: Any, context: Any) -> str:
+    """The service that a request names."""
+    if isinstance(request, Unreadable):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.cause)
+    return str(request.service)
+
+
+class _Question:
+    """The context of a call that no client has made; Serve writes its outcome here."""
+
+    def __init__(self) -> None:
+        self._code: Any = None
+        self._details = ""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the call has succeeded."""
+        return self._code in (None, grpc.StatusCode.OK)
+
+    def code(self) -> Any:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def set_code(self, code: Any) -> None:
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        self._details = details
+
+    def peer(self) -> str:
+        return ""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Serve's id of the request is for nobody."""
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def peer_identities(self) -> None:
+        return None
+
+    def peer_identity_key(self) -> None:
+        return None

@@ -1,0 +1,215 @@
+"""HTTP transport: bodies of bounded size, event streams, request ids, API keys and disconnecting clients."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from coordinator.access.api_keys import Caller, Scope
+from coordinator.api.http.client_connection import ClientConnection
+from coordinator.intake.generation_request import REQUEST_ID_CHARS_MAX
+from coordinator.intake.worker_threads import WorkerThreads
+from outrider.concurrency.background import until_ended
+from outrider.errors import BodyTooLong, BodyTooSlow, ClientLeft, InvalidRequest, OutriderError
+
+ResultT = TypeVar("ResultT")
+
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+API_KEY_HEADER: Final = "X-Api-Key"
+_OPEN_PATHS: Final = frozenset({"/health", "/livez", "/ping", "/version"})
+_CONNECTION: Final = "outrider.connection"  # in the scope
+# A prompt of 1 MiB, 6 MiB with JSON's escapes, and some room.
+_BODY_BYTES_MAX: Final = 8 << 20
+_BODY_WAIT_MAX_S: Final = 60.0
+"""Most time for a whole body: a slow one keeps a connection and memory."""
+SMALL_BODY_BYTES: Final = 16 << 10
+"""A body up to this length is parsed on the event loop, a longer one in a thread."""
+_LENGTH_DIGITS_MAX: Final = 20
+
+
+class EventStream(Response):
+    """A response of server-sent events that closes its generators however the connection ends, to free the workers."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[str], source: AsyncGenerator[Any], headers: Mapping[str, str] | None = None
+    ) -> None:
+        """`source` is the generator that `events` reads; it may have started before `events`."""
+        self.status_code = 200
+        self.background = None
+        # X-Accel-Buffering: proxies must not buffer chunks.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            sending = asyncio.create_task(self._send(send, scope.get(_CONNECTION)))
+            leaving = asyncio.create_task(_disconnect(receive))
+            try:
+                await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+            finally:
+                for task in (sending, leaving):
+                    task.cancel()
+                await until_ended(sending, leaving)  # Serve cancels more than once
+
+    async def _send(self, send: Send, connection: ClientConnection | None) -> None:
+        send_body = send if connection is None else connection.send
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await send_body({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            if connection is not None and connection.is_cut:
+                return
+        await send_body({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Application(FastAPI):
+    """An application that answers through a `ClientConnection`.
+
+    A stream's body goes directly into it, past a dozen layers that handle only the start of an answer.
+    """
+
+    def __init__(self, *, stall_max_s: float, on_cut: Callable[[], object], **options: Any) -> None:
+        super().__init__(**options)
+        self._stall_max_s = stall_max_s
+        self._on_cut = on_cut
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        connection = ClientConnection(receive, send, self._stall_max_s, self._on_cut)
+        scope[_CONNECTION] = connection
+        try:
+            await super().__call__(scope, receive, connection.send)
+        finally:
+            connection.end()
+
+
+class RequestContext:
+    """Middleware that gives each request an id and a caller, before its body is read.
+
+    The id is the client's or a new one, and is returned in a header. An API key with the scope of the path is required;
+    health needs none, but reports little without one. Scopes are decided only here, so a new path requires a key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        is_echoing: bool,
+        authenticate: Callable[[str | None, Scope], Caller],
+        refuse: Callable[[OutriderError, HTTPConnection], Response],
+    ) -> None:
+        """`is_echoing`: False if the host of the application returns the id itself, as Serve does. `authenticate` takes
+        the `Authorization` header, if any, or a key from `X-Api-Key` in its form; `refuse` answers the errors."""
+        self._app = app
+        self._is_echoing = is_echoing
+        self._authenticate = authenticate
+        self._refuse = refuse
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        app, state, headers = self._app, scope.setdefault("state", {}), Headers(scope=scope)
+        state["request_id"] = headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_echoing:
+                # An id that is too long is refused, and its beginning returned.
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"][:REQUEST_ID_CHARS_MAX]
+            await send(message)
+
+        needed = Scope.METRICS if scope["path"] == "/metrics" else Scope.GENERATE
+        try:
+            state["caller"] = self._authenticate(_authorization(headers), needed)
+        except OutriderError as error:
+            if scope["path"] not in _OPEN_PATHS:
+                app = self._refuse(error, HTTPConnection(scope))
+        await app(scope, receive, send_with_id)
+
+
+def _authorization(headers: Headers) -> str | None:
+    key = headers.get(API_KEY_HEADER)
+    return headers.get("Authorization") or (f"Bearer {key}" if key else None)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of a request: the client's, or a new one."""
+    return str(request.state.request_id)
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller of a request that was authenticated."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    return caller
+
+
+async def read_body(request: Request) -> bytes:
+    """Reads the whole body. Raises InvalidRequest if it is too long, BodyTooSlow if it is late, and ClientLeft.
+
+    With a `Content-Length` a body that is too long is refused before it is read.
+    """
+    length = request.headers.get("Content-Length", "")
+    # A longer number exceeds the limit anyway, and int() limits its digits.
+    if length.isdecimal() and (len(length) > _LENGTH_DIGITS_MAX or int(length) > _BODY_BYTES_MAX):
+        raise _too_long()
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_WAIT_MAX_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > _BODY_BYTES_MAX:
+                    raise _too_long()
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {_BODY_WAIT_MAX_S:g} s; {len(raw)} bytes did") from None
+    except ClientDisconnect:
+        raise ClientLeft("the client went away while it sent the body") from None
+    return bytes(raw)
+
+
+def _too_long() -> InvalidRequest:
+    return BodyTooLong(None, f"the body is longer than {_BODY_BYTES_MAX} bytes")
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """Returns the result of `work`; None if the client disconnects first, which cancels the work."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnect(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await until_ended(working, leaving)
+
+
+async def unless_small(threads: WorkerThreads, raw: bytes, work: Callable[[], ResultT]) -> ResultT:
+    """Does `work` on a body here if that is small, else in a thread."""
+    return work() if len(raw) <= SMALL_BODY_BYTES else await threads.run(work)
+
+
+async def first_of(items: AsyncGenerator[ResultT]) -> ResultT:
+    """Returns the next item, as a coroutine that a task can run."""
+    return await anext(items)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Waits until the client disconnects. The body has been read, so nothing else can arrive."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

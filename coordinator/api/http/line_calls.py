@@ -1,0 +1,108 @@
+"""Runs the lines of batches as the API's own calls do, behind all other requests.
+
+A line is read and answered by the code of the call that it names. It goes last in every queue, leaves slots of each
+target free, and counts for no limit of its tenant's requests: batches have limits of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.api.answer.openai_response import error_body
+from coordinator.api.http.calls import CALLS, Asked, Referring
+from coordinator.api.http.generation_calls import internal_error, whole_answer
+from coordinator.api.http.http_transport import unless_small
+from coordinator.api.schema.translated_body import renamed_errors
+from coordinator.batches.batch import Batch
+from coordinator.batches.batch_lines import LineResult
+from coordinator.intake.generation_request import (
+    PRIORITY_MAX,
+    GenerationInput,
+    GenerationSpec,
+    Origin,
+    check_input,
+)
+from coordinator.placement.routing import background_slots
+from coordinator.recovery.journal_entry import Kind
+from coordinator.service.generation_service import GenerationService
+from coordinator.service.prompts import generate_each
+from outrider.canary.plan import ANY_DRAFT
+from outrider.errors import InvalidRequest, OutriderError, Unavailable
+from outrider.sampling_params import BACKGROUND_PRIORITY
+
+_log = logging.getLogger(__name__)
+
+ENDPOINTS: Final[Mapping[str, Kind]] = MappingProxyType(
+    {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/responses": "responses"}
+)
+"""The calls that a line may name."""
+LINES_MAX: Final = 256
+"""Most lines that a replica runs at once."""
+_TENANT: Final = "batch"  # its fair share is separate from that of the tenant's own requests
+
+
+class LineCalls:
+    """Lines of batches over one service."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    def check_body(self, url: str, body: bytes) -> None:
+        """Checks a line as far as its text tells. Raises InvalidRequest, or NotFound for the model."""
+        asked = self._read(url, body, "line")
+        with renamed_errors(asked.names):
+            for each in asked.inputs:
+                check_input(each)
+        with suppress(Unavailable):  # there may be a target later
+            self._service.catalog.find(asked.inputs[0].model)
+
+    def room(self) -> int:
+        """How many lines this replica may run: as many as the targets have slots for them, and at most half of its
+        own requests."""
+        most = min(LINES_MAX, max(self._service.environment.settings.requests_max // 2, 1))
+        return min(most, sum(background_slots(target) for target in self._service.snapshot().targets))
+
+    async def run(self, batch: Batch, url: str, body: bytes, request_id: str) -> LineResult:
+        """Runs a line. Raises as GenerationService.prepare and GenerationService.generate."""
+        service, arrival_s = self._service, self._service.environment.now_s()
+        asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
+        caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
+        with renamed_errors(asked.names):
+            specs = [_last(await service.prepare(self._input(each, caller))) for each in asked.inputs]
+        writer = asked.new_writer(specs, service.environment.tokenizer, False)
+        items = service.generate(specs[0], arrival_s) if len(specs) == 1 else generate_each(service, specs, arrival_s)
+        content = await whole_answer(service, items, writer)
+        return LineResult(200, request_id, json.loads(content))
+
+    def failure(self, error: Exception, request_id: str) -> LineResult:
+        """The result of a line that failed for good. A bug of ours is counted and logged."""
+        told = error if isinstance(error, OutriderError) else internal_error(self._service, request_id, error)
+        body: dict[str, Any] = error_body(told)
+        return LineResult(told.http_status, request_id, body)
+
+    def _read(self, url: str, body: bytes, request_id: str) -> Asked:
+        asked = CALLS[ENDPOINTS[url]](body, request_id, self._service.environment.tokenizer)
+        if isinstance(asked, Referring):
+            raise InvalidRequest("previous_response_id", "a line of a batch cannot refer to stored responses")
+        if asked.is_streaming:
+            raise InvalidRequest("stream", "a line of a batch is answered whole; leave stream out")
+        return asked
+
+    def _input(self, asked: GenerationInput, caller: Caller) -> GenerationInput:
+        tenant = asked.tenant if caller.tenant is None else caller.tenant
+        deadline_s = asked.deadline_s or self._service.environment.settings.deadline_max_s
+        return replace(asked, origin=Origin(caller), tenant=tenant, deadline_s=deadline_s, priority=PRIORITY_MAX)
+
+
+def _last(spec: GenerationSpec) -> GenerationSpec:
+    """Copies a request so that it goes behind all others, and takes no part in a canary."""
+    tenant = f"{_TENANT}:{spec.request.tenant}"
+    request = replace(spec.request, priority=BACKGROUND_PRIORITY, tenant=tenant)
+    return replace(spec, request=request, is_background=True, assignment=None, drafts=ANY_DRAFT)

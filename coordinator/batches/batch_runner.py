@@ -1,0 +1,282 @@
+"""The loop of one replica that runs batches' lines in spare capacity.
+
+Every replica has one. It claims as many lines as there is room for, shared evenly by the batches that run, and renews
+their leases. Results gather for a moment, are stored as a part, and then committed. If this process dies, others run
+its lines again once their leases end; a result that was not committed is lost, and one that was is not repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol, Self
+
+from coordinator.batches.batch import Batch, BatchState
+from coordinator.batches.batch_desk import BatchDesk
+from coordinator.batches.batch_lines import LineIndex, LineResult, never_ran, read_line, result_line
+from coordinator.batches.batch_results import ResultCollector
+from coordinator.batches.batch_tasks import BatchTasks
+from coordinator.batches.line_journal import Claim, Fenced
+from coordinator.batches.validation import CheckBody
+from outrider.concurrency.background import end_tasks, keep_going
+from outrider.errors import NotFound, OutriderError, Overloaded, Poisonous, Unavailable, WorkerFailed, WorkerLost
+
+_log = logging.getLogger(__name__)
+
+POLL_S: Final = 1.0
+"""How long a replica with nothing to do waits before it looks for new batches."""
+ROUND_S: Final = 0.05
+"""Shortest time between two rounds of claims."""
+SWEEP_S: Final = 60.0
+ATTEMPTS_MAX: Final = 60
+"""Claims of one line, after which it fails: it may be what ends its processes."""
+TRIES_MAX: Final = 3
+"""Runs of a line that cost workers, or failed at them."""
+WAIT_MAX_S: Final = 10.0
+"""Longest pause before a line that found no room is tried again."""
+
+
+class LineService(Protocol):
+    """The service that runs lines, as the API's calls do."""
+
+    @property
+    def check_body(self) -> CheckBody:
+        """Checks the body of a line before anything of its batch runs."""
+
+    def room(self) -> int:
+        """How many lines this replica may have at once, now."""
+
+    async def run(self, batch: Batch, url: str, body: bytes, request_id: str) -> LineResult:
+        """Runs a request. Raises OutriderError."""
+
+    def failure(self, error: Exception, request_id: str) -> LineResult:
+        """The result of a request that failed for good."""
+
+
+@dataclass(slots=True)
+class _Book:
+    """A batch that runs here: its record as last read, the places of its lines, and the lines claimed by this
+    replica."""
+
+    batch: Batch
+    index: LineIndex
+    claims: dict[int, Claim] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+
+def pause_before_retry_s(error: OutriderError, num_failures: int) -> float | None:
+    """Returns how long to wait before a line runs again after an error; None if the error is its result.
+
+    A line waits for room and for a target as long as its batch lasts. One that costs workers has `TRIES_MAX` runs.
+    """
+    if isinstance(error, Poisonous) or not isinstance(error, Overloaded | Unavailable):
+        return None
+    if isinstance(error, WorkerLost | WorkerFailed) and num_failures >= TRIES_MAX:
+        return None
+    return min(max(error.retry_after_s, 0.05), WAIT_MAX_S)
+
+
+class BatchRunner:
+    """Runs batches while the context is open."""
+
+    def __init__(self, desk: BatchDesk, lines: LineService, poll_s: float = POLL_S) -> None:
+        self._desk, self._journal, self._files = desk, desk.journal, desk.files
+        self._lines = lines
+        self._poll_s = poll_s
+        self._books: dict[str, _Book] = {}
+        self._has_room = asyncio.Event()
+        self._batch_tasks = BatchTasks(desk, lines, uuid.uuid4().hex)
+        self._results = ResultCollector(desk, self._end_lines)
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        for work, name in (
+            (self._keep, "running batches"),
+            (self._keep_renewing, "renewing batches' leases"),
+            (self._results.keep, "storing batches' results"),
+            (self._keep_sweeping, "deleting expired files"),
+        ):
+            self._loops.append(asyncio.create_task(keep_going(work, name), name=name))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        loops, self._loops = self._loops, []
+        await end_tasks(*loops)
+        await self._batch_tasks.close()
+        for batch_id, book in self._books.items():
+            await end_tasks(*book.tasks.values())
+            try:  # others need not wait for the end of the leases
+                async with asyncio.timeout(self._journal.lease_s):
+                    await self._results.flush(batch_id)
+                    if book.claims:
+                        await self._journal.release(batch_id, list(book.claims.values()))
+            except (OutriderError, TimeoutError) as error:
+                _log.info("lines of batch %s are not given back: %s", batch_id, error)
+        self._books.clear()
+
+    @property
+    def num_running(self) -> int:
+        """Lines that this replica runs; those whose results wait to be committed are not among them."""
+        return sum(len(book.tasks) for book in self._books.values())
+
+    async def _keep(self) -> None:
+        while True:
+            self._has_room.clear()
+            try:
+                await self._round()
+            except OutriderError as error:  # Redis or the store is away
+                _log.warning("batches wait: %s", error.message)
+                await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(ROUND_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._has_room.wait()
+
+    async def _round(self) -> None:
+        """Looks at every batch once, and claims lines of those that run."""
+        active = await self._journal.active()
+        for batch_id in self._books.keys() - set(active):
+            self._drop(batch_id)
+        batches = []
+        for batch_id in active:
+            batch = await self._journal.get(batch_id)
+            if batch is None:
+                await self._journal.retire(batch_id, None)
+            elif await self._move_on(batch):
+                batches.append(batch)
+        room = 0 if self._results.is_full else self._lines.room() - self.num_running
+        for number, batch in enumerate(batches):
+            share = math.ceil(max(room, 0) / (len(batches) - number))
+            if share > 0:
+                room -= await self._claim(batch, share)
+
+    async def _move_on(self, batch: Batch) -> bool:
+        """Takes a batch a step further; returns whether lines of it may run."""
+        if batch.state is BatchState.IN_PROGRESS:
+            is_overdue = time.time() >= batch.expires_at
+            if not is_overdue and not batch.has_ended_lines_only:
+                return True
+            fields: dict[str, str | int] = {} if batch.has_ended_lines_only else {"is_overdue": 1}
+            with suppress(Fenced):  # it has been cancelled, or another replica was first
+                await self._journal.move(batch.batch_id, BatchState.FINALIZING, fields)
+            batch = await self._journal.get(batch.batch_id) or batch
+        self._drop(batch.batch_id)
+        self._batch_tasks.begin(batch)
+        return False
+
+    async def _claim(self, batch: Batch, num: int) -> int:
+        """Claims and starts up to `num` lines; returns how many."""
+        book = self._books.get(batch.batch_id)
+        if book is None:
+            index = await self._read_index(batch)
+            if index is None:
+                return 0
+            book = self._books[batch.batch_id] = _Book(batch, index)
+        claims = await self._journal.claim(batch.batch_id, uuid.uuid4().hex, num)
+        for claim in claims:
+            if (old := book.tasks.get(claim.line)) is not None:  # this replica had lost it, and has it again
+                old.cancel()
+            book.claims[claim.line] = claim
+            name = f"line {claim.line} of {batch.batch_id}"
+            task = asyncio.create_task(self._run(book, claim), name=name)
+            book.tasks[claim.line] = task
+            task.add_done_callback(partial(self._forget_task, book, claim.line))
+        return len(claims)
+
+    async def _read_index(self, batch: Batch) -> LineIndex | None:
+        try:
+            pieces = [piece async for piece in self._files.store.pieces(batch.index_content)]
+            return LineIndex.from_bytes(b"".join(pieces))
+        except (NotFound, ValueError) as error:
+            _log.error("batch %s cannot run: %s", batch.batch_id, error)
+            return None
+
+    async def _run(self, book: _Book, claim: Claim) -> None:
+        """Runs one line and hands in its result."""
+        batch, line = book.batch, claim.line
+        custom_id, result = await self._answer(batch, book.index, claim)
+        written = result_line(batch.batch_id, line, custom_id, result)
+        if book.claims.get(line) is claim:
+            self._results.add(batch, claim, written, is_error=result.is_error)
+
+    async def _answer(self, batch: Batch, index: LineIndex, claim: Claim) -> tuple[str, LineResult]:
+        """Runs a line until it has a result; returns its `custom_id`, too."""
+        request_id = f"{batch.batch_id}-{claim.line}"
+        start, end = index.starts[claim.line], index.ends[claim.line]
+        num_failures = 0
+        custom_id = ""
+        while True:
+            try:
+                line = read_line(await self._files.store.read(batch.input_content, start, end))
+                custom_id = line.custom_id
+                if claim.num_attempts > ATTEMPTS_MAX:
+                    message = f"{ATTEMPTS_MAX} processes in turn ended while they had this request"
+                    return custom_id, never_ran("request_lost", message)
+                return custom_id, await self._lines.run(batch, line.url, line.body, request_id)
+            except OutriderError as error:
+                num_failures += isinstance(error, WorkerLost | WorkerFailed)
+                pause_s = pause_before_retry_s(error, num_failures)
+                if pause_s is None:
+                    return custom_id, self._lines.failure(error, request_id)
+                await asyncio.sleep(pause_s)
+            except Exception as error:  # a bug of ours must not run the line for ever
+                return custom_id, self._lines.failure(error, request_id)
+
+    def _forget_task(self, book: _Book, line: int, done: asyncio.Task[None]) -> None:
+        if book.tasks.get(line) is done:
+            del book.tasks[line]
+        if not book.tasks:
+            self._results.hurry(book.batch.batch_id)
+        self._has_room.set()
+        if not done.cancelled() and (error := done.exception()) is not None:
+            _log.error("a line of batch %s failed; its lease ends", book.batch.batch_id, exc_info=error)
+            book.claims.pop(line, None)
+
+    def _end_lines(self, batch_id: str, claims: list[Claim]) -> None:
+        """Forgets lines that have ended, or are somebody else's."""
+        book = self._books.get(batch_id)
+        for claim in claims if book is not None else ():
+            assert book is not None
+            if book.claims.get(claim.line) is claim:
+                del book.claims[claim.line]
+        self._has_room.set()
+
+    def _drop(self, batch_id: str) -> None:
+        """Ends all lines of a batch that does not run any more."""
+        book = self._books.pop(batch_id, None)
+        if book is not None:
+            for task in book.tasks.values():
+                task.cancel()
+            self._results.drop(batch_id)
+
+    async def _keep_renewing(self) -> None:
+        while True:
+            await asyncio.sleep(self._journal.lease_s / 3)
+            for batch_id, book in list(self._books.items()):
+                claims = list(book.claims.values())
+                if not claims:
+                    continue
+                try:
+                    lost = await self._journal.renew(batch_id, claims)
+                except OutriderError as error:
+                    _log.warning("leases of batch %s are not renewed: %s", batch_id, error.message)
+                    continue
+                for claim in claims:
+                    if claim.line in lost and book.claims.get(claim.line) is claim:
+                        if (task := book.tasks.get(claim.line)) is not None:
+                            task.cancel()
+                        self._end_lines(batch_id, [claim])
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            try:
+                await self._files.delete_due()
+            except OutriderError as error:
+                _log.warning("expired files are not deleted: %s", error.message)
+            await asyncio.sleep(SWEEP_S)

@@ -1,0 +1,201 @@
+"""The beginning and the end of a batch: its file is checked, and its output is written. One process at a time does it.
+
+Both may be repeated from the start: a process that dies has changed nothing that another would not write again. Output
+files have ids that follow from the batch's, so a repetition writes the same files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from coordinator.batches.batch import Batch, BatchState
+from coordinator.batches.batch_desk import OUTPUT_PURPOSE, BatchDesk
+from coordinator.batches.batch_lines import (
+    LineIndex,
+    lines_of_part,
+    never_ran,
+    read_line,
+    result_line,
+    told_error,
+)
+from coordinator.batches.batch_results import KEPT_S
+from coordinator.batches.file_store import one_piece
+from coordinator.batches.files import LIFE_S, StoredFile
+from coordinator.batches.line_journal import Fenced
+from coordinator.batches.validation import CheckBody, FileCheck
+from outrider.concurrency.background import end_tasks
+from outrider.errors import NotFound, OutriderError
+
+_log = logging.getLogger(__name__)
+
+TASKS_MAX: Final = 2
+"""Checks and finalizations that a replica does at once."""
+
+
+class Checker(Protocol):
+    """The part of a `LineService` that checks lines."""
+
+    @property
+    def check_body(self) -> CheckBody: ...
+
+
+class BatchTasks:
+    """Checks and finalizes batches for one replica."""
+
+    def __init__(self, desk: BatchDesk, lines: Checker, fence: str) -> None:
+        """`fence`: unique to this process."""
+        self._journal, self._files = desk.journal, desk.files
+        self._lines = lines
+        self._fence = fence
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, batch: Batch) -> None:
+        """Begins what a batch in its state needs, unless this replica has enough to do."""
+        if batch.batch_id in self._tasks or len(self._tasks) >= TASKS_MAX:
+            return
+        works: dict[BatchState, Callable[[Batch], Coroutine[Any, Any, None]]] = {
+            BatchState.VALIDATING: self._check,
+            BatchState.FINALIZING: self._finalize,
+            BatchState.CANCELLING: self._finalize,
+        }
+        work = works.get(batch.state, self._clear if batch.is_over else None)
+        if work is None:
+            return
+        task = asyncio.create_task(self._hold(batch, work), name=f"{batch.state} {batch.batch_id}")
+        self._tasks[batch.batch_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(batch.batch_id, None))
+
+    async def close(self) -> None:
+        """Ends what is under way; another process begins it again."""
+        await end_tasks(*self._tasks.values())
+
+    async def _hold(self, batch: Batch, work: Callable[[Batch], Coroutine[Any, Any, None]]) -> None:
+        """Does the work while this process has the batch's task."""
+        working: asyncio.Task[None] | None = None
+        try:
+            if not await self._journal.take_task(batch.batch_id, self._fence):
+                return
+            working = asyncio.create_task(work(batch))
+            while not working.done():
+                await asyncio.wait((working,), timeout=self._journal.lease_s / 3)
+                if not working.done() and not await self._journal.take_task(batch.batch_id, self._fence):
+                    return
+            working.result()
+        except Fenced as error:
+            _log.info("%s", error)
+        except OutriderError as error:
+            _log.warning("batch %s, which is %s, waits: %s", batch.batch_id, batch.state, error.message)
+        except Exception:
+            _log.exception("batch %s, which is %s, waits", batch.batch_id, batch.state)
+        finally:
+            if working is not None and not working.done():
+                working.cancel()
+                await asyncio.wait((working,))
+
+    async def _check(self, batch: Batch) -> None:
+        """Checks every line, and keeps a copy of the file, which its owner may delete."""
+        move = partial(self._journal.move, batch.batch_id, fence=self._fence)
+        if time.time() >= batch.expires_at:
+            error = told_error(None, "batch_expired", "its time was up before its file was checked", None)
+            await move(BatchState.FAILED, {"errors": json.dumps([error])})
+            return
+        check = FileCheck(batch.endpoint, self._lines.check_body)
+        copy, index = self._name(batch, "input"), self._name(batch, "index")
+        try:
+            file = await self._files.get(batch.tenant, batch.input_file_id)
+            for name in (copy, index):
+                await self._files.announce(name, batch.expires_at + KEPT_S)
+            await self._files.store.write(copy, _checked(self._files.store.pieces(file.content), check))
+        except NotFound as error:
+            check.errors.append(told_error("input_file_id", "file_not_found", error.message, None))
+        found = await asyncio.to_thread(check.end)
+        if check.errors:
+            await self._files.delete_content(copy)
+            await move(BatchState.FAILED, {"errors": json.dumps(check.errors)})
+            return
+        await self._files.store.write(index, one_piece(found.to_bytes()))
+        fields: dict[str, str | int] = {"num_lines": len(found), "input_content": copy, "index_content": index}
+        await move(BatchState.IN_PROGRESS, fields)
+
+    async def _finalize(self, batch: Batch) -> None:
+        """Writes the output and the errors, and ends the batch."""
+        open_lines = await self._journal.close(batch.batch_id)
+        undone: list[int] = []
+        if batch.is_overdue:
+            # Without its copy of the file nobody could name them.
+            undone = sorted({*open_lines, *range(await self._journal.next_line(batch.batch_id), batch.num_lines)})
+        parts = await self._journal.parts(batch.batch_id)
+        fields: dict[str, str | int] = {}
+        for kind, expired in (("output", ()), ("error", undone)):
+            file_id = await self._write(batch, kind, parts, expired)
+            if file_id is not None:
+                fields[f"{kind}_file_id"] = file_id
+        end = BatchState.COMPLETED
+        if batch.state is BatchState.CANCELLING:
+            end = BatchState.CANCELLED
+        elif batch.is_overdue:
+            end = BatchState.EXPIRED
+        await self._journal.move(batch.batch_id, end, fields, fence=self._fence)
+        await self._clear(batch)
+
+    async def _write(self, batch: Batch, kind: str, parts: list[str], expired: Sequence[int]) -> str | None:
+        """Stores the file of the output or of the errors; returns its id, None if it would be empty."""
+        name = self._name(batch, kind)
+        now_s = int(time.time())
+        expires_at = now_s + (batch.output_life_s or LIFE_S)
+        await self._files.announce(name, expires_at)
+        num_bytes = await self._files.store.write(name, self._results(batch, kind, parts, expired))
+        if not num_bytes:
+            await self._files.delete_content(name)
+            return None
+        file = StoredFile(
+            file_id=f"file-{batch.batch_id.removeprefix('batch_')}-{kind}",
+            filename=f"{batch.batch_id}_{kind}.jsonl",
+            purpose=OUTPUT_PURPOSE,
+            num_bytes=num_bytes,
+            created_at=now_s,
+            expires_at=expires_at,
+            content=name,
+        )
+        await self._files.record(batch.tenant, file)
+        return file.file_id
+
+    async def _results(self, batch: Batch, kind: str, parts: list[str], expired: Sequence[int]) -> AsyncIterator[bytes]:
+        store = self._files.store
+        for part in parts:
+            content = b"".join([piece async for piece in store.pieces(part)])
+            if lines := lines_of_part(content, errors=kind == "error"):
+                yield lines
+        if not expired:
+            return
+        index = LineIndex.from_bytes(b"".join([piece async for piece in store.pieces(batch.index_content)]))
+        for line in expired:
+            raw = await store.read(batch.input_content, index.starts[line], index.ends[line])
+            result = never_ran("batch_expired", "the batch's time was up before this request had run")
+            yield result_line(batch.batch_id, line, read_line(raw).custom_id, result) + b"\n"
+
+    async def _clear(self, batch: Batch) -> None:
+        """Deletes what only a batch that runs needs."""
+        for name in (*await self._journal.parts(batch.batch_id), batch.input_content, batch.index_content):
+            if name:
+                await self._files.delete_content(name)
+        await self._journal.retire(batch.batch_id, batch.tenant)
+
+    def _name(self, batch: Batch, kind: str) -> str:
+        return f"batches/{batch.batch_id}/{kind}-{uuid.uuid4().hex}"
+
+
+async def _checked(pieces: AsyncIterator[bytes], check: FileCheck) -> AsyncIterator[bytes]:
+    """Passes a file on, checking it in a thread; ends early if the rest would change nothing."""
+    async for piece in pieces:
+        await asyncio.to_thread(check.feed, piece)
+        yield piece
+        if check.is_over:
+            return

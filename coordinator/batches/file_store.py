@@ -1,0 +1,133 @@
+"""Storage for the content of files, by name: the interface, and a folder that all replicas share.
+
+A stored file never changes: names are new for each write. A write that breaks off leaves nothing under its name.
+Names are paths of letters, digits, `-`, `_`, `.` and `/` that this package makes; no client chooses one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final, Protocol
+
+from outrider.errors import ConfigurationError, NotFound, Unavailable
+
+PIECE_BYTES: Final = 256 << 10
+"""Bytes of a piece in which files are read and written."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]+(?:/[A-Za-z0-9_.-]+)*")
+
+
+class FileStore(Protocol):
+    """Interface of a storage. All methods raise Unavailable if it does not answer."""
+
+    async def write(self, name: str, content: AsyncIterator[bytes]) -> int:
+        """Stores a file, and returns its length in bytes."""
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        """Returns the bytes `[start, end)`, which lie in the file. Raises NotFound."""
+
+    def pieces(self, name: str) -> AsyncIterator[bytes]:
+        """Yields a whole file in pieces. Raises NotFound."""
+
+    async def delete(self, name: str) -> None:
+        """Deletes a file, if there is one."""
+
+
+def check_name(name: str) -> str:
+    """Returns a name of a stored file. Raises ValueError for one that this package does not make."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise ValueError(f"{name!r} is no name of a stored file")
+    return name
+
+
+async def one_piece(content: bytes) -> AsyncIterator[bytes]:
+    """Yields a short content, for `FileStore.write`."""
+    yield content
+
+
+class FolderStore:
+    """Files in a folder. Replicas on several machines share it over the network, or use S3."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigurationError if the folder cannot be written."""
+        self._folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = folder / f".probe-{uuid.uuid4().hex}"
+            probe.touch(mode=0o600)
+            probe.unlink()
+        except OSError as error:
+            raise ConfigurationError(f"--batch-files {folder} cannot be written: {error.strerror}") from error
+
+    async def write(self, name: str, content: AsyncIterator[bytes]) -> int:
+        path = self._folder / check_name(name)
+        temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+        num_bytes = 0
+        try:
+            await asyncio.to_thread(_create, temporary)
+            async for piece in content:
+                await asyncio.to_thread(_append, temporary, piece)
+                num_bytes += len(piece)
+            await asyncio.to_thread(_publish, temporary, path)
+        except OSError as error:
+            raise _failed(error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        return num_bytes
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        try:
+            return await asyncio.to_thread(_read, self._folder / check_name(name), start, end)
+        except FileNotFoundError:
+            raise NotFound("the content of the file is gone") from None
+        except OSError as error:
+            raise _failed(error) from error
+
+    async def pieces(self, name: str) -> AsyncIterator[bytes]:
+        start = 0
+        while piece := await self.read(name, start, start + PIECE_BYTES):
+            yield piece
+            start += len(piece)
+
+    async def delete(self, name: str) -> None:
+        path = self._folder / check_name(name)
+        try:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            with contextlib.suppress(OSError):  # others' files are in it
+                if path.parent != self._folder:
+                    await asyncio.to_thread(path.parent.rmdir)
+        except OSError as error:
+            raise _failed(error) from error
+
+
+def _create(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+
+
+def _append(path: Path, piece: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(piece)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Gives a complete file its name once its content is on the disk."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _read(path: Path, start: int, end: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(max(end - start, 0))
+
+
+def _failed(error: OSError) -> Unavailable:
+    return Unavailable(f"the storage of batches' files fails: {error.strerror or type(error).__name__}", 10.0)

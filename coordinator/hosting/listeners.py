@@ -1,0 +1,56 @@
+"""Corrections to Ray Serve's gRPC listeners: one address instead of all, an exclusive port, bounded messages.
+
+Serve (2.60) binds the gRPC servers of its proxies and replicas to every address of the machine and has no option for
+it. It has a hook that runs in each of these processes before they listen, the one for HTTP middleware, and one function
+through which they all listen.
+
+Serve intends exclusive ports and tries the next one if one is taken. But it passes gRPC that option as text instead of
+a number, and is ignored: replicas of two systems on one machine then share a port, and half of the calls to one system
+reach the other.
+
+Serve also accepts messages of two gigabytes from anybody, before a key is checked. Here a message is limited to the
+needs of a request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ray.serve._private import default_impl, grpc_util
+
+from coordinator.hosting.ingress import GRPC_HOST_VARIABLE
+
+_REUSE_PORT: Final = "grpc.so_reuseport"
+_RECEIVE_MAX: Final = "grpc.max_receive_message_length"
+MESSAGE_BYTES_MAX: Final = 2 << 20
+"""Largest request over gRPC. A prompt of 1 MiB or 262,144 token ids, with everything else that a request may have, is
+smaller; reading a message of this size takes 40 ms at most, whatever its content."""
+
+
+def listen_on_one_address() -> list[Any]:
+    """Patches gRPC servers that this process starts later: they listen on the variable's address, if it is set, share
+    their port only if Serve says so, and take messages of a bounded size.
+
+    Returns Serve's value for "no middleware".
+    """
+    grpc_util.gRPCGenericServer = _Server
+    grpc_util.DEFAULT_GRPC_SERVER_OPTIONS = [
+        (name, MESSAGE_BYTES_MAX if name == _RECEIVE_MAX else value)
+        for name, value in grpc_util.DEFAULT_GRPC_SERVER_OPTIONS
+    ]
+    host = os.environ.get(GRPC_HOST_VARIABLE)
+    if host is not None:
+
+        def add_address(server: Any, address: str) -> None:
+            server.add_insecure_port(f"{host}:{address.rpartition(':')[2]}")
+
+        default_impl.add_grpc_address = add_address
+    return []
+
+
+class _Server(grpc_util.gRPCGenericServer):
+    def __init__(self, *arguments: Any, extra_options: Sequence[tuple[str, Any]] = (), **named: Any) -> None:
+        options = [(name, int(value) if name == _REUSE_PORT else value) for name, value in extra_options]
+        super().__init__(*arguments, extra_options=options, **named)

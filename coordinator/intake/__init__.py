@@ -1,0 +1,4 @@
+"""Turns a request of an API into one that can be scheduled: checked, tokenized, seeded, identified.
+
+`generation_request` has the types. `preparation` does the work; long work runs in the threads of `worker_threads`.
+"""

@@ -1,0 +1,1 @@
+"""Prometheus metrics of one replica (`metrics`) and the statistics of one request (`statistics`)."""

@@ -1,0 +1,215 @@
+"""The queue of one model's sequences that wait for slots at targets, in one replica. Pure.
+
+A sequence is sent to a target when there is a slot for it, and waits here until then. Priorities and the tenants'
+shares decide who is next (`coordinator.placement.fair_queue`); the first target with room takes it. A sequence that
+would wait too long is refused before any work, with the time to come back.
+
+Every free slot is offered in the order of the queue. A sequence is passed only by those that fit where it does not: a
+long one waits for a target with enough room and is offered every slot there before those behind it. Short ones behind
+it still get slots at the other targets, however many long ones there are.
+
+Reserving a slot takes time and happens elsewhere: `Round.next` names the request to try and its targets, and
+`SlotQueue.take` receives the outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.placement.fair_queue import URGENT, FairQueue, Ticket
+from coordinator.placement.routing import Router
+from coordinator.placement.slot_search import Restrictions, SlotSearch
+from outrider.concurrency.turnover import Turnover, retry_after_s
+from outrider.errors import DeadlineExceeded, Overloaded, Unavailable
+from outrider.registry.worker_record import WorkerRecord
+
+URGENT_WAIT_S: Final = 1.0
+"""Longest wait of a sequence that has begun, before it chooses again: targets that it had left may be possible then."""
+
+
+@dataclass(slots=True, eq=False)
+class PlacementRequest:
+    """A sequence that needs a slot."""
+
+    model: str
+    ticket: Ticket
+    rank: Callable[[], Sequence[WorkerRecord]]  # targets as of now, the one to take first in front
+    is_hopeless: Callable[[], bool]  # whether waiting is useless if `rank` names no target
+    token: str  # of its reservation, unique
+    since_s: float  # since when it needs one
+    deadline_s: float
+    # Together with the live workers these determine `rank()`: the length in tokens, and other restrictions.
+    num_tokens: int
+    restrictions: Callable[[], Restrictions]
+    is_background: bool = False  # it leaves slots of each target free
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the sequence has begun."""
+        return self.ticket.priority == URGENT
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A reserved slot at a target for one sequence."""
+
+    target: WorkerRecord
+    token: str
+    since_s: float  # since when it is reserved
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A request to try now: the targets to ask, in order, each with the most sequences it may have."""
+
+    request: PlacementRequest
+    ranked: Sequence[WorkerRecord]  # all possible targets
+    asked: Sequence[WorkerRecord]
+    limits: Sequence[int]
+
+
+class SlotQueue:
+    """Waiting sequences and given slots of one model. Times are seconds on the caller's clock."""
+
+    def __init__(self, model: str, router: Router, *, wait_max_s: float, weights: Mapping[str, float]) -> None:
+        """`wait_max_s`: longest wait of a sequence that has not begun; `weights`: of tenants, by default 1."""
+        self._model = model
+        self._router = router
+        self._wait_max_s = wait_max_s
+        self._full_at_s = -math.inf  # when a target without room was last asked
+        self.queue = FairQueue(weights)
+        self.turnover = Turnover()
+        self.waiting: dict[Ticket, PlacementRequest] = {}
+        self.num_held = 0
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    @property
+    def retry_after_s(self) -> float:
+        """Time after which a refused request should come back: about when all that wait now have had slots."""
+        return retry_after_s(self.turnover.wait_s(len(self.queue), self.num_held))
+
+    def push(self, request: PlacementRequest, now_s: float) -> float:
+        """Queues the request; returns the moment until which it waits. Raises its `timeout_error` if that has passed,
+        and Overloaded if its slot would come later."""
+        if request.is_urgent:
+            until_s = min(now_s + URGENT_WAIT_S, request.deadline_s)
+        else:
+            until_s = min(request.since_s + self._wait_max_s, request.deadline_s)
+            if now_s >= until_s:
+                raise self.timeout_error(request, now_s)
+            self._check_wait(request.ticket, until_s - now_s, is_deadline=until_s == request.deadline_s)
+        self.queue.push(request.ticket)
+        self.waiting[request.ticket] = request
+        return until_s
+
+    def forget(self, request: PlacementRequest) -> None:
+        """Removes a request that no longer waits."""
+        if request.ticket in self.queue:
+            self.queue.remove(request.ticket)
+        self.waiting.pop(request.ticket, None)
+
+    def check_room(self, ticket: Ticket, time_left_s: float) -> None:
+        """Raises Overloaded if `push` would, as of now."""
+        if self.queue:
+            self._check_wait(ticket, min(self._wait_max_s, time_left_s), is_deadline=time_left_s <= self._wait_max_s)
+
+    def timeout_error(self, request: PlacementRequest, now_s: float) -> Overloaded | Unavailable | DeadlineExceeded:
+        """The error for a request that has waited its longest without a slot."""
+        if now_s >= request.deadline_s:
+            return DeadlineExceeded("no target had a slot before the request's deadline")
+        if not self.num_held and self._full_at_s < request.since_s:  # those that were there did not answer
+            return Unavailable(f"no target of {self._model} has answered within {self._wait_max_s:g} s")
+        return Overloaded(
+            f"every target of {self._model} is full: none had a slot within {self._wait_max_s:g} s",
+            self.retry_after_s,
+        )
+
+    def offer(self, request: PlacementRequest, now_s: float, search: SlotSearch | None = None) -> Offer:
+        """Makes the offer of a request: the targets that may be asked, without those that a search has found full."""
+        router, is_urgent, ranked = self._router, request.is_urgent, request.rank()
+        free = ranked if search is None else search.not_full(ranked)
+        kind = {"is_urgent": is_urgent, "is_background": request.is_background}
+        asked = [worker for worker in free if router.may_ask(worker, now_s, **kind)]
+        limits = [router.slot_limit(worker, **kind) for worker in asked]
+        return Offer(request, ranked, asked, limits)
+
+    def take(self, offer: Offer, target: WorkerRecord | None, now_s: float) -> Slot | None:
+        """Records the outcome of an offer: a reservation at one of the targets asked, or at none."""
+        request = offer.request
+        if target is None:
+            if offer.ranked:
+                self._full_at_s = now_s
+            return None
+        self._router.open_session(target)
+        self.num_held += 1
+        self.queue.take_slot(request.ticket.tenant)
+        self.queue.begin(request.ticket)
+        return Slot(target, request.token, now_s, request.ticket.tenant)
+
+    def leave(self, slot: Slot, now_s: float) -> None:
+        """Frees the slot of a sequence that has left its target."""
+        self._router.close_session(slot.target)
+        self.num_held -= 1
+        self.queue.leave_slot(slot.tenant)
+        self.turnover.leave(now_s - slot.since_s)
+
+    def shed_for(self, newcomer: Ticket, num: int) -> list[PlacementRequest]:
+        """Takes `num` sequences less entitled than a newcomer's out of the queue; none if there are not so many."""
+        shed: list[Ticket] = []
+        while len(shed) < num and (ticket := self.queue.less_entitled_than(newcomer)) is not None:
+            self.queue.remove(ticket)
+            shed.append(ticket)
+        if len(shed) < num:
+            for ticket in shed:
+                self.queue.push(ticket)
+            return []
+        return [self.waiting[ticket] for ticket in shed]
+
+    def _check_wait(self, ticket: Ticket, wait_max_s: float, *, is_deadline: bool) -> None:
+        num_ahead = self.queue.num_ahead(ticket.priority, ticket.tenant)
+        wait_s = self.turnover.wait_s(num_ahead, self.num_held)
+        if wait_s > wait_max_s:
+            limit = "its deadline allows" if is_deadline else f"the {self._wait_max_s:g} s that sequences wait"
+            raise Overloaded(
+                f"every target of {self._model} is taken; with {len(self.queue)} sequences waiting, this one would "
+                f"have a slot in about {wait_s:.1f} s, which is more than {limit}",
+                self.retry_after_s,
+            )
+
+
+class Round:
+    """One pass over the queue in its order."""
+
+    def __init__(self, slots: SlotQueue) -> None:
+        self._slots = slots
+        self._search = SlotSearch()
+        self._tickets: Iterator[Ticket] = iter(slots.queue.in_order())
+
+    def next(self, now_s: float) -> Offer | None:
+        """The next request to try; None if no other could have a slot now."""
+        for ticket in self._tickets:
+            request = self._slots.waiting.get(ticket)
+            if request is None or ticket not in self._slots.queue:  # it left while another was tried
+                continue
+            if not self._search.is_in_vain(request.num_tokens, request.restrictions()):
+                return self._slots.offer(request, now_s, self._search)
+        return None
+
+    def found_full(self, offer: Offer) -> None:
+        """Records that no target of the request had a slot."""
+        slots, restrictions = self._slots, offer.request.restrictions()
+        self._search.found_full(offer.request.num_tokens, restrictions, offer.ranked)
+        alike = (
+            request
+            for ticket, request in slots.waiting.items()
+            if ticket in slots.queue and request.restrictions() == restrictions
+        )
+        shortest = min(alike, key=lambda request: request.num_tokens, default=None)
+        if shortest is not None:
+            self._search.look_shorter(restrictions, shortest.rank())

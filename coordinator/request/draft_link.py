@@ -1,0 +1,163 @@
+"""The draft side of one session at one target: attach, watch, try another draft worker, detach.
+
+Invariant: at most one attachment is open, and one slot is counted at its worker while it is. A failure here costs speed
+only, so none is raised into the request: the owner is told when no draft worker is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from coordinator.intake.generation_request import GenerationSpec
+from coordinator.placement.routing import WorkerKey, key_of
+from coordinator.request.environment import Environment
+from coordinator.workers.channels import describe, remaining_ms, remaining_s
+from coordinator.workers.silence import SilenceWatch, is_own_loss
+from outrider.registry.worker_record import WorkerRecord
+from protos.outrider.v1 import draft_pb2, target_pb2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedSession:
+    """A session at a target that draft workers may join."""
+
+    spec: GenerationSpec
+    request: target_pb2.GenerateRequest  # as the target got it
+    target: WorkerRecord
+    deadline_s: float  # on the environment's clock
+    committed: Callable[[], Sequence[int]]  # tokens so far, prompt included
+
+    @property
+    def session_id(self) -> str:
+        return self.request.session_id
+
+
+class DraftLink:
+    """Attaches and detaches draft workers on command. `on_no_draft` is called on the event loop, at most once per
+    `attach`."""
+
+    def __init__(self, environment: Environment, session: LinkedSession, on_no_draft: Callable[[], None]) -> None:
+        self._environment = environment
+        self._session = session
+        self._on_no_draft = on_no_draft
+        self._num_attachments = 0
+        self._task: asyncio.Task[None] | None = None
+        self._last_task: asyncio.Task[None] | None = None
+        self.worker: WorkerRecord | None = None  # the attached one
+
+    def attach(self) -> None:
+        """Attaches some draft worker, after detaching an earlier one."""
+        self.detach()
+        self._task = asyncio.create_task(self._follow(), name=f"draft of {self._session.session_id}")
+        self._last_task = self._task
+
+    def detach(self) -> None:
+        """Cancels the attachment, which frees the slot; does nothing without one."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def close(self) -> None:
+        """Detaches and waits until the cancellation has been sent."""
+        self.detach()
+        if self._last_task is not None:
+            await asyncio.wait([self._last_task])
+
+    async def _follow(self) -> None:
+        environment, tried = self._environment, set[WorkerKey]()
+        for _ in range(environment.settings.draft_attempts_max):
+            ranked = environment.placement.router.rank_drafts(
+                environment.snapshot(),
+                environment.now_s(),
+                num_tokens=self._session.spec.num_tokens_max,
+                excluded=tried,
+                target=self._session.target,
+                choice=self._session.spec.drafts,
+            )
+            token = self._session.session_id
+            worker = await environment.placement.reservations.take("draft", ranked, token)
+            if worker is None:
+                break
+            tried.add(key_of(worker))
+            environment.placement.router.open_session(worker)
+            self.worker = worker
+            try:
+                if await self._follow_one(worker):
+                    return
+            finally:
+                self.worker = None
+                environment.placement.router.close_session(worker)
+                environment.placement.reservations.give_back(worker, token)
+        self._on_no_draft()
+
+    async def _follow_one(self, worker: WorkerRecord) -> bool:
+        """Follows one attachment to its end. True if the session ended, False if the worker ended the attachment."""
+        environment, session = self._environment, self._session
+        self._num_attachments += 1
+        request = draft_pb2.AttachRequest(
+            session_id=session.session_id,
+            hint_token=session.request.hint_token,
+            attachment=self._num_attachments,
+            target_address=session.target.address,
+            token_ids=session.committed(),
+            sampling=session.request.sampling,
+            tokenizer_fingerprint=session.target.tokenizer_fingerprint,
+            num_prompt_tokens=session.request.num_prompt_tokens,
+            speculation=session.spec.request.speculation.to_proto(),
+            deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),
+            cache_salt=session.request.cache_salt,
+            owner=session.request.owner,
+        )
+        timeout_s = remaining_s(session.deadline_s, environment.now_s())
+        call = environment.channels.attach(worker.address, request, timeout_s, session.spec.span.traceparent)
+        watch = SilenceWatch(call.cancel, environment.settings.draft_silence_max_s, environment.loop.lag)
+        try:
+            watch.start()
+            while True:
+                watch.begin()
+                status = await call.read()
+                watch.end()
+                if not isinstance(status, draft_pb2.AttachStatus):  # end of the stream
+                    return False
+                if status.num_sent_nodes:
+                    environment.placement.router.has_served(worker)
+                if status.is_finished:
+                    return True
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not watch.has_cancelled or (task is not None and task.cancelling()):
+                raise  # the attachment was cancelled
+            self._lose(worker, "silent for too long", is_its_fault=True)
+            return False
+        except grpc.aio.AioRpcError as error:
+            is_well = error.code() in _HEALTHY_REFUSALS or is_own_loss(error, environment.loop.lag)
+            self._lose(worker, describe(error), is_its_fault=not is_well)
+            return False
+        finally:
+            watch.stop()
+            call.cancel()
+
+    def _lose(self, worker: WorkerRecord, reason: str, *, is_its_fault: bool) -> None:
+        environment = self._environment
+        _log.info("draft worker %s detached from %s: %s", worker.worker_id, self._session.session_id, reason)
+        environment.metrics.attach_failures.inc()
+        if is_its_fault:
+            environment.placement.router.pass_over(worker, environment.now_s())
+
+
+# Refusals of a healthy worker that cannot take this session.
+_HEALTHY_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    }
+)

@@ -1,0 +1,1 @@
+"""Worker processes as a coordinator knows them: their records, connections, identities and silences."""

@@ -1,0 +1,1 @@
+"""The documentation: pages in Markdown, `mkdocs.yml` beside this folder, and the generator of `docs/reference`."""

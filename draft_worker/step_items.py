@@ -1,0 +1,82 @@
+"""Builds one session's part in a step. Pure, except that it takes KV entries."""
+
+from __future__ import annotations
+
+from draft_worker.messages import Chain, StepItem
+from draft_worker.session import DraftNode, DraftSession
+from outrider.engine.sampling.logit_context import LogitContext
+
+
+def prefill_item(session: DraftSession, budget: int, min_chain_reach: float) -> StepItem:
+    """Returns an item that feeds up to `budget` pending tokens; the last pending token expands the cursor."""
+    count = min(session.num_pending, budget)
+    token_ids = session.token_ids[session.num_prefix : session.num_prefix + count]
+    is_last = count == session.num_pending
+    session.kv.extend(count)
+    if not is_last:
+        return _item(session, token_ids, [], [])
+    chain = _chain(session, session.cursor_node, session.kv.length, [], min_chain_reach)
+    return _item(session, token_ids, [session.cursor], [[]], chain=chain)
+
+
+def grow_item(session: DraftSession, node_ids: list[int], min_chain_reach: float) -> StepItem:
+    """Returns an item that feeds frontier nodes, each attending to the committed tokens, its ancestors and
+    itself."""
+    first_entry = session.kv.length
+    session.kv.extend(len(node_ids))
+    for index, node_id in enumerate(node_ids):
+        session.nodes[node_id].entry = first_entry + index
+    session.entry_nodes = session.entry_nodes + node_ids
+    branches = [session.branch(node_id) for node_id in node_ids]
+    paths = [[node.entry or 0 for node in branch] for branch in branches]
+    return _item(
+        session,
+        [session.nodes[node_id].hint.token_id for node_id in node_ids],
+        node_ids,
+        [[node.hint.token_id for node in branch] for branch in branches],
+        paths,
+        _chain(session, session.nodes[node_ids[0]], session.num_prefix, paths[0], min_chain_reach),
+    )
+
+
+def _item(
+    session: DraftSession,
+    token_ids: list[int],
+    node_ids: list[int],
+    continuations: list[list[int]],
+    paths: list[list[int]] | None = None,
+    chain: Chain | None = None,
+) -> StepItem:
+    """Returns an item that feeds tokens and expands nodes; `continuations` are the tokens from the cursor to each
+    node."""
+    first_draw = session.num_draws
+    session.num_draws += len(node_ids)
+    end_token_ids = session.sampling.stop_token_ids | session.limits.end_of_sequence_ids
+    return StepItem(
+        session.session_id,
+        session.kv,
+        token_ids,
+        node_ids,
+        session.sampling,
+        session.speculation,
+        session.seed,
+        LogitContext(session.token_ids, session.num_prompt_tokens, continuations, end_token_ids, session.grammar),
+        first_draw,
+        session.acceptance.rate,
+        session.calibration,
+        session.num_prefix,
+        paths,
+        chain,
+    )
+
+
+def _chain(session: DraftSession, head: DraftNode, tree_start: int, path: list[int], min_reach: float) -> Chain | None:
+    """The chain that a step may feed below `head`, which it feeds, too. None under rejection sampling, where every
+    draw has its number and `DraftSession` fixes the order."""
+    depth_left = session.depth_limit() - head.depth - 1
+    room = session.limits.max_nodes - len(session.nodes) - session.num_owed - 1
+    max_nodes = min(session.limits.max_chain_nodes, depth_left, room)
+    if max_nodes < 1 or session.is_sampled:
+        return None
+    min_reach = max(min_reach, session.min_reach)
+    return Chain(max_nodes, head.reach, min_reach, session.stop_token_ids, tree_start, path)

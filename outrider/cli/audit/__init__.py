@@ -1,1 +1,0 @@
-"""`outrider audit`: does speculation change what a running server says?"""

@@ -1,1 +1,0 @@
-"""`outrider bench`: how fast does a server answer under load, whichever server it is?"""

@@ -1,1 +1,0 @@
-"""`outrider simulate`: what a fleet will do, before it is bought."""

@@ -1,0 +1,2 @@
+"""Concurrency helpers: tasks (`background`), thread time slices (`time_slices`), waiting times of slots
+(`turnover`)."""

@@ -1,0 +1,300 @@
+"""Loads a model: reads it with transformers, installs our attention and linear layers, and compares the logits.
+
+`load_model` refuses, by name, an architecture that does not compute through them, by comparing a few tokens' logits
+with those of transformers' own attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from outrider.engine.compiled import numerics
+from outrider.engine.compiled.products import bound_products
+from outrider.engine.layers.attention import ATTENTION_NAME
+from outrider.engine.layers.decoder import why_not
+from outrider.engine.layers.experts import has_experts, run_in_blocks, split_experts
+from outrider.engine.layers.kv_layout import UnsupportedModelError, find_layout, refuse_other_states
+from outrider.engine.layers.linear import LinearForms, make_batch_invariant, round_weights
+from outrider.engine.layers.paged_attention import why_not_paged
+from outrider.engine.layers.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
+from outrider.engine.loading.machine import available_memory
+from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, check_memory, plan_memory
+from outrider.engine.model import DTYPES, Engine, ModelLoadError, check_device, device_for, longest_sequence
+from outrider.engine.options import EngineOptions
+from outrider.engine.ranks.rank_group import RankGroup
+from outrider.engine.sequence_chunk import SequenceChunk
+from outrider.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
+    """Loads weights, makes them batch-invariant and checks the result. Raises ModelLoadError with the cause.
+
+    With a group each rank calls it and gets its shard.
+    """
+    check_device(config.device)
+    device = device_for(config.device)
+    bound_products()
+    torch.set_num_threads(config.num_threads)
+    model = _read(config, device, group)
+    _refuse_moving_frequencies(model, config)
+    _refuse_row_scaling(model, config)
+    model.eval().requires_grad_(False).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a shard counts as the whole
+    num_kv_heads = num_kv_heads_of(model.config.get_text_config())
+    if group is not None and num_kv_heads < group.size:
+        keep_own_heads(model, group, num_kv_heads)
+    if config.quantization != "none":
+        round_weights(model, config.quantization, model.get_output_embeddings())
+    try:
+        expected = _reference_logits(model)
+        if group is not None:
+            take_shards(model, group)
+        layers = find_layout(model)
+    except UnsupportedModelError as error:
+        raise ModelLoadError(f"the engine cannot run {type(model).__name__}: {error}") from error
+    model.set_attn_implementation(ATTENTION_NAME)
+    engine = Engine(model, config, layers, num_parameters, group)
+    forms = LinearForms(config.quantization)
+    obstacle = why_not(model) if not config.enforce_eager else "disabled"
+    if obstacle is None:
+        engine.fuse(forms)
+    else:
+        logger.info("without compiled kernels: %s", obstacle)
+        split_experts(model, forms.build)
+        run_in_blocks(model)
+        make_batch_invariant(model, forms, model.get_output_embeddings())
+    logger.info("linear layers: %s", forms.report)
+    if device != "cpu":
+        _use_device(engine, is_plain=all(layer.is_plain for layer in layers))
+    probe_logits = _check_against(engine, expected)
+    engine.numerics = _describe(engine, forms, probe_logits)
+    _return_freed_memory()
+    return engine
+
+
+def _read(config: EngineOptions, device: str, group: RankGroup | None) -> Any:
+    """transformers' model with the checkpoint's weights, with a group this rank's shard. Raises ModelLoadError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from outrider.engine.loading.quantized_loading import read_as_plain
+
+    transformers_logging.disable_progress_bar()
+    _refuse_missing_files(config.model)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+        refuse_other_states(hf_config)
+        published = read_as_plain(hf_config)
+        if published is not None and group is not None:
+            raise ValueError(
+                f"its weights are quantized ({published.name}), and such a checkpoint cannot be sharded over ranks: "
+                "serve it with one rank, or the model as it was before with --quantization"
+            )
+        _check_memory(config, device, group)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            config=hf_config,
+            dtype=DTYPES[config.dtype],
+            attn_implementation="eager",  # the reference: sdpa, for example, ignores softcap
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            distributed_config=None if group is None else _distribution(hf_config.get_text_config(), group),
+        )
+    except UnsupportedModelError as error:
+        raise ModelLoadError(f"the engine cannot run {config.model}: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelLoadError(f"cannot load {config.model}: {error}") from error
+    if published is not None:
+        logger.info("checkpoint format: %s; read as %s", published.name, config.dtype)
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelLoadError(
+            f"{config.model} lacks {len(missing)} tensors of its model, such as {missing[0]}; "
+            "the weights are incomplete or of another architecture"
+        )
+    return model
+
+
+def _refuse_missing_files(model_dir: Path) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise ModelLoadError(f"no model in {model_dir}: config.json is missing; name a folder in Hugging Face format")
+    if any(model_dir.glob("*.safetensors")):
+        return
+    if any(model_dir.glob("*.bin")):
+        raise ModelLoadError(
+            f"{model_dir} has pickled weights (*.bin) alone, and reading these runs whatever their author wrote into "
+            "them; save them as safetensors where that does no harm"
+        )
+    raise ModelLoadError(f"{model_dir} has a config.json but no weights (*.safetensors); was the download finished?")
+
+
+def _describe(engine: Engine, forms: LinearForms, probe_logits: torch.Tensor) -> str:
+    layers = numerics.compiled_layers() if engine.is_fused else "modules"
+    arithmetic = numerics.Arithmetic(
+        engine.config.dtype,
+        engine.config.quantization,
+        1 if engine.group is None else engine.group.size,
+        numerics.device_class(engine.device),
+        f"{layers}+paged-attention" if engine.is_paged else layers,
+        forms.report,
+        engine.config.num_threads,
+    )
+    return numerics.describe(arithmetic, probe_logits, numerics.cpu_model())
+
+
+def _use_device(engine: Engine, *, is_plain: bool) -> None:
+    """Enables FlashAttention and CUDA graphs where the model permits them; logs where it does not."""
+    obstacle = why_not_paged(engine.layers, engine.block_size, engine.longest, is_plain=is_plain)
+    if obstacle is not None:
+        logger.warning("attention without FlashAttention, which is slow for long sequences: %s", obstacle)
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    engine.attend_paged(varlen_attn)
+    if engine.config.enforce_eager or has_experts(engine.model):
+        logger.info("no CUDA graphs: they are disabled, or the experts that run depend on the rows")
+        return
+    try:
+        engine.capture_graphs()
+    except RuntimeError as error:
+        logger.warning("no CUDA graphs: %s", error)
+
+
+def _check_memory(config: EngineOptions, device: str, group: RankGroup | None) -> None:
+    """Refuses what cannot fit, before minutes are spent on loading it or the system kills the process."""
+    shape = ServingShape(
+        DTYPES[config.dtype],
+        config.quantization,
+        1 if group is None else group.size,
+        torch.device(device).type,
+        config.max_model_len,
+    )
+    try:
+        needs = plan_memory(config.model, shape)
+    except NoPlanError:
+        raise
+    except ConfigurationError as error:  # loading reports the fault, if there is one
+        logger.info("memory use is not known in advance: %s", error)
+        return
+    check_memory(
+        config.model,
+        needs,
+        available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0],
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_bytes=config.kv_cache_bytes,
+        # A GPU belongs to one rank; a machine's memory is shared by all ranks on it, which load at the same time.
+        num_ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1,
+    )
+
+
+def _return_freed_memory() -> None:
+    """Returns freed memory to the system. Every weight was copied into its form, and the C library keeps what that
+    freed: as much as the model's shard was seen."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _distribution(hf_config: Any, group: RankGroup) -> Any:
+    """transformers' description of how the model is sharded. Raises ModelLoadError."""
+    from transformers.distributed import DistributedConfig
+
+    num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
+    if num_heads % group.size or (num_kv_heads % group.size and group.size % num_kv_heads):
+        raise ModelLoadError(
+            f"{group.size} ranks cannot share {num_heads} attention heads and {num_kv_heads} KV heads: their number "
+            "must divide both, or divide the first and be a multiple of the second"
+        )
+    return DistributedConfig(tp_size=group.size, tp_plan=plan_overrides(hf_config, group.size) or None)
+
+
+def _refuse_moving_frequencies(model: Any, config: EngineOptions) -> None:
+    """Refuses rotary frequencies that depend on the longest sequence of a batch: its composition would change outputs
+    (I2)."""
+    hf_config = model.config.get_text_config()
+    found = getattr(hf_config, "rope_parameters", None) or {}
+    max_model_len = longest_sequence(hf_config, config.max_model_len)
+    # One description for all layers, or one for each kind of layer.
+    for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
+        rope_type = rope.get("rope_type", "default")
+        original = rope.get("original_max_position_embeddings") or getattr(
+            hf_config, "original_max_position_embeddings", None
+        )
+        if rope_type in ("longrope", "dynamic") and max_model_len > (original or max_model_len):
+            raise ModelLoadError(
+                f"the engine cannot run {type(model).__name__} at {max_model_len} tokens: its {rope_type} "
+                f"frequencies change with the longest sequence beyond {original}; set --max-model-len to {original} "
+                "or less"
+            )
+
+
+def _refuse_row_scaling(model: Any, config: EngineOptions) -> None:
+    """Refuses Llama 4 at lengths where its queries are scaled by row in the batch, which is a position only for a
+    single sequence."""
+    hf_config = model.config.get_text_config()
+    max_model_len = longest_sequence(hf_config, config.max_model_len)
+    limit = getattr(hf_config, "floor_scale", None)
+    if getattr(hf_config, "attn_temperature_tuning", False) and limit and max_model_len >= limit:
+        raise ModelLoadError(
+            f"the engine cannot run {type(model).__name__} at {max_model_len} tokens: from token {limit} on "
+            f"transformers scales its queries by their row in the batch; set --max-model-len to {limit - 1} or less"
+        )
+
+
+PROBE_LENGTH = 24
+
+
+def _probe_token_ids(vocab_size: int) -> list[int]:
+    return [(7919 * i + 13) % vocab_size for i in range(PROBE_LENGTH)]
+
+
+@torch.inference_mode()
+def _reference_logits(model: Any) -> torch.Tensor:
+    """transformers' own logits for the probe.  # [PROBE_LENGTH, vocab_size]"""
+    token_ids = torch.tensor([_probe_token_ids(model.config.get_text_config().vocab_size)], device=model.device)
+    return model(input_ids=token_ids, use_cache=False).logits[0].float()
+
+
+def _check_against(engine: Engine, expected: torch.Tensor) -> torch.Tensor:
+    """Refuses a model whose logits through the paged cache, in two chunks, differ from transformers' own.
+
+    Returns those logits; on ranks other than 0, whose logits are incomplete, this rank's part of them.
+    """
+    name = type(engine.model).__name__
+    token_ids = _probe_token_ids(engine.vocab_size)
+    kv = engine.new_sequence()
+    parts = []
+    try:
+        for part in (token_ids[: PROBE_LENGTH // 2], token_ids[PROBE_LENGTH // 2 :]):
+            kv.extend(len(part))
+            parts.append(engine.forward([SequenceChunk(kv, part, len(part))]))
+    except Exception as error:  # whatever a foreign architecture raises, the operator needs its name
+        raise ModelLoadError(f"the engine cannot run {name}: {error}") from error
+    finally:
+        kv.free()
+    logits = torch.cat(parts)
+    if engine.group is not None and engine.group.rank > 0:
+        return logits
+    differences = (logits - expected).abs().amax(dim=1)
+    # In bfloat16 a row may go to another expert than in transformers, where two are about equally good.
+    is_chancy = engine.config.dtype == "bfloat16" and has_experts(engine.model)
+    difference = float(differences.median() if is_chancy else differences.max())
+    tolerance = (1e-3 if engine.config.dtype == "float32" else 0.1) * max(1.0, float(expected.abs().max()))
+    if not difference <= tolerance:
+        raise ModelLoadError(
+            f"the engine cannot run {name}: its logits differ from transformers' by {difference:.3g} "
+            f"(permitted {tolerance:.3g}); its attention is not the one the paged cache computes"
+        )
+    return logits

@@ -1,0 +1,73 @@
+"""Settings of an engine. Loads without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from outrider.errors import ConfigurationError
+from outrider.settings import CAPACITY, MODEL, REQUIRED, check, setting
+
+
+class Dtype(StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class Quantization(StrEnum):
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Settings that an engine is built from. Raises ConfigurationError, naming the flag."""
+
+    model: Path = setting(REQUIRED, "model folder in Hugging Face format", MODEL, "folder")
+    dtype: Dtype = setting(Dtype.BFLOAT16, "type of weights and KV in memory", MODEL)
+    quantization: Quantization = setting(
+        Quantization.NONE, "quantize the weights while loading: int8 and fp8 halve their memory and move the logits "
+        "a little; on a CPU a step with int8 takes about as long or longer, one with fp8 several times as long",
+        MODEL,
+    )  # fmt: skip
+    device: Device = setting(Device.AUTO, "where the model runs; auto: on the GPU if there is one", MODEL)
+    max_num_seqs: int = setting(32, "sequences that run at once", CAPACITY, "sequences", at_least=1)
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output", CAPACITY, "tokens", at_least=2, shows="the model's"
+    )
+    kv_cache_gib: float = setting(
+        2.0, "most memory for KV; sequences of a target worker allocate it as they grow, and preempt each other "
+        "when it is full",
+        CAPACITY, "GiB", above=0,
+    )  # fmt: skip
+    block_size: int | None = setting(
+        None, "KV entries in a block",
+        CAPACITY, "tokens", at_least=1,
+        shows="16 on a CPU, 256 on a GPU, whose attention takes multiples of that",
+    )  # fmt: skip
+    enable_prefix_caching: bool = setting(True, "share the KV of common prefixes between sequences", CAPACITY)
+    num_threads: int = setting(1, "torch threads", CAPACITY, "threads", at_least=1)
+    cpu_affinity: str | None = setting(None, "cores to run on, such as 0 or 0,1", CAPACITY, "cores", shows="any")
+    enforce_eager: bool = setting(
+        False, "run transformers' own modules instead of the compiled kernels, and use no CUDA graphs on a GPU",
+        MODEL,
+    )  # fmt: skip
+
+    has_trees: bool = False  # hint trees are fed, not only sequences
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.quantization != Quantization.NONE and self.dtype != Dtype.BFLOAT16:
+            raise ConfigurationError(f"{self.quantization} weights are computed in bfloat16: set --dtype bfloat16")
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return int(self.kv_cache_gib * 2**30)

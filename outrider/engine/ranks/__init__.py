@@ -1,0 +1,1 @@
+"""Tensor parallelism: the group of ranks and its deterministic sums."""

@@ -1,0 +1,318 @@
+"""Which hints become tokens, for all sequences of a step at once.
+
+One forward pass over a sequence's last committed token and v hints gives v + 1 distributions, rows of the step's
+logits [num_rows, vocab_size]. The host waits for the device at most twice in a step, however many sequences and hints
+there are: for the choices of greedy and coupled decoding and what rejection sampling has to know to accept hints; then
+for tokens that are sampled where hints end, and for log probabilities.
+
+A row's bits depend on its own sequence alone (invariant I2): sequences that are decided in the same way are rows of the
+same operations, and each of these keeps to its row.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from outrider.engine.sampling.logit_processing import NEVER, apply_edits
+from outrider.engine.sampling.logprobs import ScoredRows
+from outrider.engine.sampling.rejection import (
+    Acceptance,
+    accept,
+    draft_distribution,
+    residuals,
+    sample_number,
+)
+from outrider.engine.sampling.sampling import (
+    coupled_keys,
+    greedy_tokens,
+    keyed_scores,
+    row_probabilities,
+    sample_rows,
+)
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.engine.sampling.transfers import NOTHING, filled, to_host
+from outrider.engine.sampling.verdict import Verdict as Verdict
+from outrider.engine.sampling.verdict import VerificationRequest as VerificationRequest
+from outrider.hints.hint_tree import Hint
+from outrider.sampling_params import DecodingMode
+
+NO_TOKEN = -1
+"""Follows the accepted hints where the parameters leave no token, or the last hint was not fed and is accepted."""
+
+
+class _Group(enum.IntEnum):
+    """Sequences that are decided in the same way. The rows of all but the first are processed, in this order."""
+
+    GREEDY_RAW = 0  # on the model's own logits
+    GREEDY_EDITED = 1  # on processed logits
+    COUPLED = 2
+    REJECTION = 3
+
+    @classmethod
+    def of(cls, request: VerificationRequest) -> _Group:
+        match request.params.decoding_mode:
+            case DecodingMode.GREEDY:
+                return cls.GREEDY_RAW if request.edits is None else cls.GREEDY_EDITED
+            case DecodingMode.COUPLED:
+                return cls.COUPLED
+        return cls.REJECTION
+
+
+@dataclass(slots=True)
+class _Decision:
+    """The part of a verdict that is known after the first transfer."""
+
+    num_matched: int
+    token_id: int | None  # that follows; None: it is to be sampled
+    scale: float = 1.0  # of the residual that it is sampled from
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_matched + (self.token_id != NO_TOKEN)
+
+
+def verify(
+    logits: torch.Tensor, requests: Sequence[VerificationRequest], prompts: Sequence[ScoredRows] = ()
+) -> tuple[list[Verdict], list[list[TokenLogprobs]]]:
+    """Decides each request's tokens, as far as its hints are accepted; and scores tokens of prompts.
+
+    logits: the model's own, float32 [num_rows, vocab_size], left as they are.
+    """
+    if not prompts and all(map(_needs_only_choices, requests)):
+        # The usual batch: of what follows only the first transfer is needed, and steps of small models are short.
+        choices = to_host([greedy_tokens(logits)])[0]
+        decisions = [_choose(choices[each.first_row :], each.hints, each.num_rows) for each in requests]
+        return [_verdict_of(each, decision) for each, decision in zip(requests, decisions, strict=True)], []
+    batch = _Batch(logits, requests)
+    decisions = batch.decide(to_host(batch.evidence()))
+    sampled = batch.sample(decisions)
+    by_num_top = batch.wanting_logprobs(decisions)
+    scored = [*prompts]
+    scored += [batch.scored_rows(decisions, sampled, *each) for each in by_num_top.items()]
+    sampled_ids, *scores = to_host([sampled, *(part for each in scored for part in each.scores())])
+    following = iter(sampled_ids)
+    verdicts = []
+    for request, decision in zip(requests, decisions, strict=True):
+        token_id = int(next(following)) if decision.token_id is None else decision.token_id
+        verdicts.append(verdict(request.hints, decision.num_matched, token_id))
+    logprobs = [each.read(scores[4 * index : 4 * index + 4]) for index, each in enumerate(scored)]
+    for members, rows in zip(by_num_top.values(), logprobs[len(prompts) :], strict=True):
+        end = 0
+        for index in members:
+            start, end = end, end + len(verdicts[index].token_ids)
+            verdicts[index] = replace(verdicts[index], logprobs=rows[start:end])
+    return verdicts, logprobs[: len(prompts)]
+
+
+def _needs_only_choices(request: VerificationRequest) -> bool:
+    """Whether a request is decided by the most likely tokens of the model's own logits, and asks for no more."""
+    return _Group.of(request) is _Group.GREEDY_RAW and request.params.num_logprobs is None
+
+
+def _verdict_of(request: VerificationRequest, decision: _Decision) -> Verdict:
+    assert decision.token_id is not None
+    return verdict(request.hints, decision.num_matched, decision.token_id)
+
+
+class _Batch:
+    """The requests in groups, and their rows on the device."""
+
+    def __init__(self, logits: torch.Tensor, requests: Sequence[VerificationRequest]) -> None:
+        self._logits = logits  # [num_rows of the step, vocab_size]
+        self._requests = requests
+        self._groups = [_Group.of(request) for request in requests]
+        # First row of each request in `_processed`, and of each group.
+        self._starts: dict[int, int] = {}
+        self._bounds = [0] * len(_Group)
+        rows: list[int] = []
+        for group in list(_Group)[1:]:
+            for index in self._members(group):
+                first_row = requests[index].first_row
+                self._starts[index] = len(rows)
+                rows += range(first_row, first_row + requests[index].num_rows)
+            self._bounds[group] = len(rows)
+        self._is_dead: torch.Tensor | None = None  # rows of `_processed` that leave no token; None: there are none
+        self._processed = self._process(rows) if rows else NOTHING
+        self._num_greedy = self._bounds[_Group.GREEDY_EDITED]  # rows that need no probabilities
+        self._probs = NOTHING
+        if len(rows) > self._num_greedy:
+            self._probs = self._processed[self._num_greedy :]
+            sampled = [index for index in self._starts if self._starts[index] >= self._num_greedy]
+            params = [requests[index].params for index in sampled for _ in range(requests[index].num_rows)]
+            self._probs = row_probabilities(self._probs, params)
+
+    def _members(self, group: _Group) -> Iterator[int]:
+        return (index for index, own in enumerate(self._groups) if own is group)
+
+    def _process(self, rows: list[int]) -> torch.Tensor:
+        """The rows after everything that greedy decoding heeds too."""
+        first_row = rows[0]
+        if rows == list(range(first_row, first_row + len(rows))):
+            own = self._logits[first_row : first_row + len(rows)]
+        else:
+            own = self._logits.index_select(0, filled(rows, np.int64, self._logits.device))
+        edits = [(start, self._requests[index].edits) for index, start in self._starts.items()]
+        processed = apply_edits(own, [(start, each) for start, each in edits if each is not None])
+        if processed is not own:  # the model's own logits leave every token
+            self._is_dead = processed.amax(dim=-1) == NEVER
+        return processed
+
+    def evidence(self) -> list[torch.Tensor]:
+        """The numbers that the host needs: choices of the logits' rows and of the processed greedy and coupled rows;
+        which processed rows leave no token; target_probs at the tokens that the draft could have sent."""
+        coupled = slice(0, self._bounds[_Group.COUPLED] - self._num_greedy)
+        row_keys = [
+            row_key
+            for index in self._members(_Group.COUPLED)
+            for row_key in coupled_keys(
+                self._requests[index].seed,
+                range(
+                    self._requests[index].position,
+                    self._requests[index].position + self._requests[index].num_rows,
+                ),
+            )
+        ]
+        indices = [
+            flat_index
+            for index in self._members(_Group.REJECTION)
+            for row, hint in enumerate(self._requests[index].hints, self._starts[index] - self._num_greedy)
+            for flat_index in self._drafted_indices(row, hint)
+        ]
+        device = self._logits.device
+        return [
+            greedy_tokens(self._logits) if _Group.GREEDY_RAW in self._groups else NOTHING,
+            self._processed[: self._num_greedy].argmax(dim=-1) if self._num_greedy else NOTHING,
+            keyed_scores(self._probs[coupled], row_keys).argmax(dim=-1) if row_keys else NOTHING,
+            NOTHING if self._is_dead is None else self._is_dead,
+            torch.take(self._probs, filled(indices, np.int64, device)) if indices else NOTHING,
+        ]
+
+    def _drafted_indices(self, row: int, hint: Hint) -> Iterator[int]:
+        """Positions, in the flattened rows, of the tokens that the draft could have sent in place of a hint."""
+        start = row * self._logits.shape[-1]
+        return (start + token_id for token_id in draft_distribution(hint).token_ids)
+
+    def decide(self, evidence: Sequence[Sequence[float]]) -> list[_Decision]:
+        """How many of each request's hints are accepted."""
+        maxima, greedy, coupled, is_dead, target_at = evidence
+        choices = [*greedy, *coupled]
+        remaining = iter(target_at)
+        decisions = []
+        for index, (request, group) in enumerate(zip(self._requests, self._groups, strict=True)):
+            num_alive = request.num_rows
+            if group is _Group.GREEDY_RAW:
+                decisions.append(_choose(maxima[request.first_row :], request.hints, num_alive))
+                continue
+            start = self._starts[index]
+            if is_dead and any(is_dead[start : start + num_alive]):
+                num_alive = is_dead.index(True, start) - start
+            if group is not _Group.REJECTION:
+                decisions.append(_choose(choices[start:], request.hints, num_alive))
+                continue
+            own = [[next(remaining) for _ in draft_distribution(hint).token_ids] for hint in request.hints]
+            # Beyond a position that leaves no token nothing can be decided. Where that is depends on the hints before
+            # it only, so that it biases nothing.
+            hints = request.hints[:num_alive]
+            accepted = accept(request.acceptance_rule, own, hints, request.seed, request.position)
+            token_id = None if accepted.num_accepted < num_alive else NO_TOKEN
+            decisions.append(_Decision(accepted.num_accepted, token_id, accepted.scale))
+        return decisions
+
+    def sample(self, decisions: Sequence[_Decision]) -> torch.Tensor:
+        """The tokens that are to be sampled, int64 [num_sampled, 1], in the order of their requests."""
+        rows: list[int] = []
+        numbers: list[list[float]] = []
+        scales: list[list[float]] = []
+        indices: list[int] = []
+        draft_probs: list[float] = []
+        for index, decision in enumerate(decisions):
+            if decision.token_id is not None:
+                continue
+            request, num_accepted = self._requests[index], decision.num_matched
+            if num_accepted < len(request.hints):
+                rejected = request.hints[num_accepted]
+                distribution = draft_distribution(rejected)
+                indices += self._drafted_indices(len(rows), rejected)
+                draft_probs += (weight / distribution.total for weight in distribution.weights)
+            rows.append(self._starts[index] - self._num_greedy + num_accepted)
+            scales.append([decision.scale])
+            acceptance = Acceptance(num_accepted, decision.scale)
+            numbers.append([sample_number(acceptance, len(request.hints), request.seed, request.position)])
+        if not rows:
+            return NOTHING
+        device = self._logits.device
+        weights = self._probs.index_select(0, filled(rows, np.int64, device)).double()
+        if indices:
+            scale, drafted = filled(scales, np.float64, device), filled(draft_probs, np.float64, device)
+            weights = residuals(weights, scale, filled(indices, np.int64, device), drafted)
+        return sample_rows(weights, filled(numbers, np.float64, device))
+
+    def wanting_logprobs(self, decisions: Sequence[_Decision]) -> dict[int, list[int]]:
+        """Requests whose new tokens are asked for log probabilities, by the number of likeliest tokens beside.
+
+        They are scored together, but not with others: which of two equals is among the likeliest depends on how many
+        are taken.
+        """
+        members: dict[int, list[int]] = defaultdict(list)
+        for index, (request, decision) in enumerate(zip(self._requests, decisions, strict=True)):
+            if request.params.num_logprobs is not None and decision.num_tokens:
+                members[request.params.num_logprobs].append(index)
+        return members
+
+    def scored_rows(
+        self, decisions: Sequence[_Decision], sampled: torch.Tensor, num_top: int, members: Sequence[int]
+    ) -> ScoredRows:
+        """The rows of these requests' new tokens."""
+        order = [index for index, decision in enumerate(decisions) if decision.token_id is None]
+        token_ids: list[int] = []
+        indices, sources = [], []
+        for index in members:
+            request, decision = self._requests[index], decisions[index]
+            token_ids += (hint.token_id for hint in request.hints[: decision.num_matched])
+            if decision.token_id is None:
+                indices.append((len(token_ids), order.index(index)))
+            if decision.token_id != NO_TOKEN:
+                token_ids.append(decision.token_id or 0)  # a sampled one overwrites the 0 below
+            sources.append(self._source(index, decision.num_tokens))
+        device = self._logits.device
+        on_device = filled(token_ids, np.int64, device)
+        if indices:
+            to, of = filled(indices, np.int64, device).unbind(dim=-1)
+            on_device = on_device.index_copy(0, to, sampled.view(-1).index_select(0, of))
+        return ScoredRows(sources[0] if len(sources) == 1 else torch.cat(sources), on_device, num_top)
+
+    def _source(self, index: int, num_rows: int) -> torch.Tensor:
+        """The tensor that the log probabilities of a request's first rows are taken from."""
+        request, group = self._requests[index], self._groups[index]
+        if not request.params.are_logprobs_processed or group is _Group.GREEDY_RAW:
+            return self._logits[request.first_row : request.first_row + num_rows]
+        start = self._starts[index]
+        if group is _Group.GREEDY_EDITED:
+            return self._processed[start : start + num_rows]
+        start -= self._num_greedy
+        return self._probs[start : start + num_rows].log()
+
+
+def _choose(choices: Sequence[float], hints: Sequence[Hint], num_alive: int) -> _Decision:
+    """Greedy and coupled: the target's choices are known, a hint is accepted when it is the same token."""
+    num_matched = 0
+    for hint, choice in zip(hints, choices[:num_alive], strict=False):
+        if hint.token_id != choice:
+            break
+        num_matched += 1
+    return _Decision(num_matched, int(choices[num_matched]) if num_matched < num_alive else NO_TOKEN)
+
+
+def verdict(hints: Sequence[Hint], num_matched: int, token_id: int) -> Verdict:
+    """So many hints are accepted, and then a token follows unless it is NO_TOKEN."""
+    token_ids = [hint.token_id for hint in hints[:num_matched]]
+    if token_id != NO_TOKEN:
+        return Verdict([*token_ids, token_id], num_matched, num_matched)
+    # A step has num_accepted + 1 tokens: without a token of its own the last accepted hint counts as that.
+    return Verdict(token_ids, max(num_matched - 1, 0), num_matched)

@@ -1,0 +1,1 @@
+"""Processes of one machine: children under a supervisor, an embedded Redis server, free ports."""

@@ -1,0 +1,1 @@
+"""Logs, metrics and traces, the same in every process."""

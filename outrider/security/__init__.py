@@ -1,0 +1,1 @@
+"""Mutual TLS between processes, the certificates for it, and tenants."""

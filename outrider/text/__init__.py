@@ -1,0 +1,1 @@
+"""Conversion of text to token ids and back. Never imports torch."""

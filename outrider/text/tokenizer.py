@@ -1,0 +1,321 @@
+"""Conversion of text to token ids and back, and the identity of a vocabulary; never imports torch.
+
+`transformers.AutoTokenizer` imports torch (checked with 5.23), which would cost every coordinator replica some 300 MB,
+so this wraps the `tokenizers` library that transformers itself uses, plus the chat template.
+
+Invariant: two model folders have the same `fingerprint` exactly when the same token id means the same piece of text in
+both, so that a hint from one can be compared with a token of the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from outrider.errors import ConfigurationError, InvalidRequest
+
+LONG_TEXT_CHARS: Final = 8192
+"""Length in characters above which a text must not be tokenized on an event loop."""
+LONG_TEXT_TOKENS: Final = 4096
+"""Number of tokens from which they must not be decoded on an event loop."""
+TOKENS_KEPT: Final = 1 << 15
+"""Tokens whose bytes are cached, in up to 6 MiB: a lookup takes 5 µs, and an answer with log probabilities needs dozens
+per step."""
+
+# For a model without a chat format: the contents of the messages, one after another.
+PLAIN_CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+# Errors of a template with variables chosen by the client: `range(x)` too long, text times a large number, a
+# conversation nested too deeply for JSON.
+_TEMPLATE_ERRORS: Final = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+
+# Offsets are bookkeeping for the caller and dropout belongs to training; neither changes which text an id means.
+_ADDED_TOKEN_KEYS: Final = ("id", "content", "special", "lstrip", "rstrip", "single_word", "normalized")
+_COSMETIC_KEYS: Final = frozenset({"trim_offsets", "dropout"})
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Identifies the meaning of a tokenizer's ids, as 16 hexadecimal characters.
+
+    Covers model type and options, vocabulary, merges, normalizer, pre-tokenizer and added tokens. Leaves out padding,
+    truncation, offsets, the post-processor and decoder, the order of entries and the layout of the file. Ignores the
+    rows of the model's embedding, so padding them changes nothing.
+
+    Raises ConfigurationError when `tokenizer.json` is missing or invalid.
+    """
+    description = read_json(model_dir / "tokenizer.json")
+    model = description.get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise ConfigurationError(f"{model_dir / 'tokenizer.json'} has no model with a vocabulary")
+    added = [{key: token.get(key) for key in _ADDED_TOKEN_KEYS} for token in description.get("added_tokens") or []]
+    canonical = {
+        "vocab": _canonical_vocab(model["vocab"], added),
+        "merges": [canonical_merge(merge) for merge in model.get("merges") or []],
+        "model": {
+            key: value
+            for key, value in _without_cosmetics(model).items()
+            if key not in ("vocab", "merges") and value is not None and value is not False
+        },
+        "normalizer": _without_cosmetics(description.get("normalizer")),
+        "pre_tokenizer": _without_cosmetics(description.get("pre_tokenizer")),
+        "added_tokens": sorted(added, key=lambda token: int(token["id"])),
+    }
+    encoded = json.dumps(canonical, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(encoded.encode()).hexdigest()[:16]
+
+
+def _canonical_vocab(vocab: Any, added: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """Every id with its token. Some files list added tokens in both places, some only in one: the union."""
+    # A Unigram vocabulary is a list of [token, score] whose index is the id.
+    entries = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
+    by_id = {int(token_id): str(token) for token, token_id in entries}
+    by_id.update({int(token["id"]): str(token["content"]) for token in added})
+    return sorted(by_id.items())
+
+
+def canonical_merge(merge: Any) -> list[str]:
+    """A merge in one form: older files write it as "a b", newer ones as ["a", "b"]."""
+    return merge.split(" ", 1) if isinstance(merge, str) else [str(part) for part in merge]
+
+
+def _without_cosmetics(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_cosmetics(inner) for key, inner in value.items() if key not in _COSMETIC_KEYS}
+    if isinstance(value, list):
+        return [_without_cosmetics(inner) for inner in value]
+    return value
+
+
+class Tokenizer:
+    """A model folder's tokenizer. Immutable after construction; safe to use from several threads."""
+
+    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
+        """Loads `tokenizer.json`; `chat_template` overrides the model's own (Jinja text).
+
+        Raises ConfigurationError when a file is missing or damaged.
+        """
+        self.model_dir = model_dir
+        self.fingerprint = fingerprint(model_dir)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
+            raise ConfigurationError(f"cannot load {model_dir / 'tokenizer.json'}: {error}") from error
+        self._known_bytes = lru_cache(TOKENS_KEPT)(self._find_bytes)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._config = read_json(model_dir / "tokenizer_config.json", optional=True)
+        own_template = chat_template or self._find_chat_template()
+        self.has_chat_template = own_template is not None
+        self._chat_template = own_template or PLAIN_CHAT_TEMPLATE
+
+    @property
+    def chat_template(self) -> str:
+        """The template of `render_chat`, in Jinja."""
+        return self._chat_template
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids with a meaning, added tokens included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id with a meaning; there may be gaps."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-sequence ids from `generation_config.json`, else `config.json`, else the tokenizer. Empty when none is
+        named."""
+        for name in ("generation_config.json", "config.json"):
+            value = read_json(self.model_dir / name, optional=True).get("eos_token_id")
+            if value is not None:
+                return frozenset(value if isinstance(value, list) else [value])
+        token_id = self._tokenizer.token_to_id(self._special_tokens().get("eos_token", ""))
+        return frozenset() if token_id is None else frozenset([token_id])
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with special tokens where the model's post-processor puts them.
+
+        For a long text it releases the interpreter's lock, so that it can run on a thread beside an event loop.
+        """
+        if len(text) > LONG_TEXT_CHARS:  # tokenizers releases the lock for batches only
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoded.ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a meaning decode to nothing, incomplete characters to U+FFFD.
+
+        For many ids it releases the interpreter's lock, as `encode` does.
+        """
+        if len(token_ids) > LONG_TEXT_TOKENS:
+            (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def vocabulary_entry(self, token_id: int) -> str:
+        """The vocabulary's entry for a token, as the model's files spell it; empty for an id without a meaning."""
+        return str(self._tokenizer.id_to_token(token_id) or "")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which need not be whole characters; empty for an id without a meaning.
+        A special token's are those of its name.
+
+        Exact for byte-level vocabularies and for those that spell bytes as <0x0A>. In others a token's bytes may depend
+        on its position (a space at the start of the text); these are those of a text of this token alone.
+        """
+        return self._known_bytes(token_id)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added_tokens:
+            # The vocabulary's entry is normalized: Llama 2's starts with a space sign.
+            return str(self._added_tokens[token_id].content).encode()
+        if "ByteLevel" in self._decoder_types:
+            return b"".join(
+                bytes([_BYTES_BY_CHARACTER[character]]) if character in _BYTES_BY_CHARACTER else character.encode()
+                for character in piece
+            )
+        if "ByteFallback" in self._decoder_types:
+            is_byte = _BYTE_PIECE.fullmatch(piece)
+            return bytes([int(is_byte[1], 16)]) if is_byte else piece.replace("\u2581", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    @cached_property
+    def added_token_ids(self) -> Mapping[str, int]:
+        """Tokens outside the model's own vocabulary, by their text."""
+        return {str(token.content): token_id for token_id, token in self._added_tokens.items()}
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token is outside the model's own vocabulary."""
+        return token_id in self._added_tokens
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` drops the token."""
+        token = self._added_tokens.get(token_id)
+        return token is not None and bool(token.special)
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        decoder = self._tokenizer.decoder
+        # Its pickled state is its entry in the file, which takes long to read where the vocabulary is large.
+        description = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(part.get("type", "") for part in description.get("decoders") or [description])
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **kwargs: Any) -> str:
+        """Renders a conversation in the model's chat format, ready for its answer.
+
+        Encode it with `add_special_tokens=False`: the template writes them itself. `kwargs` are passed to the template.
+        Raises InvalidRequest("messages") when the template refuses the conversation.
+        """
+        variables: dict[str, Any] = {
+            "add_generation_prompt": True, **self._special_tokens(), **kwargs, "messages": list(messages),
+        }  # fmt: skip
+        try:
+            return self._compiled_chat_template.render(variables)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest("messages", f"the model's chat template refused the messages: {error}") from error
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template uses a variable of this name, so that it can change the prompt."""
+        return name in self._chat_template
+
+    @cached_property
+    def _compiled_chat_template(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(self._chat_template)
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(f"the chat template of {self.model_dir} is not valid: {error}") from error
+
+    def _find_chat_template(self) -> str | None:
+        path = self.model_dir / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several named ones
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return None if template is None else str(template)
+
+    def _special_tokens(self) -> dict[str, str]:
+        """`bos_token` and the like by name. Files hold either the text or a description with `content`."""
+        found = {}
+        extra = self._config.get("extra_special_tokens")
+        for name, value in [*self._config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+        return found
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The spelling of bytes in byte-level vocabularies (GPT-2): printable ones as themselves, the others from U+0100
+    on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES_BY_CHARACTER: Final = _bytes_by_character()
+_BYTE_PIECE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """Ignores `{% generation %}…{% endgeneration %}`, which marks the assistant's messages for training."""
+
+    tags = {"generation"}  # noqa: RUF012  declared so by jinja2
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML, which models do not expect.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{path} does not exist; a model folder must hold one") from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} does not hold a JSON object")
+    return content

@@ -1,0 +1,13 @@
+"""The engine's part of a worker's command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from outrider.engine.options import EngineOptions as EngineOptions
+from outrider.settings import from_flags
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineOptions:
+    """Raises ConfigurationError, naming the flag."""
+    return from_flags(EngineOptions, arguments, has_trees=arguments.role == "draft")

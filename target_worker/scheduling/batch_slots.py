@@ -1,0 +1,194 @@
+"""Assigns batch slots and KV blocks: which sessions run, which wait, which are preempted. Pure.
+
+A session gets a slot when the KV of its committed tokens fits beside what the running ones are about to need; from then
+on it takes blocks as it grows. The order is by rank: priority, then arrival. When blocks run out, running sessions take
+what they need for the next step in this order, and the one of last rank is preempted. It returns its blocks and waits
+again at its old rank; its KV is recomputed, as for a prompt, when there is room. Nothing makes room for a later rank,
+so the first session always progresses and every session becomes the first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outrider.engine.kv.kv_cache import BlockAllocator
+from outrider.errors import InvalidRequest
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import StartSession
+from target_worker.scheduling.session import Session
+
+by_rank = operator.attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """The sessions of a step in order of rank, and the KV blocks available to it."""
+
+    decoding: list[Session]
+    prefilling: list[tuple[Session, int]]  # with the number of tokens that there is KV for
+    num_hint_blocks: int | None  # beyond these sessions' own needs; None: not scarce
+
+    def limit_hints(self, num_fed: list[int]) -> list[int]:
+        """Limits the hints that decoding sessions would feed to those that there are blocks for."""
+        if self.num_hint_blocks is None:
+            return num_fed
+        num_left, limited = self.num_hint_blocks, []
+        for session, wanted in zip(self.decoding, num_fed, strict=True):
+            num_plain = session.kv.num_missing(1)
+            fed = min(wanted, session.kv.room(num_left + num_plain) - 1)
+            num_left -= session.kv.num_missing(1 + fed) - num_plain
+            limited.append(fed)
+        return limited
+
+
+class BatchSlots:
+    """All sessions of one worker, `waiting` and `running`, both ordered by rank; ranks are unique."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
+        self._limits = limits
+        self._allocator = allocator
+        self.waiting: list[Session] = []
+        self.running: dict[str, Session] = {}
+        self.num_preemptions = 0
+        self._is_short = False  # KV blocks, for the first waiting session
+        # Upper bounds of the blocks that a step needs, hints included.
+        size = allocator.block_size
+        self._most_per_session = 1 + (limits.num_speculative_tokens + size) // size
+        self._most_for_prompts = limits.max_num_batched_tokens // size
+
+    def check_fits(self, event: StartSession) -> None:
+        """Raises InvalidRequest for a session that would not fit even alone."""
+        longest = min(event.num_prompt_tokens + event.sampling.max_tokens, self._limits.max_model_len)
+        if self._allocator.blocks_for(longest) > self._allocator.num_blocks - 1:
+            capacity = (self._allocator.num_blocks - 1) * self._allocator.block_size
+            raise InvalidRequest("max_tokens", f"prompt and output do not fit the KV cache of {capacity} tokens")
+
+    def add(self, session: Session) -> None:
+        """Adds a waiting session."""
+        bisect.insort(self.waiting, session, key=by_rank)
+
+    def remove(self, session: Session) -> None:
+        """Removes a session, running or waiting."""
+        if self.running.pop(session.session_id, None) is None:
+            self.waiting.remove(session)
+
+    def num_before(self, session: Session) -> int:
+        """Number of waiting sessions that get a slot before this one."""
+        return bisect.bisect_left(self.waiting, session.rank, key=by_rank)
+
+    def num_ends_before(self, num_before: int, num_tokens: int) -> int:
+        """Number of running sessions that must end before one of `num_tokens` gets a slot behind `num_before`
+        others."""
+        if self.waiting and self._is_short:
+            return num_before + 1
+        running = list(self.running.values())  # a copy: the thread that announces the worker reads this, too
+        num_ends = max(num_before + 1 - (self._limits.max_num_seqs - len(running)), 0)
+        num_wanted = self._allocator.blocks_for(num_tokens + self._limits.growth_tokens)
+        is_short = running and not self.waiting and num_wanted + self._num_due(running) > self.num_free
+        return max(num_ends, 1) if is_short else num_ends
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    def promote(self, now: float) -> None:
+        """Gives slots to waiting sessions, by rank, as long as they fit.
+
+        One whose prompt prefix is being computed for another session lets others pass, then shares the result.
+        """
+        self._is_short = False
+        if not self.waiting or len(self.running) >= self._limits.max_num_seqs:
+            return
+        num_due = self._num_due(self.running.values())
+        for session in list(self.waiting):
+            if len(self.running) >= self._limits.max_num_seqs:
+                return
+            num_wanted = self._num_wanted(session)
+            if self.running and num_due + num_wanted > self.num_free:
+                self._is_short = True
+                return
+            if self.shares_prefix(session):
+                if self._is_prefix_under_way(session):
+                    continue
+                num_cached = session.blocks.adopt(session.token_ids)
+                if session.first_step_at is None:
+                    session.num_cached_tokens = min(num_cached, session.num_prompt_tokens)
+            self.waiting.remove(session)
+            num_due += self._num_due([session])
+            if session.first_step_at is None:
+                session.first_step_at = now
+            running = [*self.running.values(), session]
+            self.running = {each.session_id: each for each in sorted(running, key=by_rank)}
+
+    def _num_due(self, sessions: Iterable[Session]) -> int:
+        """Blocks that these sessions still need for their committed tokens and some growth."""
+        blocks_for, growth = self._allocator.blocks_for, self._limits.growth_tokens
+        return sum(
+            max(blocks_for(min(len(each.token_ids) + growth, each.max_len)) - len(each.kv.block_ids), 0)
+            for each in sessions
+        )
+
+    def _num_wanted(self, session: Session) -> int:
+        """Blocks that a waiting session needs; blocks held by others already cost nothing."""
+        num_shared = session.blocks.num_shared(session.token_ids) if self.shares_prefix(session) else 0
+        return self._num_due([session]) - num_shared
+
+    def shares_prefix(self, session: Session) -> bool:
+        """Whether a session takes part in prefix caching; log probabilities of a prompt need its forward pass."""
+        return self._limits.enable_prefix_caching and not session.has_prompt_to_score
+
+    def _is_prefix_under_way(self, session: Session) -> bool:
+        """Whether a running session's prefill is about to compute the first block that this one lacks."""
+        computing = [
+            (other.blocks, other.token_ids)
+            for other in self.running.values()
+            if other.num_pending > 1 and self.shares_prefix(other)
+        ]
+        return bool(computing) and session.blocks.is_under_way(session.token_ids, computing)
+
+    def make_room(self) -> StepRoom:
+        """Secures the blocks for the next step; returns which sessions it feeds, and how many tokens.
+
+        Hints get what is left over, so they go before any session is preempted. A session that gets nothing and has
+        none behind it keeps its blocks and skips the step: perhaps another ends before those in front need them.
+        """
+        running = list(self.running.values())
+        decoding = [session for session in running if session.num_pending == 1]
+        num_prefilling = len(running) - len(decoding)
+        most = len(decoding) * self._most_per_session
+        if num_prefilling:
+            most += num_prefilling + self._most_for_prompts
+        if most <= self.num_free:
+            prefilling = [(session, session.num_pending) for session in running if session.num_pending > 1]
+            return StepRoom(decoding, prefilling, None)
+        return self._make_room_by_rank(running, self._limits.max_num_batched_tokens - len(decoding))
+
+    def _make_room_by_rank(self, running: list[Session], num_prompt_tokens: int) -> StepRoom:
+        """num_prompt_tokens: prompt tokens that the step can feed beside one of each decoding session."""
+        room = StepRoom([], [], 0)
+        num_taken = 0
+        while running:
+            session = running.pop(0)
+            num_left = self.num_free - num_taken
+            while session.kv.room(num_left) == 0 and running:
+                self._preempt(running.pop())
+                num_left = self.num_free - num_taken
+            num_tokens = min(session.num_pending, session.kv.room(num_left))
+            if session.num_pending > 1:
+                num_tokens = min(num_tokens, num_prompt_tokens)
+                num_prompt_tokens -= num_tokens
+                if num_tokens:
+                    room.prefilling.append((session, num_tokens))
+            elif num_tokens:
+                room.decoding.append(session)
+            num_taken += session.kv.num_missing(num_tokens)
+        return StepRoom(room.decoding, room.prefilling, self.num_free - num_taken)
+
+    def _preempt(self, session: Session) -> None:
+        del self.running[session.session_id]
+        session.preempt()
+        self.num_preemptions += 1
+        self.add(session)

@@ -1,0 +1,57 @@
+"""A session's grammar as its output grows. Pure."""
+
+from __future__ import annotations
+
+from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarState, GrammarViolation
+from outrider.grammar.state import FREE_S, TOKEN_MAX_S
+from protos.outrider.v1 import target_pb2
+
+
+def read_committed(grammar: GrammarState, token_ids: list[int]) -> None:
+    """Feeds tokens that were committed elsewhere. Raises InvalidRequest if the grammar does not permit them."""
+    try:
+        grammar.advance(token_ids)
+    except GrammarViolation as violation:
+        raise InvalidRequest("token_ids", f"the committed tokens leave the grammar: {violation}") from violation
+
+
+def advance(grammar: GrammarState, token_ids: list[int]) -> target_pb2.FinishReason | None:
+    """Feeds tokens that were committed here; returns the finish reason if the grammar ends with them."""
+    is_read = False
+    for _ in range(2):  # hints may have used up a limit of the parser; the second attempt has its own
+        try:
+            if not is_read:
+                grammar.advance(token_ids)
+                is_read = True
+            return target_pb2.FINISH_REASON_STOP if grammar.is_complete else None
+        except GrammarViolation:
+            continue
+    return target_pb2.FINISH_REASON_NO_TOKEN  # the tokens were permitted, but none can follow
+
+
+def is_forced_next(grammar: GrammarState) -> bool:
+    """Whether only one token can follow."""
+    try:
+        return bool(grammar.forced_after([], 1))
+    except GrammarViolation:
+        return False
+
+
+def up_to_completion(grammar: GrammarState, token_ids: list[int], end_token_ids: frozenset[int]) -> list[int]:
+    """Removes an end of sequence after a complete output: step by step the session would have ended before it."""
+    if len(token_ids) == 1 or token_ids[-1] not in end_token_ids:
+        return token_ids
+    is_late = advance(grammar.fork(), token_ids[:-1]) == target_pb2.FINISH_REASON_STOP
+    return token_ids[:-1] if is_late else token_ids
+
+
+def cost_refusal(grammar: GrammarState, num_output_tokens: int) -> InvalidRequest | None:
+    """The error to end a session with whose grammar delays the batch longer than one sequence may."""
+    if not grammar.is_too_slow:
+        return None
+    return InvalidRequest(
+        "grammar",
+        f"the grammar took {grammar.spent_s:.1f} s for {num_output_tokens} tokens; permitted: "
+        f"{TOKEN_MAX_S * 1e3:g} ms a token and {FREE_S:g} s; a less ambiguous one takes less",
+    )

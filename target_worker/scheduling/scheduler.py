@@ -1,0 +1,399 @@
+"""Scheduler of one target worker: chooses the sequences and hints of the next step. Pure: events in, actions and steps
+out; the clock is an argument.
+
+A session's life: `StartSession` → refused, or admitted and waiting → gets a batch slot → prefill in chunks → decode
+steps with whatever hints have arrived → ended. There is one kind of step: every running session feeds the committed
+tokens that have no KV yet, then some hints. Prefill is a step with many pending tokens, plain decoding a step without
+hints, and a preempted session is prefilled again.
+
+Hints may arrive before the coordinator has started their session (both workers get the request at once); a bounded
+number of such events is kept and replayed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from outrider.engine.chunk_cost import ChunkCost
+from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.sampling.verdict import Verdict
+from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
+from outrider.hints.confidence import calibrations
+from protos.outrider.v1 import target_pb2
+from target_worker.hints.lookup import LocalHints, RecentOutputs
+from target_worker.hints.pace import Pace
+from target_worker.hints.step_cost import StepCost, StepLine
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import (
+    Action,
+    CancelSession,
+    ChangeSpeculation,
+    CloseStream,
+    Event,
+    HintsArrived,
+    SessionAborted,
+    SessionAdmitted,
+    SessionEnded,
+    SessionRefused,
+    StartSession,
+    Step,
+    StepItem,
+    StepResult,
+    StreamId,
+    SubscribeDraft,
+    TokensCommitted,
+    UnsubscribeDraft,
+    WaitForHints,
+)
+from target_worker.scheduling.admission import check_request
+from target_worker.scheduling.background_turns import BackgroundTurns
+from target_worker.scheduling.batch_intake import BatchIntake
+from target_worker.scheduling.batch_slots import BatchSlots
+from target_worker.scheduling.early_events import EarlyEvents
+from target_worker.scheduling.forecast import Forecast
+from target_worker.scheduling.session import Session
+from target_worker.scheduling.session_statistics import add_up_to_limit
+from target_worker.scheduling.step_composition import compose
+from target_worker.scheduling.waiting import HintWait
+
+LOOK_EVERY_S = 0.05
+"""Least time between two checks of the deadlines."""
+
+
+class Scheduler:
+    """Schedules all sessions of one worker. Every method returns at once; the caller runs the steps."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator, vocab_size: int) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.vocab_size = vocab_size
+        self.cost = StepCost()
+        self._chunk_cost = ChunkCost()
+        self._intake = BatchIntake(may_pause=limits.may_pause)
+        self._pace = Pace()
+        self._wait = HintWait(limits)
+        self._turns = BackgroundTurns(limits.num_speculative_tokens)
+        self._recent: RecentOutputs | None = None
+        if limits.has_lookup and limits.max_lookup_tokens:
+            self._recent = RecentOutputs(max_tokens=limits.max_lookup_tokens)
+        self._sessions: dict[str, Session] = {}
+        self._num_started = 0
+        self._slots = BatchSlots(limits, allocator)
+        self._forecast = Forecast(limits, self._slots)
+        self._next_deadline_check_s = -math.inf
+        self._early = EarlyEvents(limits)
+        self._calibrations = calibrations()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._slots.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._slots.waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks that sessions hold."""
+        return self.allocator.usage
+
+    @property
+    def num_preemptions(self) -> int:
+        """Total number of preemptions."""
+        return self._slots.num_preemptions
+
+    @property
+    def wait_ms(self) -> int:
+        """Expected wait of a session that came now, milliseconds. Safe to call from any thread."""
+        return round(1e3 * self._forecast.wait_s(self._pace.ms_per_token))
+
+    @property
+    def speedup(self) -> float | None:
+        """Recent speed relative to plain decoding; None while unknown."""
+        return self._intake.speed
+
+    def check_room(self) -> None:
+        """Raises Overloaded when no other session may wait. Safe to call from any thread; `handle` decides."""
+        self._forecast.check_room(self._pace.ms_per_token)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Handles one event. Errors of a session become actions and are never raised."""
+        match event:
+            case StartSession():
+                return self._start(event, now)
+            case CancelSession():
+                return self._cancel(event.session_id, now)
+            case ChangeSpeculation():
+                return self._change_speculation(event, now)
+            case SubscribeDraft():
+                return self._subscribe(event, now)
+            case UnsubscribeDraft():
+                self._unsubscribe(event.stream_id, event.session_id)
+            case CloseStream():
+                for session in self._sessions.values():
+                    session.subscribers.pop(event.stream_id, None)
+                self._early.forget_subscriber(event.stream_id)
+            case HintsArrived():
+                self._add_hints(event, now)
+        return []
+
+    def _start(self, event: StartSession, now: float) -> list[Action]:
+        try:
+            if event.session_id in self._sessions:
+                raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
+            check_request(event, self.limits, self.vocab_size)
+            self._slots.check_fits(event)
+            self.check_room()
+            session = Session.from_event(
+                event,
+                self.limits,
+                kv=KVSequence(self.allocator),
+                number=self._num_started,
+                local=self._local_hints(event),
+                calibration=self._calibrations.get(event.sampling.decoding_mode),
+                now=now,
+            )
+            self._forecast.check_in_time(session, now, self._best_step_ms)
+        except OutriderError as error:
+            return [SessionRefused(event.session_id, error)]
+        actions: list[Action] = [SessionAdmitted(session.session_id, session.decoding_mode)]
+        self._num_started += 1
+        self._sessions[session.session_id] = session
+        self._slots.add(session)
+        self._forecast.come(session)
+        if session.is_output_complete():  # a replay of all tokens: only its end was missing
+            self._early.take(session.session_id)
+            return [*actions, self._end(session, target_pb2.FINISH_REASON_STOP, now)]
+        for early in self._early.take(session.session_id):
+            actions += self.handle(early, now)
+        return actions
+
+    def _local_hints(self, event: StartSession) -> LocalHints | None:
+        if not self.limits.has_lookup or event.speculation.is_plain:
+            return None
+        return LocalHints(self._recent, event.cache_salt)
+
+    def _remove(self, session: Session, now: float) -> None:
+        del self._sessions[session.session_id]
+        self._slots.remove(session)
+        self._forecast.leave(session, now)
+        session.kv.free()
+
+    def _cancel(self, session_id: str, now: float) -> list[Action]:
+        self._early.take(session_id)
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        self._remove(session, now)
+        return session.publish(is_finished=True)
+
+    @property
+    def _best_step_ms(self) -> float:
+        """Time of a step of one token; 0.0 while unknown."""
+        return self.cost.line().step_ms(1) if self.cost.coefficients is not None else 0.0
+
+    def _end_overdue(self, now: float) -> list[Action]:
+        """Ends sessions whose deadline has passed, and waiting ones that cannot meet theirs."""
+        actions: list[Action] = []
+        if now >= self._next_deadline_check_s:
+            self._next_deadline_check_s = now + LOOK_EVERY_S
+            for session in list(self._sessions.values()):
+                try:
+                    self._forecast.check_in_time(session, now, self._best_step_ms)
+                except DeadlineExceeded as error:
+                    self._remove(session, now)
+                    actions += session.publish(is_finished=True)
+                    actions.append(SessionAborted(session.session_id, error))
+        return actions
+
+    def _change_speculation(self, event: ChangeSpeculation, now: float) -> list[Action]:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            return [SessionRefused(event.session_id, NotFound(f"no session {event.session_id} here"))]
+        if event.speculation.enabled and not session.wants_hints:
+            session.reset_draft_statistics(now, self._wait.usual_timing)
+        session.speculation = event.speculation
+        return session.publish()
+
+    def _subscribe(self, event: SubscribeDraft, now: float) -> list[Action]:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            self._early.keep(event.session_id, event, now)
+            return []
+        if not session.subscribers:
+            session.reset_draft_statistics(now, self._wait.usual_timing)
+            session.intake = self._intake.start(session, self.num_running)
+        return session.subscribe(event.stream_id, event.known_len)
+
+    def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.subscribers.pop(stream_id, None)
+        self._early.forget_subscriber(stream_id, session_id)
+
+    def _add_hints(self, event: HintsArrived, now: float) -> None:
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            self._early.keep(event.session_id, event, now)
+        elif not session.accepts_hints:
+            session.tree.num_stale += len(event.hints)
+        else:
+            add_up_to_limit(session.stats, "num_hint_bytes", event.num_bytes)
+            session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
+            limit = self.limits.num_speculative_tokens
+            path_len = len(session.tree.primary_path(limit))
+            self._wait.on_hints(session, event.arrived_at, path_len, event.base_len)
+
+    def next_step(self, now: float) -> Step | WaitForHints | None:
+        """Returns what to run now: a step, a wait until some moment, or None to wait for an event."""
+        self._slots.promote(now)
+        if not self._slots.running:
+            self._pace.idle()
+            return None
+        for session in self._slots.running.values():
+            session.count_outcome()
+        wait_until = self._wait_for_hints(now)
+        if wait_until is not None:
+            self._pace.wait()
+            return WaitForHints(wait_until)
+        self._wait.end()
+        line = self._cost_line()
+        return compose(self._turns.limit(self._slots.make_room(), line, now), self.limits, line, self._chunk_cost)
+
+    def _wait_for_hints(self, now: float) -> float | None:
+        """Returns the moment to wait for, or None to run a step now."""
+        if any(each.num_pending > 1 and not self._turns.holds(each) for each in self._slots.running.values()):
+            return None  # prefill keeps the worker busy
+        expecting = [
+            session
+            for session in self._slots.running.values()
+            if session.can_expect_hints() and not session.has_certain_hints() and not self._turns.holds(session)
+        ]
+        if not expecting:
+            return None
+        usual_rate = self._pace.rate * self.num_running
+        return self._wait.until(now, expecting, self.num_running, self._cost_line(), usual_rate)
+
+    def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
+        """Commits what a step decided; returns the actions that report it."""
+        actions: list[Action] = []
+        # Read before commits change sessions and their KV lengths.
+        num_context = step.num_context
+        hinted = self._intake.hinted(self._slots.running.values())
+        busy_ms = self._pace.busy_ms(result.step_ms, now)
+        hint_price = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
+        self._learn_chunk_cost(step, result.step_ms)
+        num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
+        if step.only_decodes:
+            self._pace.commit(num_committed, len(step.items))
+        scored = result.prompt_logprobs or [[]] * len(step.items)
+        for item, verdict, logprobs in zip(step.items, result.verdicts, scored, strict=True):
+            session = self._sessions.get(item.session_id)
+            if session is None:
+                continue
+            if logprobs:
+                first = session.kv.length - len(item.token_ids) + 1
+                actions += session.score(first, logprobs)
+            if verdict is not None:
+                actions += self._commit(session, item, verdict, result.step_ms, hint_price, now)
+            if self._slots.shares_prefix(session):
+                session.blocks.publish(session.token_ids, session.kv.length)
+        if self._recent is not None:
+            self._recent.read_some()
+        if step.only_decodes and self._pace.whole_ms > 0.0:
+            self._intake.observe(hinted, step, num_committed, num_context, self._pace.whole_ms)
+        for session in self._intake.update(hinted, self.num_running):
+            if session.session_id in self._sessions:  # its draft workers learn that it is paused or resumed
+                if session.accepts_hints:
+                    session.timing = session.timing.fresh(now)
+                actions += session.publish()
+        return actions + self._end_overdue(now)
+
+    def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> float:
+        """Learns from a decoding step; returns the price of feeding one of its hints, in tokens of plain decoding."""
+        num_sessions = len(step.items)
+        self.cost.observe(step.num_tokens, step_ms, num_context)
+        line = self.cost.line(num_context)
+        return line.token_ms * num_sessions / line.step_ms(num_sessions)
+
+    def _learn_chunk_cost(self, step: Step, step_ms: float) -> None:
+        chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]
+        if not chunks:
+            return
+        if self.cost.coefficients is not None:
+            decoding = [item for item in step.items if item.chunk is None]
+            line = self.cost.line(sum(item.kv.length for item in decoding))
+            step_ms -= line.step_ms(sum(len(item.token_ids) for item in decoding))
+        self._chunk_cost.observe(chunks, max(step_ms, 0.0))
+
+    def _cost_line(self) -> StepLine:
+        """Cost of the next step as a function of the tokens it feeds."""
+        return self.cost.line(sum(session.committed_len for session in self._slots.running.values()))
+
+    def _commit(
+        self,
+        session: Session,
+        item: StepItem,
+        verdict: Verdict,
+        step_ms: float,
+        hint_price: float | None,
+        now: float,
+    ) -> list[Action]:
+        actions: list[Action] = []
+        outcome = session.commit(verdict, item.hints, item.num_fed_hints)
+        if hint_price is not None:
+            self._intake.judge(session, outcome.num_accepted - item.num_fed_hints * hint_price)
+        if session.first_token_at is None:
+            session.first_token_at = now
+        if outcome.token_ids:
+            actions.append(
+                TokensCommitted(
+                    session.session_id,
+                    outcome.token_ids,
+                    outcome.origins,
+                    outcome.num_draft_tokens,
+                    outcome.num_accepted,
+                    step_ms,
+                    outcome.logprobs,
+                    is_resting=session.wants_hints and session.intake.is_paused,
+                )
+            )
+        refusal = None if outcome.reason is not None else session.cost_refusal()
+        actions += session.publish(
+            is_finished=outcome.reason is not None or refusal is not None,
+            num_verified=outcome.num_verified,
+            num_matched=outcome.num_matched,
+        )
+        if outcome.reason is not None:
+            actions.append(self._end(session, outcome.reason, now, outcome.stop_token_id))
+        elif refusal is not None:
+            self._remove(session, now)
+            actions.append(SessionAborted(session.session_id, refusal))
+        elif session.can_expect_hints():
+            path = session.tree.primary_path(self.limits.num_speculative_tokens)
+            session.timing.on_commit(now, len(path), session.committed_len)
+        return actions
+
+    def _end(
+        self,
+        session: Session,
+        reason: target_pb2.FinishReason,
+        now: float,
+        stop_token_id: int | None = None,
+    ) -> SessionEnded:
+        self._remove(session, now)
+        if self._recent is not None and not session.speculation.is_plain:
+            self._recent.add(session.token_ids[session.num_prompt_tokens :], session.blocks.salt)
+        first_step_at = session.first_step_at or session.arrived_at
+        return SessionEnded(
+            session.session_id,
+            reason,
+            stop_token_id,
+            session.num_prompt_tokens,
+            session.num_output_tokens,
+            session.num_cached_tokens,
+            session.final_stats(),
+            queue_ms=(first_step_at - session.arrived_at) * 1e3,
+            prefill_ms=((session.first_token_at or first_step_at) - first_step_at) * 1e3,
+            num_preemptions=session.num_preemptions,
+        )

@@ -1,0 +1,392 @@
+"""One sequence being generated on this worker, and the only place where its committed tokens grow (I1). Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from outrider.engine.kv.kv_cache import KVSequence
+from outrider.engine.kv.prefix_cache import SequenceBlocks
+from outrider.engine.sampling.logit_context import LogitContext
+from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.engine.sampling.verdict import Verdict
+from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarState
+from outrider.hints.acceptance import BlockAcceptance
+from outrider.hints.confidence import Calibration
+from outrider.hints.hint_tree import Hint, HintTree
+from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
+from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.hints.hint_intake import SessionIntake
+from target_worker.hints.hint_path import (
+    CERTAIN_MATCH,
+    HintPath,
+    HintSources,
+    choose_path,
+    is_forced,
+    is_local,
+    is_remote,
+)
+from target_worker.hints.lookup import LocalHints
+from target_worker.hints.speculation import HintTiming
+from target_worker.limits import SchedulerLimits
+from target_worker.messages import Action, CommitPublished, PromptScored, StartSession, StreamId
+from target_worker.scheduling.output_grammar import (
+    advance,
+    cost_refusal,
+    is_forced_next,
+    read_committed,
+    up_to_completion,
+)
+from target_worker.scheduling.session_statistics import add_up_to_limit, count_outcome, count_step
+
+NO_PATH = HintPath([], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    """The tokens that one verdict added to a session, and their statistics."""
+
+    token_ids: list[int]
+    origins: list[common_pb2.TokenOrigin]
+    num_draft_tokens: int  # fed hints of a draft worker
+    num_accepted: int  # those of them among the tokens
+    num_verified: int  # verified hints of a draft worker, one that was not fed included
+    num_matched: int  # the leading ones of them that were accepted
+    logprobs: list[TokenLogprobs] | None
+    reason: target_pb2.FinishReason | None  # set when the session has ended
+    stop_token_id: int | None
+
+
+@dataclass(slots=True)
+class Subscriber:
+    """A draft worker's stream that follows a session."""
+
+    sent_len: int  # committed tokens sent to it
+    is_paused: bool
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One sequence on a target worker, with everything known about it.
+
+    `token_ids[:num_prompt_tokens]` is the prompt; all of `token_ids` is committed. KV entries `[0, kv.length)` belong
+    to `token_ids[:kv.length]`; between steps `kv.length < len(token_ids)`.
+    """
+
+    session_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_given_tokens: int  # prompt and what was committed elsewhere
+    max_len: int  # token_ids never grows beyond it, tokens
+    sampling: SamplingParams
+    speculation: SpeculationSettings
+    seed: int
+    stop_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]  # excluded by min_tokens
+    grammar: GrammarState | None  # has consumed all output
+    arrived_at: float  # shell's clock, seconds
+    blocks: SequenceBlocks
+    rank: tuple[int, int] = (0, 0)  # priority, then order of arrival; lower goes first
+    deadline_at: float = math.inf  # shell's clock, seconds
+    calibration: Calibration | None = None  # shared by its decoding mode; None under rejection (I4)
+    tree: HintTree = field(default_factory=HintTree)
+    acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
+    timing: HintTiming = field(default_factory=HintTiming)
+    local: LocalHints | None = None
+    path: HintPath = NO_PATH  # used to compose the last step
+    intake: SessionIntake = field(default_factory=SessionIntake)
+    subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
+    stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
+    first_step_at: float | None = None
+    first_token_at: float | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose KV was in the cache already
+    num_scored: int = 1  # prompt tokens whose log probabilities were sent; the first has none
+    num_preemptions: int = 0
+    has_outcome: bool = False  # of a step with hints, not counted yet
+
+    @classmethod
+    def from_event(
+        cls,
+        event: StartSession,
+        limits: SchedulerLimits,
+        *,
+        kv: KVSequence,
+        number: int,
+        local: LocalHints | None,
+        calibration: Calibration | None,
+        now: float,
+    ) -> Session:
+        sampling = event.sampling
+        end_token_ids = sampling.stop_token_ids | limits.end_of_sequence_ids
+        if event.grammar is not None:
+            # What the caller's side has not fed to it.
+            num_read = event.num_prompt_tokens + event.grammar.num_committed
+            read_committed(event.grammar, event.token_ids[num_read:])
+        return cls(
+            session_id=event.session_id,
+            token_ids=list(event.token_ids),
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_given_tokens=len(event.token_ids),
+            max_len=min(event.num_prompt_tokens + sampling.max_tokens, limits.max_model_len),
+            sampling=sampling,
+            speculation=event.speculation,
+            seed=event.seed,
+            stop_token_ids=sampling.stop_token_ids if sampling.ignore_eos else end_token_ids,
+            end_token_ids=end_token_ids,
+            grammar=event.grammar,
+            arrived_at=now,
+            blocks=SequenceBlocks(kv, event.cache_salt),
+            rank=(event.priority, number),
+            deadline_at=event.deadline_at,
+            calibration=calibration,
+            local=local,
+        )
+
+    @property
+    def kv(self) -> KVSequence:
+        return self.blocks.kv
+
+    @property
+    def decoding_mode(self) -> DecodingMode:
+        return self.sampling.decoding_mode
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that have no KV yet: 1 while decoding, more before and during prefill."""
+        return len(self.token_ids) - self.kv.length
+
+    @property
+    def wants_hints(self) -> bool:
+        """Whether the request wants hints of a draft worker."""
+        return self.speculation.enabled and not self.speculation.is_plain
+
+    @property
+    def accepts_hints(self) -> bool:
+        """Whether the session wants hints and is not paused."""
+        return self.wants_hints and not self.intake.is_paused
+
+    def hint_path(self, num_speculative_tokens: int) -> HintPath:
+        """Chooses the hints to verify next, one more than may be fed: the last position is verified without being
+        fed."""
+        if not self._has_hint_source():
+            self.path = NO_PATH
+            return self.path
+        tree = self.tree if self.accepts_hints else None
+        limit = self.hint_limit(num_speculative_tokens)
+        chances = self.acceptance.chances(limit + 1) if tree is not None else ()
+        sources = HintSources(tree, chances, self.local, self.grammar, self.calibration)
+        self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit)
+        return self.path
+
+    def hint_gains(self) -> list[float]:
+        """Gains of the chosen path (`HintPath.gains`); a session that always speculates has every hint of it
+        verified."""
+        return [1.0] * self.path.num_feedable if self.speculation.is_always else self.path.gains()
+
+    def logit_context(self, hints: list[Hint], num_rows: int) -> LogitContext:
+        """Returns the tokens before each of `num_rows` positions, with `hints[i]` at the i-th."""
+        hinted_ids = [hint.token_id for hint in hints]
+        return LogitContext(
+            self.token_ids,
+            self.num_prompt_tokens,
+            [hinted_ids[:row] for row in range(num_rows)],
+            self.end_token_ids,
+            self.grammar,
+        )
+
+    def is_output_complete(self) -> bool:
+        """Whether the grammar permits nothing after the current output."""
+        return self.grammar is not None and advance(self.grammar, []) is not None
+
+    def cost_refusal(self) -> InvalidRequest | None:
+        """Why the session must end: its grammar delays the batch longer than one sequence may. None if it does not."""
+        return None if self.grammar is None else cost_refusal(self.grammar, self.num_output_tokens)
+
+    def has_certain_hints(self) -> bool:
+        """Whether the next tokens are known without a draft worker, so that none is waited for."""
+        if self.speculation.is_plain:
+            return False
+        if self.local is not None and self.local.propose(self.token_ids, [], 1).match_len >= CERTAIN_MATCH:
+            return True
+        return self.grammar is not None and is_forced_next(self.grammar)
+
+    def prompt_targets(self, start: int, num_tokens: int) -> list[int]:
+        """Prompt tokens whose log probabilities the rows of tokens [start, start + num_tokens) give; [] if all were
+        sent."""
+        end = min(start + num_tokens + 1, self.num_prompt_tokens)
+        if self.sampling.num_prompt_logprobs is None or end <= self.num_scored:
+            return []
+        return self.token_ids[start + 1 : end]
+
+    @property
+    def has_prompt_to_score(self) -> bool:
+        """Whether requested log probabilities of the prompt remain to be sent."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens
+
+    def score(self, first: int, logprobs: list[TokenLogprobs]) -> list[Action]:
+        """Takes log probabilities of the prompt tokens from `first` on; those sent before a preemption are not sent
+        again."""
+        num_told = max(self.num_scored - first, 0)
+        self.num_scored = first + len(logprobs)
+        return [PromptScored(self.session_id, first + num_told, logprobs[num_told:])]
+
+    def preempt(self) -> None:
+        """Returns its KV blocks. Its tokens and statistics stay, and its KV is recomputed later."""
+        self.blocks.release()
+        self.path = NO_PATH
+        self.num_preemptions += 1
+
+    def can_expect_hints(self) -> bool:
+        """Whether a draft worker follows the session and its hints are accepted."""
+        return self.accepts_hints and bool(self.subscribers)
+
+    def hint_limit(self, num_speculative_tokens: int) -> int:
+        """Most hints worth feeding now: the least of the request's limit, the worker's limit and the remaining
+        length."""
+        if not self._has_hint_source() or (self.grammar is not None and not self.grammar.affords_hints):
+            return 0
+        asked = self.speculation.num_speculative_tokens or num_speculative_tokens
+        return min(asked, num_speculative_tokens, self.max_len - self.committed_len - 1)
+
+    def _has_hint_source(self) -> bool:
+        if self.speculation.is_plain:
+            return False
+        return self.accepts_hints or self.grammar is not None or self.local is not None
+
+    def reset_draft_statistics(self, now: float, usual: HintTiming) -> None:
+        """Resets what was learned from an earlier draft worker; it does not apply to the new one."""
+        self.acceptance = BlockAcceptance()
+        self.timing = usual.fresh(now)
+
+    def subscribe(self, stream_id: StreamId, known_len: int) -> list[Action]:
+        """Adds a draft worker's stream that knows the first `known_len` tokens."""
+        sent_len = min(known_len, self.committed_len)
+        self.subscribers[stream_id] = Subscriber(sent_len, is_paused=False)
+        return [self._commit_for(stream_id, is_finished=False, num_verified=0, num_matched=0)]
+
+    def publish(self, *, is_finished: bool = False, num_verified: int = 0, num_matched: int = 0) -> list[Action]:
+        """Returns the messages due to its subscribers. A paused one gets none until that changes."""
+        accepts_hints = self.accepts_hints
+        return [
+            self._commit_for(stream_id, is_finished=is_finished, num_verified=num_verified, num_matched=num_matched)
+            for stream_id, subscriber in self.subscribers.items()
+            if accepts_hints or is_finished or not subscriber.is_paused
+        ]
+
+    def _commit_for(
+        self, stream_id: StreamId, *, is_finished: bool, num_verified: int, num_matched: int
+    ) -> CommitPublished:
+        subscriber = self.subscribers[stream_id]
+        from_len = subscriber.sent_len
+        subscriber.sent_len, subscriber.is_paused = self.committed_len, not self.accepts_hints
+        return CommitPublished(
+            stream_id,
+            self.session_id,
+            from_len,
+            self.token_ids[from_len:],
+            self.accepts_hints,
+            is_finished=is_finished,
+            num_verified=num_verified,
+            num_matched=num_matched,
+        )
+
+    def commit(self, verdict: Verdict, hints: list[Hint], num_fed_hints: int) -> CommitOutcome:
+        """Appends the tokens of a verdict up to a stop token, the grammar's end or the length limit, and rolls the KV
+        back.
+
+        `hints` were verified; the first `num_fed_hints` of them had been fed to the model.
+        """
+        if not verdict.token_ids:
+            self.kv.truncate(min(self.kv.length, self.committed_len - 1))
+            return CommitOutcome([], [], 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
+        num_verified, num_matched = self._learn(verdict, hints)
+        token_ids: list[int] = []
+        permitted = verdict.token_ids
+        if self.grammar is not None:
+            permitted = up_to_completion(self.grammar, permitted, self.end_token_ids)
+        reason, stop_token_id = None, None
+        for token_id in permitted:
+            if token_id in self.stop_token_ids:
+                reason, stop_token_id = target_pb2.FINISH_REASON_STOP, token_id
+                break
+            token_ids.append(token_id)
+            if self.committed_len + len(token_ids) == self.max_len:
+                reason = target_pb2.FINISH_REASON_LENGTH
+                break
+        held = hints[: min(verdict.num_accepted, len(token_ids))]
+        num_draft_tokens = sum(map(is_remote, hints[:num_fed_hints]))
+        num_accepted = sum(map(is_remote, held))
+        self.stats.num_forced_tokens += sum(map(is_forced, held))
+        self.stats.num_lookup_tokens += sum(map(is_local, held))
+        count_step(self.stats, num_accepted, num_draft_tokens)
+        if self.grammar is not None and stop_token_id is None:
+            reason = advance(self.grammar, token_ids) or reason
+        self.token_ids.extend(token_ids)
+        self.tree.commit(token_ids)
+        self.has_outcome = num_verified > 0 and reason is None
+        self.kv.truncate(min(self.kv.length, self.committed_len - 1))
+        origins = _origins(verdict, num_fed_hints)[: len(token_ids)]
+        logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(token_ids)]
+        return CommitOutcome(
+            token_ids,
+            origins,
+            num_draft_tokens,
+            num_accepted,
+            num_verified,
+            num_matched,
+            logprobs,
+            reason,
+            stop_token_id,
+        )
+
+    def _learn(self, verdict: Verdict, hints: list[Hint]) -> tuple[int, int]:
+        """Updates acceptance statistics; returns (verified, accepted) counts of the draft worker's hints only."""
+        num_verified = sum(map(is_remote, hints))
+        num_matched = sum(map(is_remote, hints[: verdict.num_matched]))
+        if self.local is not None:
+            tried = self.path.tried_locally(len(hints), verdict.num_matched)
+            if tried is not None:
+                self.local.observe(self.path.proposal, num_matched=tried[1], num_verified=tried[0])
+        if num_verified:
+            self._calibrate(hints, verdict.num_matched)
+            self.acceptance.observe(num_matched, num_verified)
+        return num_verified, num_matched
+
+    def _calibrate(self, hints: list[Hint], num_matched: int) -> None:
+        if self.calibration is None:
+            return
+        records = self.acceptance.chances(len(hints))
+        for position, hint in enumerate(hints[: num_matched + 1]):
+            if is_remote(hint):
+                self.calibration.observe(hint.confidence, records[position], is_accepted=position < num_matched)
+
+    def count_outcome(self) -> None:
+        """Counts the outcome of the last step, if it had hints; must be called when the next one could begin."""
+        if self.has_outcome:
+            self.has_outcome = False
+            count_outcome(self.stats, self.tree)
+
+    def final_stats(self) -> common_pb2.SpeculationStats:
+        """The session's counts, with those of its hint tree."""
+        add_up_to_limit(self.stats, "num_stale_hints", self.tree.num_stale)
+        add_up_to_limit(self.stats, "num_late_hints", self.tree.num_late)
+        return self.stats
+
+
+def _origins(verdict: Verdict, num_fed_hints: int) -> list[common_pb2.TokenOrigin]:
+    if num_fed_hints == 0:
+        extra = common_pb2.TOKEN_ORIGIN_PLAIN
+    elif verdict.num_accepted == num_fed_hints:
+        extra = common_pb2.TOKEN_ORIGIN_BONUS
+    else:
+        extra = common_pb2.TOKEN_ORIGIN_RECOVERED
+    return [common_pb2.TOKEN_ORIGIN_ACCEPTED] * verdict.num_accepted + [extra]

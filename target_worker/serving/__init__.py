@@ -1,0 +1,1 @@
+"""The gRPC services of a target worker: `server` for coordinators, `draft_streams` for draft workers."""

@@ -1,0 +1,265 @@
+"""The target worker's gRPC service for draft workers: hints come in, commits go out. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc.aio
+
+from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.hints.hint_wire import HintDecoder
+from outrider.observability.telemetry import TargetMetrics
+from outrider.worker.rpc import abort
+from outrider.worker.session_checks import is_session_id
+from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
+from target_worker.messages import (
+    CloseStream,
+    CommitPublished,
+    Event,
+    HintsArrived,
+    StreamId,
+    SubscribeDraft,
+    UnsubscribeDraft,
+)
+from target_worker.serving.loop_share import LoopShare
+from target_worker.serving.session_names import session_id_of, session_name
+
+logger = logging.getLogger(__name__)
+
+MAX_CHANNEL = 65535
+MAX_FRAME_MESSAGES = 16384
+MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
+MAX_COMMITS_PER_FRAME = 256
+NEWCOMER_S = 1.0  # how long a new draft stream shares its part of the loop with other new ones
+MAX_PENDING_COMMITS = 4096  # per draft stream; one that exceeds it is closed
+ENDED_CHANNELS_KEPT = 256  # per draft stream: hints of the sessions that ended last may still be on their way
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class HintChannel:
+    """One session on a draft worker's stream."""
+
+    name: str  # `session_name`
+    attachment: int
+    decoder: HintDecoder = field(default_factory=HintDecoder)
+
+
+class DraftStream:
+    """Commits on their way to one draft worker, batched into frames while it reads slowly."""
+
+    def __init__(self, stream_id: StreamId) -> None:
+        self.stream_id = stream_id
+        self.channels: dict[int, HintChannel] = {}  # by number
+        self.followed: dict[str, int] = {}  # session id -> the channel that its commits go to
+        self._ended: deque[tuple[int, HintChannel]] = deque()  # those that nobody follows any more, oldest first
+        self._pending: list[hints_pb2.SessionCommit] = []
+        self._pong = 0
+        self._wake = asyncio.Event()
+        self.is_overrun = False
+
+    def follow(self, subscribe: hints_pb2.Subscribe) -> tuple[str, str | None]:
+        """Opens a channel for a session. Returns the session's name, and the name of the session that the channel of
+        this number was for so far, if that loses its channel."""
+        number, name = subscribe.channel, session_name(subscribe.session_id, subscribe.hint_token)
+        left: str | None = None
+        if (before := self.channels.get(number)) is not None:
+            session_id = session_id_of(before.name)
+            if self.followed.get(session_id) == number:
+                del self.followed[session_id]  # its commits would be taken for the new session's
+                left = before.name if before.name != name else None
+        self.channels[number] = HintChannel(name, subscribe.attachment)
+        self.followed[subscribe.session_id] = number
+        return name, left
+
+    def end(self, session_id: str) -> HintChannel | None:
+        """Stops following a session; returns its channel. That is forgotten after `ENDED_CHANNELS_KEPT` others."""
+        number = self.followed.pop(session_id, -1)
+        channel = self.channels.get(number)
+        if channel is not None:
+            self._ended.append((number, channel))
+        if len(self._ended) > ENDED_CHANNELS_KEPT:
+            number, ended = self._ended.popleft()
+            if self.channels.get(number) is ended:  # otherwise another session has it by now
+                del self.channels[number]
+        return channel
+
+    def put(self, commit: hints_pb2.SessionCommit) -> bool:
+        """Queues a commit; false if too many are unread, which ends the stream."""
+        self._wake.set()
+        if len(self._pending) >= MAX_PENDING_COMMITS:
+            self.is_overrun = True
+            return False
+        self._pending.append(commit)
+        return True
+
+    def answer_ping(self, ping: int) -> None:
+        """Answers at once, because the draft worker measures the round trip."""
+        self._pong = ping
+        self._wake.set()
+
+    def close(self) -> None:
+        """Wakes the writer, so that it notices the end of the stream."""
+        self._wake.set()
+
+    async def next_frame(self) -> hints_pb2.CommitFrame:
+        """Waits for commits or a ping, and returns the next frame."""
+        await self._wake.wait()
+        self._wake.clear()
+        frame = hints_pb2.CommitFrame(commits=self._pending[:MAX_COMMITS_PER_FRAME], pong=self._pong)
+        del self._pending[:MAX_COMMITS_PER_FRAME]
+        self._pong = 0
+        if self._pending:
+            self._wake.set()
+        return frame
+
+
+class Submit(Protocol):
+    def __call__(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None: ...
+
+
+class DraftStreams(hints_pb2_grpc.HintsServicer):
+    """Serves outrider.v1.Hints."""
+
+    def __init__(self, submit: Submit, metrics: TargetMetrics, vocab_size: int, now: Callable[[], float]) -> None:
+        """`submit` sends an event to the scheduler, or raises Overloaded; `now` is its clock, seconds."""
+        self._submit = submit
+        self._metrics = metrics
+        self._vocab_size = vocab_size
+        self._now = now
+        self._streams: dict[StreamId, DraftStream] = {}
+        self._next_stream_id = 1
+        self._newcomers = LoopShare()
+
+    def __len__(self) -> int:
+        """The number of open streams."""
+        return len(self._streams)
+
+    def publish(self, action: CommitPublished) -> int:
+        """Sends a commit to the draft worker that follows its session; returns the number of bytes, 0 for none."""
+        stream = self._streams.get(action.stream_id)
+        session_id = session_id_of(action.session_id)
+        channel = stream.followed.get(session_id) if stream is not None else None
+        if stream is None or channel is None:
+            return 0
+        message = _commit_message(action, channel)
+        if action.is_finished:
+            stream.end(session_id)
+        if not stream.put(message):
+            return 0
+        num_bytes = message.ByteSize()
+        self._metrics.num_commit_bytes.inc(num_bytes)
+        return num_bytes
+
+    async def Exchange(
+        self, request_iterator: AsyncIterator[hints_pb2.HintFrame], context: Context
+    ) -> AsyncIterator[hints_pb2.CommitFrame]:
+        stream = self._streams[self._next_stream_id] = DraftStream(self._next_stream_id)
+        self._next_stream_id += 1
+        reader = asyncio.create_task(self._read_hints(request_iterator, stream))
+        reader.add_done_callback(lambda _: stream.close())
+        try:
+            while not reader.done():
+                frame = await stream.next_frame()
+                if stream.is_overrun:
+                    await abort(context, Overloaded("this draft worker does not read its commits"))
+                if frame.commits or frame.pong:
+                    self._metrics.num_commit_frames.inc()
+                    yield frame
+            error = reader.exception()
+            if isinstance(error, OutriderError):
+                await abort(context, error)
+            elif error is not None:
+                logger.info("a draft worker's stream broke: %s", error)
+        finally:
+            reader.cancel()
+            del self._streams[stream.stream_id]
+            self._submit(CloseStream(stream.stream_id), is_release=True)
+
+    async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream) -> None:
+        own, opened_at_s = LoopShare(), time.monotonic()
+        while True:
+            # A peer that reconnects finds its share used up; a stream that stays gets a share of its own.
+            share = own if time.monotonic() - opened_at_s > NEWCOMER_S else self._newcomers
+            await asyncio.sleep(share.wait_s(time.monotonic()))
+            frame = await anext(frames, None)
+            if frame is None:
+                return
+            cpu_began_s = time.thread_time()
+            try:
+                self._take_frame(frame, stream)
+            finally:
+                share.spend(time.thread_time() - cpu_began_s, time.monotonic())
+
+    def _take_frame(self, frame: hints_pb2.HintFrame, stream: DraftStream) -> None:
+        self._metrics.num_hint_frames.inc()
+        check_frame(frame)
+        if frame.ping:
+            stream.answer_ping(frame.ping)
+        for session_id in dict.fromkeys(frame.unsubscribe):
+            channel = stream.end(session_id)
+            name = session_id if channel is None else channel.name
+            self._submit(UnsubscribeDraft(stream.stream_id, name), is_from_peer=True)
+        # Of many subscriptions to one session only the last counts.
+        for subscribe in {each.session_id: each for each in frame.subscribe}.values():
+            if is_session_id(subscribe.session_id) and subscribe.channel <= MAX_CHANNEL:
+                name, left = stream.follow(subscribe)
+                if left is not None:
+                    self._submit(UnsubscribeDraft(stream.stream_id, left), is_from_peer=True)
+                self._submit(SubscribeDraft(stream.stream_id, name, subscribe.known_len), is_from_peer=True)
+        for nodes in frame.nodes:
+            channel = stream.channels.get(nodes.channel)
+            event = None
+            if channel is not None:
+                event = parse_hints(nodes, channel, self._vocab_size, self._now())
+            self._metrics.num_hint_bytes.inc(nodes.ByteSize())
+            if event is None:
+                self._metrics.num_bad_hints.inc()
+            else:
+                self._submit(event, is_from_peer=True)
+
+
+def check_frame(frame: hints_pb2.HintFrame) -> None:
+    """Raises InvalidRequest for a frame that would block the event loop, and with it all callers."""
+    num_messages = len(frame.subscribe) + len(frame.nodes) + len(frame.unsubscribe)
+    if num_messages > MAX_FRAME_MESSAGES:
+        raise InvalidRequest("nodes", f"a frame of {num_messages} messages; permitted: at most {MAX_FRAME_MESSAGES}")
+    num_nodes = sum(len(nodes.parent_ids) for nodes in frame.nodes)
+    if num_nodes > MAX_FRAME_NODES:
+        raise InvalidRequest("nodes", f"a frame of {num_nodes} nodes; permitted: at most {MAX_FRAME_NODES}")
+
+
+def parse_hints(
+    message: hints_pb2.HintNodes, channel: HintChannel, vocab_size: int, arrived_at: float
+) -> HintsArrived | None:
+    """Decodes hints; None when the message is empty or invalid."""
+    hints = channel.decoder.decode(message, vocab_size) if message.parent_ids else None
+    if hints is None:
+        return None
+    return HintsArrived(
+        channel.name,
+        channel.attachment,
+        channel.decoder.base_len,
+        hints,
+        arrived_at,
+        message.ByteSize(),
+    )
+
+
+def _commit_message(action: CommitPublished, channel: int) -> hints_pb2.SessionCommit:
+    return hints_pb2.SessionCommit(
+        channel=channel,
+        from_len=action.from_len,
+        token_ids=action.token_ids,
+        is_paused=not action.accepts_hints,
+        is_finished=action.is_finished,
+        num_tried_hints=action.num_verified,
+        num_held_hints=action.num_matched,
+    )

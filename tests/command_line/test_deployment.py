@@ -1,0 +1,143 @@
+"""The plan of one machine: cores, commands and flags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from command_line.start.deployment import (
+    Affinity,
+    CorePlan,
+    Deployment,
+    coordinator_spec,
+    plan_cores,
+    worker_specs,
+)
+from coordinator.formats.names import ReasoningParserName, ToolCallParserName
+from coordinator.settings import Proxy
+from outrider.observability.vllm_names import MetricsNames
+from outrider.settings import SettingError
+
+PAIR = Deployment(Path("large"), Path("small"))
+URL = "redis://127.0.0.1:6379/0"
+
+
+def flags(command: tuple[str, ...]) -> dict[str, str]:
+    words = command[command.index("-m") + 2 :]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_targets", "num_drafts", "targets", "drafts"),
+    [
+        (1, 1, 1, ((),), ((),)),
+        (2, 1, 1, ((0,),), ((1,),)),
+        (2, 1, 0, ((0, 1),), ()),
+        (3, 1, 1, ((0, 1),), ((2,),)),
+        (4, 1, 1, ((1, 2),), ((3,),)),
+        (4, 2, 2, ((0,), (1,)), ((2,), (3,))),
+        (8, 2, 1, ((1, 2, 3), (4, 5, 6)), ((7,),)),
+        (3, 2, 2, ((), ()), ((), ())),
+    ],
+)
+def test_no_two_workers_share_a_core(
+    num_cores: int,
+    num_targets: int,
+    num_drafts: int,
+    targets: tuple[tuple[int, ...], ...],
+    drafts: tuple[tuple[int, ...], ...],
+) -> None:
+    assert plan_cores(range(num_cores), num_targets, num_drafts) == CorePlan(targets, drafts)
+
+
+def test_workers_get_their_cores_as_flag_and_threads() -> None:
+    target, draft = worker_specs(PAIR, [0, 1], "abc")
+    assert flags(target.command)["--cpu-affinity"] == "0"
+    assert flags(draft.command)["--cpu-affinity"] == "1"
+    assert flags(target.command)["--num-threads"] == target.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_affinity_none_pins_nobody() -> None:
+    deployment = Deployment(Path("large"), Path("small"), affinity=Affinity.NONE)
+    assert all("--cpu-affinity" not in spec.command for spec in worker_specs(deployment, [0, 1], "abc"))
+
+
+def test_values_left_to_the_worker_are_not_passed() -> None:
+    target, _ = worker_specs(PAIR, [0, 1], "abc")
+    assert not {"--num-speculative-tokens", "--max-num-seqs", "--max-model-len"} & set(target.command)
+    given = Deployment(Path("large"), None, num_speculative_tokens=0, max_model_len=512)
+    (target,) = worker_specs(given, [0, 1], "abc")
+    assert flags(target.command)["--num-speculative-tokens"] == "0"
+    assert flags(target.command)["--max-model-len"] == "512"
+
+
+def test_worker_ids_differ_between_workers_and_systems() -> None:
+    deployment = Deployment(Path("large"), Path("small"), num_target_workers=2, num_draft_workers=2)
+    ids = [
+        flags(spec.command)["--worker-id"]
+        for run_id in ("one", "two")
+        for spec in worker_specs(deployment, [0], run_id)
+    ]
+    assert len(set(ids)) == 8
+
+
+def test_workers_and_coordinator_agree_on_the_model_name() -> None:
+    deployment = Deployment(Path("/models/large"), None)
+    (target,) = worker_specs(deployment, [], "abc")
+    coordinator = coordinator_spec(deployment, Path("/tmp/x"))
+    assert flags(target.command)["--served-model-name"] == "large"
+    assert flags(coordinator.command)["--served-model-name"] == "large"
+
+
+def test_both_that_have_metrics_of_vllm_export_the_names_that_are_asked_for() -> None:
+    deployment = Deployment(Path("large"), Path("small"), metrics_names=MetricsNames.VLLM)
+    target, draft = worker_specs(deployment, [0, 1], "abc")
+    coordinator = coordinator_spec(deployment, Path("/tmp/x"))
+    assert flags(target.command)["--metrics-names"] == flags(coordinator.command)["--metrics-names"] == "vllm"
+    assert "--metrics-names" not in draft.command
+
+
+def test_what_is_asked_of_all_requests_reaches_the_processes_it_concerns() -> None:
+    deployment = Deployment(
+        target=Path("/m/target"),
+        draft=Path("/m/draft"),
+        enable_prefix_caching=False,
+        enable_lookup=False,
+        seed_requests=True,
+    )
+    target, draft = worker_specs(deployment, [0, 1], "run")
+    switches = {"--no-enable-prefix-caching", "--no-lookup"}
+    assert switches <= set(target.command)
+    assert switches & set(draft.command) == {"--no-enable-prefix-caching"}
+    assert "--seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
+    plain = Deployment(target=Path("/m/target"), draft=None)
+    assert not switches & set(worker_specs(plain, [0], "run")[0].command)
+
+
+def test_the_proxy_is_the_coordinators_choice_unless_one_is_named() -> None:
+    assert "--proxy" not in coordinator_spec(PAIR, Path("/tmp/x")).command
+    named = replace(PAIR, proxy=Proxy.PYTHON)
+    assert flags(coordinator_spec(named, Path("/tmp/x")).command)["--proxy"] == "python"
+
+
+def test_how_many_wait_and_for_how_long_is_passed_on_to_the_coordinator() -> None:
+    wanted = replace(PAIR, max_requests=9, max_queue_wait_s=2.5, tenant_weights=("a=2", "b=0.5"))
+    command = coordinator_spec(wanted, Path("/tmp/x")).command
+    assert flags(command)["--max-requests"] == "9"
+    assert flags(command)["--max-queue-wait"] == "2.5"
+    assert [command[at + 1] for at, word in enumerate(command) if word == "--tenant-weight"] == [
+        "a=2",
+        "b=0.5",
+    ]
+
+
+def test_the_formats_of_the_output_are_passed_on_to_the_coordinator() -> None:
+    wanted = replace(PAIR, tool_call_parser=ToolCallParserName.MISTRAL, reasoning_parser=ReasoningParserName.QWEN3)
+    command = flags(coordinator_spec(wanted, Path("/tmp/x")).command)
+    assert command["--tool-call-parser"] == "mistral"
+    assert command["--reasoning-parser"] == "qwen3"
+    assert not {"--tool-call-parser", "--reasoning-parser"} & set(coordinator_spec(PAIR, Path("/tmp/x")).command)
+    with pytest.raises(SettingError, match="leave one of the two out"):
+        replace(wanted, reasoning_parser=ReasoningParserName.OPENAI_GPTOSS)

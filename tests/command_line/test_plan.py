@@ -1,0 +1,87 @@
+"""`outrider plan` says what fits, and where nothing does what to change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from command_line import app
+from command_line.plan import parse_size
+from tests import models
+
+RUNNER = CliRunner()
+
+
+def planned(*words: object) -> dict[str, Any]:
+    result = RUNNER.invoke(app, ["plan", *map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_what_is_left_holds_both_models_kv() -> None:
+    target = models.model_dir("llama")
+    alone = planned(target, "--memory", "2GiB")
+    both = planned(target, "--draft", models.model_dir("qwen3"), "--memory", "2GiB")
+    assert both["num_tokens"] < alone["num_tokens"]
+    fixed = sum(alone[name] for name in ("weights", "step", "process"))
+    assert alone["num_tokens"] == (int(0.9 * 2**31) - fixed) // alone["kv_per_token"]
+    assert both["draft"]
+    assert alone["sessions_by_length"] == {str(models.MAX_MODEL_LEN): alone["num_tokens"] // models.MAX_MODEL_LEN}
+
+
+def test_a_person_sees_a_table_and_the_way_out() -> None:
+    result = RUNNER.invoke(app, ["plan", str(models.model_dir("llama")), "--memory", "1GiB"])
+    assert result.exit_code == 0
+    assert "KV of a token" in result.output
+    assert "Sessions at once" in result.output
+    result = RUNNER.invoke(app, ["plan", str(models.model_dir("llama")), "--memory", "64MiB"])
+    assert result.exit_code == 1
+    assert "It does not fit" in result.output
+    assert "--quantization" in result.output
+
+
+def test_a_gpu_that_is_elsewhere_is_planned_for_by_its_size() -> None:
+    folder = models.model_dir("llama")
+    here, there = (planned(folder, "--memory", "8GiB", "--device", kind) for kind in ("cpu", "cuda"))
+    assert there["process"] > here["process"]
+    result = RUNNER.invoke(app, ["plan", str(folder), "--device", "cuda"])
+    assert result.exit_code == 0 if torch.cuda.is_available() else "--memory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 << 30), ("80GB", 80 * 10**9), ("24Gi", 24 << 30), ("24g", 24 * 10**9), ("1.5k", 1500),
+        ("64 MiB", 64 << 20), ("1tib", 1 << 40), ("7B", 7),
+    ],
+)  # fmt: skip
+def test_a_unit_with_an_i_is_a_power_of_1024_and_one_without_of_1000(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_what_is_held_back_is_said() -> None:
+    words = ["plan", str(models.model_dir("llama")), "--memory", "2GiB"]
+    assert "1.8 GiB of each rank's device may be used. That is 90% of 2.0 GiB (--memory)" in (
+        RUNNER.invoke(app, words).output
+    )
+    whole = RUNNER.invoke(app, [*words, "--utilization", "1"]).output
+    assert "100% of 2.0 GiB" in whole
+    assert "held back" not in whole
+
+
+@pytest.mark.parametrize("text", ["", "much", "0", "0GiB", "-1GiB", "1PiB", "8", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size with its unit"):
+        parse_size(text)
+    result = RUNNER.invoke(app, ["plan", str(models.model_dir("llama")), "--memory", text])
+    assert result.exit_code == 2
+
+
+def test_a_number_without_a_unit_is_refused_with_both_that_it_may_mean() -> None:
+    result = RUNNER.invoke(app, ["plan", str(models.model_dir("llama")), "--memory", "8"])
+    assert "8GiB or 8GB" in " ".join(result.output.replace("│", "").split())

@@ -36,7 +36,8 @@ class GrammarState:
     """The state of one sequence in its grammar. Not thread-safe: one thread at a time.
 
     Token ids may be any integers: invalid ones are simply not permitted. Queries raise GrammarViolation when a limit of
-    the parser is reached. `spent_s` is the time that this sequence's queries took, seconds.
+    the parser is reached. `spent_s` is the time that this sequence's queries took, seconds, without the longest of
+    them: when a virtual machine is paused, the pause counts as time of the thread that ran.
     """
 
     def __init__(self, position: Position, start: Callable[[], Position]) -> None:
@@ -46,6 +47,7 @@ class GrammarState:
         self._is_suspect = False
         self._lexer = _SharedLexer()
         self.spent_s = 0.0
+        self._longest_s = 0.0
 
     @property
     def num_committed(self) -> int:
@@ -140,19 +142,23 @@ class GrammarState:
         Copies share one lexer, and an error in it persists. So after one the next walk starts on a new lexer: a hint
         that reached a limit must not end a sequence that would never have gone there.
         """
-        began_s, cpu_began_s = time.perf_counter(), time.thread_time()
+        spent_s = 0.0
         if self._is_suspect:
+            began_s = time.perf_counter()  # it works on another thread, which this one's own clock does not count
             self._restart()
-            # On another thread, so this one's clock did not advance.
-            self.spent_s += time.perf_counter() - began_s
-            cpu_began_s = time.thread_time()
+            spent_s = time.perf_counter() - began_s
+        cpu_began_s = time.thread_time()
         try:
             yield self._position.copy()
         except GrammarViolation:
             self._is_suspect = self._lexer.has_failed = True
             raise
         finally:
-            self.spent_s += time.thread_time() - cpu_began_s
+            self._count(spent_s + time.thread_time() - cpu_began_s)
+
+    def _count(self, query_s: float) -> None:
+        self.spent_s += min(query_s, self._longest_s)
+        self._longest_s = max(query_s, self._longest_s)
 
     def _restart(self) -> None:
         position = self._start()

@@ -551,7 +551,7 @@ class Bridge:
                     result.ended = action
                     if self._draft is not None:
                         self._to_draft.append(action)
-                case target_messages.SessionRefused():
-                    raise AssertionError(f"the target refused: {action.error}")
+                case target_messages.SessionRefused() | target_messages.SessionAborted():
+                    raise AssertionError(f"the target ended {action.session_id}: {action.error}")
                 case _:
                     result.other_actions.append(action)

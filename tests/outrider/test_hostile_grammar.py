@@ -175,6 +175,18 @@ def test_a_sequence_is_told_when_its_grammar_takes_the_time_of_others(
     assert (fork.affords_hints, fork.is_too_slow) == (True, False)
 
 
+def test_one_pause_of_the_machine_is_no_slow_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused virtual machine adds its pause to the clock of the thread that ran; a slow grammar is slow again."""
+    state = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.REGEX, "[a-z]*"))
+    clock = iter([0.0, 60.0, 60.0, 60.001, 61.0, 64.0])
+    monkeypatch.setattr("outrider.grammar.state.time.thread_time", lambda: next(clock))
+    state.masks([[]])
+    state.masks([[]])
+    assert not state.is_too_slow
+    state.masks([[]])
+    assert state.is_too_slow
+
+
 def test_forks_in_many_threads_answer_as_one_alone() -> None:
     spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
 

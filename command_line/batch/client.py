@@ -109,6 +109,21 @@ class BatchClient:
         """Cancels a batch."""
         return await self._call("POST", f"/v1/batches/{batch_id}/cancel")
 
+    async def has_results(self, batch: dict[str, Any]) -> bool:
+        """Whether the files of a batch are there, if it has ended."""
+        for file_id in _results(batch):
+            response = await self._client.get(f"/v1/files/{file_id}")
+            if response.status_code == httpx.codes.NOT_FOUND:
+                return False
+        return True
+
+    async def delete_files(self, batch: dict[str, Any]) -> None:
+        """Deletes the file of a batch, and its results."""
+        for file_id in (batch["input_file_id"], *_results(batch)):
+            response = await self._client.delete(f"/v1/files/{file_id}")
+            if response.status_code != httpx.codes.NOT_FOUND:  # by an earlier run
+                _check(response)
+
     async def download(self, file_id: str, path: Path) -> int:
         """Writes the content of a file, which is there as a whole or not at all; returns how many lines it has."""
         temporary = path.with_name(f".{path.name}.part")
@@ -128,9 +143,18 @@ class BatchClient:
 
     async def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         response = await self._client.request(method, path, **arguments)
-        if response.status_code != httpx.codes.OK:
-            is_busy = response.status_code >= 500 or response.status_code in _BUSY
-            kind = ServerBusy if is_busy else ApiError
-            raise kind(f"{method} {path}: {response.status_code}: {error_text(response.content)}")
+        _check(response)
         found: dict[str, Any] = response.json()
         return found
+
+
+def _results(batch: dict[str, Any]) -> list[str]:
+    return [file_id for name in ("output", "error") if (file_id := batch[f"{name}_file_id"]) is not None]
+
+
+def _check(response: httpx.Response) -> None:
+    """Raises ApiError unless the answer is one."""
+    status, request = response.status_code, response.request
+    if status != httpx.codes.OK:
+        kind = ServerBusy if status >= 500 or status in _BUSY else ApiError
+        raise kind(f"{request.method} {request.url.path}: {status}: {error_text(response.content)}")

@@ -15,6 +15,7 @@ from rich.text import Text
 from command_line.batch.client import BatchClient, RequestFile
 from command_line.batch.follow import OVER, follow
 from command_line.batch.options import BatchOptions, RunOptions, ServerOptions
+from command_line.batch.ray_data import run_pieces
 from command_line.client import ApiError, server_address
 from command_line.progress import Progress
 from command_line.settings import naming, takes_settings
@@ -53,6 +54,8 @@ def run(**given: Any) -> None:
 
     [cyan]outrider batch run requests.jsonl --detach[/cyan] prints the id of the batch and returns.
 
+    [cyan]outrider batch run s3://bucket/requests --ray --output s3://bucket/answers[/cyan] runs millions of lines.
+
     [bold]Exit status[/bold]
 
     0: every request was answered; 3: some failed, or their time was up; 1: the file was refused, the batch was
@@ -60,9 +63,12 @@ def run(**given: Any) -> None:
     """
     options = RunOptions(**given)
     url = _address(options)
+    if options.ray:
+        raise typer.Exit(_run_pieces(options, url))
+    path = Path(options.file)
     with naming("FILE"):
-        file = RequestFile.read(options.file)
-    output = options.output or options.file.with_name(f"{options.file.stem}.output.jsonl")
+        file = RequestFile.read(path)
+    output = Path(options.output) if options.output else path.with_name(f"{path.stem}.output.jsonl")
     state: dict[str, Any] = {}
     try:
         raise typer.Exit(asyncio.run(_run(options, url, file, output, state)))
@@ -123,6 +129,20 @@ async def _run(options: RunOptions, url: str, file: RequestFile, output: Path, s
                 return await _finish(client, ended, output)
     except httpx.HTTPError as error:
         raise ApiError(f"--url {url}: {error or type(error).__name__}") from error
+
+
+def _run_pieces(options: RunOptions, url: str) -> int:
+    """Runs files of any size; returns the exit status."""
+    with Progress(Console(stderr=True, highlight=False)) as progress:
+        try:
+            totals = run_pieces(options, url, progress)
+        except KeyboardInterrupt:
+            progress.note("interrupted: batches go on at the server; the same command goes on from there")
+            return _INTERRUPTED
+    _print(f"{totals['num_completed']} answers, {totals['num_failed']} requests without an answer")
+    if totals["num_lost"]:
+        raise ApiError(f"{totals['num_lost']} batches did not run; the same command tries these again")
+    return _SOME_FAILED if totals["num_failed"] else 0
 
 
 async def _finish(client: BatchClient, ended: dict[str, Any], output: Path) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-from outrider.settings import REQUIRED, check, setting
+from outrider.settings import REQUIRED, SettingError, check, setting
 
 _ASKED = "Whom to ask"
 _RESULT = "What to make of it"
+_RAY = "Files of any size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +29,27 @@ class BatchOptions(ServerOptions):
 class RunOptions(ServerOptions):
     """Settings of `outrider batch run`. Raises SettingError."""
 
-    file: Path = setting(REQUIRED, "requests, one JSON object per line", flag=None)
-    output: Path | None = setting(
-        None, "file for the answers; those that failed go beside it, with the ending .errors.jsonl",
-        _RESULT, "file", shows="FILE with the ending .output.jsonl",
+    file: str = setting(
+        REQUIRED, "requests, one JSON object per line; with --ray also a folder, or a URL such as s3://BUCKET/FOLDER",
+        flag=None,
+    )  # fmt: skip
+    output: str | None = setting(
+        None, "file for the answers; those that failed go beside it, with the ending .errors.jsonl. With --ray: a "
+        "folder, or a URL", _RESULT, "file", shows="FILE with the ending .output.jsonl",
     )  # fmt: skip
     detach: bool = setting(False, "return as soon as the batch is created", _RESULT)
     new: bool = setting(False, "create another batch even if this file has one already", _RESULT)
+    ray: bool = setting(
+        False, "for files of any size: Ray Data cuts them into pieces, of which each becomes a batch", _RAY
+    )
+    ray_address: str | None = setting(
+        None, "cluster of Ray that runs the pieces", _RAY, "address", shows="RAY_ADDRESS, or a Ray on this machine"
+    )
+    at_once: int = setting(4, "pieces that run at the same time", _RAY, "pieces", at_least=1, at_most=32)
 
     def __post_init__(self) -> None:
         check(self)
+        if self.ray and (self.detach or self.new):
+            raise SettingError(
+                "ray", "--ray follows its batches, and finds those of an earlier run: leave out --detach and --new"
+            )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -57,6 +57,30 @@ def is_over(state: BatchState) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineCounts:
+    """Sums over lines that have ended. Raises ValueError for negative ones."""
+
+    num_completed: int = 0
+    num_failed: int = 0
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0  # of the input
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of the output
+
+    def __post_init__(self) -> None:
+        if min(asdict(self).values()) < 0:
+            raise ValueError(f"sums over lines are never negative: {self}")
+
+    @property
+    def num_ended(self) -> int:
+        """Lines that have ended."""
+        return self.num_completed + self.num_failed
+
+    def __add__(self, other: LineCounts) -> LineCounts:
+        return LineCounts(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """A batch as Redis keeps it. Times are in seconds since 1970; None: that has not happened."""
 
@@ -74,8 +98,7 @@ class Batch:
     is_overdue: bool = False  # lines were left when its time was up
     errors: tuple[Mapping[str, Any], ...] = ()  # of the check of its file
     num_lines: int = 0
-    num_completed: int = 0
-    num_failed: int = 0
+    counts: LineCounts = LineCounts()
     input_content: str = ""  # names of its own copy of the file and of the index of its lines, once it is checked
     index_content: str = ""
     output_file_id: str | None = None
@@ -83,15 +106,13 @@ class Batch:
     times: Mapping[BatchState, int] = field(default_factory=dict)  # when it came into a state
 
     def __post_init__(self) -> None:
-        if min(self.num_lines, self.num_completed, self.num_failed) < 0:
-            raise ValueError("counts of lines are never negative")
-        if self.num_completed + self.num_failed > self.num_lines:
-            raise ValueError(f"{self.num_completed} + {self.num_failed} lines have ended, of {self.num_lines}")
+        if self.counts.num_ended > self.num_lines:
+            raise ValueError(f"{self.counts.num_ended} lines have ended, of {self.num_lines}")
 
     @property
     def has_ended_lines_only(self) -> bool:
         """Whether every line has ended."""
-        return self.num_completed + self.num_failed == self.num_lines
+        return self.counts.num_ended == self.num_lines
 
     @property
     def is_over(self) -> bool:
@@ -126,8 +147,7 @@ class Batch:
                 is_overdue=stored.get("is_overdue") == "1",
                 errors=tuple(json.loads(stored.get("errors", "[]"))),
                 num_lines=int(stored.get("num_lines", 0)),
-                num_completed=int(stored.get("num_completed", 0)),
-                num_failed=int(stored.get("num_failed", 0)),
+                counts=LineCounts(**{each.name: int(stored.get(each.name, 0)) for each in fields(LineCounts)}),
                 input_content=stored.get("input_content", ""),
                 index_content=stored.get("index_content", ""),
                 output_file_id=stored.get("output_file_id") or None,

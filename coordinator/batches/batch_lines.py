@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coordinator.batches.batch import LineCounts
 from outrider.errors import InvalidRequest
 
 LINES_MAX: Final = 50_000
@@ -45,6 +46,20 @@ class LineResult:
     @property
     def is_error(self) -> bool:
         return self.status != 200
+
+    def counts(self) -> LineCounts:
+        """What it adds to its batch's sums. The tokens are in its body, under the names of the API that was called."""
+        if self.is_error:
+            return LineCounts(num_failed=1)
+        usage = self.body.get("usage") or {}
+        given, made = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
+        return LineCounts(
+            num_completed=1,
+            num_input_tokens=usage.get(f"{given}_tokens", 0),
+            num_cached_tokens=(usage.get(f"{given}_tokens_details") or {}).get("cached_tokens", 0),
+            num_output_tokens=usage.get(f"{made}_tokens", 0),
+            num_reasoning_tokens=(usage.get(f"{made}_tokens_details") or {}).get("reasoning_tokens", 0),
+        )
 
 
 def read_line(raw: bytes) -> BatchLine:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from coordinator.batches.batch import Batch
+from coordinator.batches.batch import Batch, LineCounts
 from coordinator.batches.batch_desk import BatchDesk
-from coordinator.batches.batch_lines import join_part, part_line
+from coordinator.batches.batch_lines import LineResult, join_part, part_line, result_line
 from coordinator.batches.file_store import one_piece
 from coordinator.batches.line_journal import Claim
 from outrider.errors import OutriderError
@@ -46,7 +46,7 @@ class _Part:
     name: str = ""  # under which they are stored; empty: not yet
     claims: list[Claim] = field(default_factory=list)
     lines: list[bytes] = field(default_factory=list)
-    are_errors: list[bool] = field(default_factory=list)
+    counts: list[LineCounts] = field(default_factory=list)
     num_bytes: int = 0
 
     @property
@@ -64,15 +64,16 @@ class ResultCollector:
         self._parts: dict[str, list[_Part]] = {}  # by batch; the last one is open
         self._lock = asyncio.Lock()
 
-    def add(self, batch: Batch, claim: Claim, line: bytes, *, is_error: bool) -> None:
+    def add(self, batch: Batch, claim: Claim, custom_id: str, result: LineResult) -> None:
         """Takes the result of a line."""
+        line = result_line(batch.batch_id, claim.line, custom_id, result)
         parts = self._parts.setdefault(batch.batch_id, [])
         if not parts or parts[-1].is_full or parts[-1].name:
             parts.append(_Part(batch, time.monotonic()))
         part = parts[-1]
         part.claims.append(claim)
-        part.lines.append(part_line(line, is_error=is_error))
-        part.are_errors.append(is_error)
+        part.lines.append(part_line(line, is_error=result.is_error))
+        part.counts.append(result.counts())
         part.num_bytes += len(line) + 2
 
     @property
@@ -118,9 +119,8 @@ class ResultCollector:
         while part.claims:
             if not part.name:
                 await self._store(part)
-            num_failed = sum(part.are_errors)
-            num_completed = len(part.claims) - num_failed
-            lost = await self._journal.commit(batch_id, part.name, part.claims, num_completed, num_failed)
+            total = sum(part.counts, start=LineCounts())
+            lost = await self._journal.commit(batch_id, part.name, part.claims, total)
             if not lost:
                 self._on_ended(batch_id, part.claims)
                 return
@@ -130,7 +130,7 @@ class ResultCollector:
             kept = [at for at, claim in enumerate(part.claims) if claim.line not in lost]
             part.claims = [part.claims[at] for at in kept]
             part.lines = [part.lines[at] for at in kept]
-            part.are_errors = [part.are_errors[at] for at in kept]
+            part.counts = [part.counts[at] for at in kept]
 
     async def _store(self, part: _Part) -> None:
         name = f"batches/{part.batch.batch_id}/part-{uuid.uuid4().hex}"

@@ -19,7 +19,7 @@ from typing import Final, Protocol, Self
 
 from coordinator.batches.batch import Batch, BatchState
 from coordinator.batches.batch_desk import BatchDesk
-from coordinator.batches.batch_lines import LineIndex, LineResult, never_ran, read_line, result_line
+from coordinator.batches.batch_lines import LineIndex, LineResult, never_ran, read_line
 from coordinator.batches.batch_results import ResultCollector
 from coordinator.batches.batch_tasks import BatchTasks
 from coordinator.batches.line_journal import Claim, Fenced
@@ -199,11 +199,9 @@ class BatchRunner:
 
     async def _run(self, book: _Book, claim: Claim) -> None:
         """Runs one line and hands in its result."""
-        batch, line = book.batch, claim.line
-        custom_id, result = await self._answer(batch, book.index, claim)
-        written = result_line(batch.batch_id, line, custom_id, result)
-        if book.claims.get(line) is claim:
-            self._results.add(batch, claim, written, is_error=result.is_error)
+        custom_id, result = await self._answer(book.batch, book.index, claim)
+        if book.claims.get(claim.line) is claim:
+            self._results.add(book.batch, claim, custom_id, result)
 
     async def _answer(self, batch: Batch, index: LineIndex, claim: Claim) -> tuple[str, LineResult]:
         """Runs a line until it has a result; returns its `custom_id`, too."""

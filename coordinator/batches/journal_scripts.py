@@ -84,26 +84,26 @@ end
 return lost
 """
 
-# KEYS: batch, leases, owners, attempts, parts. ARGV: name of a part, answered lines in it, failed ones, the record's
-# life in ms, then line, fence, ... The part is taken as a whole: returns nothing then, and if it had been taken before.
-# Otherwise nothing changes, and the lines that are somebody else's now are returned.
+# KEYS: batch, leases, owners, attempts, parts. ARGV: name of a part, the record's life in ms, how many sums of the
+# batch it adds to, then sum, number, ..., then line, fence, ... The part is taken as a whole: returns nothing then, and
+# if it had been taken before. Otherwise nothing changes, and the lines that are somebody else's now are returned.
 COMMIT: Final = """
 if redis.call('LPOS', KEYS[5], ARGV[1]) then return {} end
 local lost = {}
 local runs = redis.call('HGET', KEYS[1], 'state') == 'in_progress'
-for i = 5, #ARGV, 2 do
+local first = 4 + 2 * ARGV[3]
+for i = first, #ARGV, 2 do
   if not runs or redis.call('HGET', KEYS[3], ARGV[i]) ~= ARGV[i + 1] then lost[#lost + 1] = ARGV[i] end
 end
 if #lost > 0 then return lost end
-for i = 5, #ARGV, 2 do
+for i = first, #ARGV, 2 do
   redis.call('ZREM', KEYS[2], ARGV[i])
   redis.call('HDEL', KEYS[3], ARGV[i])
   redis.call('HDEL', KEYS[4], ARGV[i])
 end
 redis.call('RPUSH', KEYS[5], ARGV[1])
-redis.call('PEXPIRE', KEYS[5], ARGV[4])
-redis.call('HINCRBY', KEYS[1], 'num_completed', ARGV[2])
-redis.call('HINCRBY', KEYS[1], 'num_failed', ARGV[3])
+redis.call('PEXPIRE', KEYS[5], ARGV[2])
+for i = 4, first - 1, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return {}
 """
 

@@ -20,14 +20,14 @@ All of it expires. Every method raises RegistryUnavailable if Redis does not ans
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from redis.commands.core import AsyncScript
 
 from coordinator.access.api_keys import Caller
 from coordinator.batches import journal_scripts as scripts
-from coordinator.batches.batch import Batch, BatchState, sources_of
+from coordinator.batches.batch import Batch, BatchState, LineCounts, sources_of
 from outrider.errors import Overloaded
 from outrider.registry.registry import Registry
 from outrider.security.tenants import tenant_digest
@@ -140,12 +140,12 @@ class LineJournal:
         keys = [_key(batch_id, name) for name in ("leases", "owners", "attempts")]
         await self._ask(self._release, keys, _pairs(claims))
 
-    async def commit(
-        self, batch_id: str, part: str, claims: Sequence[Claim], num_completed: int, num_failed: int
-    ) -> set[int]:
+    async def commit(self, batch_id: str, part: str, claims: Sequence[Claim], total: LineCounts) -> set[int]:
         """Ends the lines of a stored part. If some of them have been lost, nothing changes and these are returned."""
         keys = [_key(batch_id, name) for name in ("batch", "leases", "owners", "attempts", "parts")]
-        arguments = [part, num_completed, num_failed, int(RECORD_S * 1000), *_pairs(claims)]
+        sums = asdict(total)
+        added = [part for pair in sums.items() for part in pair]
+        arguments = [part, int(RECORD_S * 1000), len(sums), *added, *_pairs(claims)]
         return set(map(int, await self._ask(self._commit, keys, arguments)))
 
     async def has_claimed_lines(self, batch_id: str) -> bool:

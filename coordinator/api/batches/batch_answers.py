@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from coordinator.api.schema.answers import Count
+from coordinator.api.schema.answers import CompletionTokensDetails, Count, PromptTokensDetails
 from coordinator.batches.batch import Batch, BatchState
 from coordinator.batches.files import StoredFile
 
@@ -67,6 +67,16 @@ class RequestCounts(BaseModel):
     failed: Count = Field(description="ended with an error")
 
 
+class BatchUsage(BaseModel):
+    """Tokens of the requests that were answered, so far."""
+
+    input_tokens: Count = Field(description="tokens in the prompts")
+    input_tokens_details: PromptTokensDetails
+    output_tokens: Count = Field(description="generated tokens")
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: Count = Field(description="the sum of both")
+
+
 class BatchObject(BaseModel):
     """A batch. Times are in seconds since 1970, null where it has not come to that."""
 
@@ -89,6 +99,7 @@ class BatchObject(BaseModel):
     cancelling_at: Count | None
     cancelled_at: Count | None
     request_counts: RequestCounts
+    usage: BatchUsage
     metadata: dict[str, str] | None = Field(description="as it was sent")
 
 
@@ -119,7 +130,7 @@ def file_answer(file: StoredFile) -> dict[str, Any]:
 def batch_answer(batch: Batch) -> dict[str, Any]:
     """Writes a batch."""
     errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
-    at = batch.times.get
+    at, counts = batch.times.get, batch.counts
     return {
         "id": batch.batch_id,
         "object": "batch",
@@ -141,8 +152,15 @@ def batch_answer(batch: Batch) -> dict[str, Any]:
         "cancelled_at": at(BatchState.CANCELLED),
         "request_counts": {
             "total": batch.num_lines,
-            "completed": batch.num_completed,
-            "failed": batch.num_failed,
+            "completed": counts.num_completed,
+            "failed": counts.num_failed,
+        },
+        "usage": {
+            "input_tokens": counts.num_input_tokens,
+            "input_tokens_details": {"cached_tokens": counts.num_cached_tokens},
+            "output_tokens": counts.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": counts.num_reasoning_tokens},
+            "total_tokens": counts.num_input_tokens + counts.num_output_tokens,
         },
         "metadata": batch.metadata,
     }

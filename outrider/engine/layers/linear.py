@@ -6,7 +6,8 @@ shape, `choose_form` takes the fastest form whose rows agree bit for bit with a 
 
 Observed (AMX and Zen 5 cores, torch 2.13): bfloat16 weights packed once by oneDNN for one row agree while the input is
 at most 1024 wide, are at least as fast as a plain product (twice as fast at one row on Zen 5), and disagree for wider
-inputs, which are therefore split. float32 agrees when rows are padded to a multiple of 8 or 16.
+inputs, which are therefore split. float32 agrees when rows are padded to a multiple of 8 or 16, on AMX cores only in
+blocks of 16 rows where inputs are 1024 wide or more.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ PLAIN_FORMS = (
     LinearForm("padded to 8 rows", lambda linear: PaddedLinear(linear, 8)),
     LinearForm("padded to 16 rows", lambda linear: PaddedLinear(linear, 16)),
     LinearForm("padded to 32 rows", lambda linear: PaddedLinear(linear, 32)),
+    LinearForm("blocks of 16 rows", lambda linear: PaddedLinear(linear, 16, in_blocks=True)),
 )
 
 

@@ -30,7 +30,7 @@ class LoggedLines(EchoLines):
         prompt = json.loads(body)["prompt"]
         with self._log.open("a") as log:
             log.write(f"{prompt}\n")
-        return LineResult(200, request_id, {"text": prompt, "pid": os.getpid()})
+        return LineResult(200, request_id, {"text": prompt, "pid": os.getpid(), "usage": {"prompt_tokens": 2}})
 
 
 async def main(redis_url: str, folder: str, lease_s: str, log: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.batches.batch import Batch, BatchState, is_over, sources_of
+from coordinator.batches.batch import Batch, BatchState, LineCounts, is_over, sources_of
 from coordinator.batches.batch_lines import (
     LINES_MAX,
     LineIndex,
@@ -95,6 +95,30 @@ class TestLines:
         }  # fmt: skip
         bad = json.loads(result_line("batch_1", 3, "a", never_ran("batch_expired", "late")))
         assert (bad["response"], bad["error"]) == (None, {"code": "batch_expired", "message": "late"})
+
+    @pytest.mark.parametrize(
+        "usage",
+        [
+            {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4},
+             "completion_tokens_details": {"reasoning_tokens": 2}},
+            {"input_tokens": 5, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4},
+             "output_tokens_details": {"reasoning_tokens": 2}},
+        ],
+        ids=["chat", "responses"],
+    )  # fmt: skip
+    def test_an_answer_tells_its_tokens(self, usage: dict[str, Any]) -> None:
+        counts = LineResult(200, "r", {"usage": usage}).counts()
+        assert counts == LineCounts(
+            num_completed=1, num_input_tokens=5, num_cached_tokens=4, num_output_tokens=3, num_reasoning_tokens=2
+        )
+        assert counts + LineCounts(num_failed=1, num_input_tokens=1) == LineCounts(
+            num_completed=1, num_failed=1,
+            num_input_tokens=6, num_cached_tokens=4, num_output_tokens=3, num_reasoning_tokens=2,
+        )  # fmt: skip
+
+    def test_a_failed_line_has_no_tokens(self) -> None:
+        assert never_ran("batch_expired", "late").counts() == LineCounts(num_failed=1)
+        assert LineResult(400, "r", {"error": {}}).counts() == LineCounts(num_failed=1)
 
     def test_a_part_keeps_outputs_and_errors_apart(self) -> None:
         part = join_part([part_line(b"1", is_error=False), part_line(b"2", is_error=True)])

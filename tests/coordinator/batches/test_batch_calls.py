@@ -111,6 +111,11 @@ async def test_the_openai_package_runs_a_batch(clusters: ClusterFactory, registr
         answers = [json.loads(each) for each in (await client.files.content(batch.output_file_id)).text.splitlines()]
         assert sorted(each["custom_id"] for each in answers) == [f"r{number}" for number in range(5)]
         assert answers[0]["response"]["body"]["object"] == "chat.completion"
+        usages = [each["response"]["body"]["usage"] for each in answers]
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in usages) > 0
+        assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in usages) > 0
+        assert batch.usage.total_tokens == sum(each["total_tokens"] for each in usages)
         assert [each.id async for each in client.batches.list()] == [batch.id]
         assert [each.id async for each in client.files.list(purpose="batch")] == [file.id]
         assert {each.purpose async for each in client.files.list(limit=1)} == {"batch", "batch_output"}

@@ -55,7 +55,7 @@ async def test_every_line_is_answered_once(desk: BatchDesk, tmp_path: Path) -> N
     async with runner_of(desk, service):
         done = await until(desk, batch, over)
         await cleared(desk)
-    assert (done.state, done.num_completed, done.num_failed) == (BatchState.COMPLETED, 40, 0)
+    assert (done.state, done.counts.num_completed, done.counts.num_failed) == (BatchState.COMPLETED, 40, 0)
     answers = await results(desk, done.output_file_id)
     assert sorted(each["custom_id"] for each in answers) == sorted(f"r{number}" for number in range(40))
     assert all(each["response"]["body"] == {"text": each["custom_id"]} for each in answers)
@@ -86,7 +86,7 @@ async def test_a_line_that_fails_is_in_the_file_of_errors(desk: BatchDesk) -> No
     batch = await created(desk, lines(5))
     async with runner_of(desk, EchoLines(fail=fail)):
         done = await until(desk, batch, over)
-    assert (done.state, done.num_completed, done.num_failed) == (BatchState.COMPLETED, 2, 3)
+    assert (done.state, done.counts.num_completed, done.counts.num_failed) == (BatchState.COMPLETED, 2, 3)
     assert {each["custom_id"] for each in await results(desk, done.output_file_id)} == {"r0", "r2"}
     statuses = {each["custom_id"]: each["response"]["status_code"] for each in await results(desk, done.error_file_id)}
     assert statuses == {"r1": 400, "r3": 503, "r4": 500}
@@ -101,7 +101,7 @@ async def test_the_owner_may_delete_the_file_once_it_is_checked(desk: BatchDesk)
         await desk.files.delete(ANYBODY, batch.input_file_id)
         service.gate.set()
         done = await until(desk, batch, over)
-    assert done.num_completed == 3
+    assert done.counts.num_completed == 3
 
 
 async def test_a_file_that_is_gone_fails_the_batch(desk: BatchDesk) -> None:
@@ -116,14 +116,14 @@ async def test_a_cancelled_batch_keeps_what_had_ended(desk: BatchDesk) -> None:
     service = EchoLines(room=2, delay_s=0.02)
     batch = await created(desk, lines(200))
     async with runner_of(desk, service):
-        await until(desk, batch, lambda found: found.num_completed > 0)
+        await until(desk, batch, lambda found: found.counts.num_completed > 0)
         await desk.cancel(ANYBODY, batch.batch_id)
         done = await until(desk, batch, over)
         num_runs = len(service.runs)
         await asyncio.sleep(0.2)
         assert len(service.runs) == num_runs, "nothing runs any more"
     assert done.state is BatchState.CANCELLED
-    assert len(await results(desk, done.output_file_id)) == done.num_completed < 200
+    assert len(await results(desk, done.output_file_id)) == done.counts.num_completed < 200
 
 
 async def test_a_batch_whose_time_is_up_names_the_lines_that_have_not_run(desk: BatchDesk) -> None:
@@ -136,7 +136,7 @@ async def test_a_batch_whose_time_is_up_names_the_lines_that_have_not_run(desk: 
         done = await until(desk, late, over)
     assert done.state is BatchState.EXPIRED
     output, errors = await results(desk, done.output_file_id), await results(desk, done.error_file_id)
-    assert len(output) == done.num_completed > 0
+    assert len(output) == done.counts.num_completed > 0
     assert {each["error"]["code"] for each in errors} == {"batch_expired"}
     assert sorted(each["custom_id"] for each in (*output, *errors)) == sorted(f"r{number}" for number in range(200))
 
@@ -150,7 +150,7 @@ async def test_a_replica_that_leaves_gives_its_lines_back(desk: BatchDesk) -> No
     before_s = time.monotonic()
     async with runner_of(desk, EchoLines()):
         done = await until(desk, batch, over)
-    assert done.num_completed == 4
+    assert done.counts.num_completed == 4
     assert time.monotonic() - before_s < 5
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.batches.batch import BatchState
+from coordinator.batches.batch import BatchState, LineCounts
 from outrider.registry.registry import Registry
 from tests.coordinator.batches.desks import created, desk_over, lines, results, state_of
 
@@ -48,7 +48,7 @@ async def test_each_line_ends_once_however_many_processes_are_killed(
         async with asyncio.timeout(800):
             while not (found := await state_of(desk, batch)).is_over or await desk.journal.active():
                 # As the batch goes on, so that the kills come at all its times: the check, the lines, the end.
-                due = num_kills * (found.num_completed + 1) / num_lines
+                due = num_kills * (found.counts.num_completed + 1) / num_lines
                 if num_killed < num_kills and num_killed <= due:
                     victim = chance.randrange(len(processes))
                     await asyncio.to_thread(processes[victim].stdout.readline)  # type: ignore[union-attr]
@@ -65,7 +65,7 @@ async def test_each_line_ends_once_however_many_processes_are_killed(
     assert found.state is BatchState.COMPLETED
     ended = Counter(each["custom_id"] for each in await results(desk, found.output_file_id))
     assert ended == Counter(f"r{number}" for number in range(num_lines))
-    assert (found.num_completed, found.num_failed) == (num_lines, 0)
+    assert found.counts == LineCounts(num_completed=num_lines, num_input_tokens=2 * num_lines)
     runs = Counter(log.read_text().split())
     print(f"{num_killed} kills; {runs.total()} runs of {num_lines} lines, at most {max(runs.values())} of one")
     assert num_killed == num_kills

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.access.api_keys import ANYBODY, Caller, Scope
 from coordinator.batches import line_journal
-from coordinator.batches.batch import Batch, BatchState
+from coordinator.batches.batch import Batch, BatchState, LineCounts
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.batches.line_journal import Fenced, LineJournal
 from outrider.errors import Conflict, NotFound, Overloaded
@@ -47,8 +47,10 @@ class TestClaims:
         (claim,) = await desk.journal.claim(batch.batch_id, "b", 1)
         assert (claim.line, claim.num_attempts) == (0, 2)
         assert await desk.journal.renew(batch.batch_id, lost) == {0}
-        assert await desk.journal.commit(batch.batch_id, "p", lost, 2, 0) == {0}, "all or nothing"
-        assert (await state_of(desk, batch)).num_completed == 0
+        assert await desk.journal.commit(batch.batch_id, "p", lost, LineCounts(num_completed=2)) == {0}, (
+            "all or nothing"
+        )
+        assert (await state_of(desk, batch)).counts.num_completed == 0
 
     async def test_last_while_they_are_renewed(self, desk: BatchDesk) -> None:
         batch = await running(desk, 1)
@@ -64,7 +66,7 @@ class TestClaims:
         await desk.journal.release(batch.batch_id, claims)
         (claim,) = await desk.journal.claim(batch.batch_id, "b", 1)
         assert claim.num_attempts == 1
-        assert await desk.journal.commit(batch.batch_id, "p", claims, 1, 0) == {0}
+        assert await desk.journal.commit(batch.batch_id, "p", claims, LineCounts(num_completed=1)) == {0}
 
     async def test_begin_only_while_the_batch_runs(self, desk: BatchDesk) -> None:
         batch = await created(desk, lines(2))
@@ -76,9 +78,9 @@ class TestCommits:
         batch = await running(desk, 3)
         claims = await desk.journal.claim(batch.batch_id, "a", 3)
         for _ in range(2):
-            assert not await desk.journal.commit(batch.batch_id, "p", claims, 2, 1)
+            assert not await desk.journal.commit(batch.batch_id, "p", claims, LineCounts(num_completed=2, num_failed=1))
         found = await state_of(desk, batch)
-        assert (found.num_completed, found.num_failed, found.has_ended_lines_only) == (2, 1, True)
+        assert (found.counts.num_completed, found.counts.num_failed, found.has_ended_lines_only) == (2, 1, True)
         assert await desk.journal.parts(batch.batch_id) == ["p"]
 
     async def test_of_a_line_that_has_ended_change_nothing(self, desk: BatchDesk) -> None:
@@ -86,8 +88,8 @@ class TestCommits:
         late = await desk.journal.claim(batch.batch_id, "a", 1)
         await asyncio.sleep(0.3)
         claims = await desk.journal.claim(batch.batch_id, "b", 1)
-        assert not await desk.journal.commit(batch.batch_id, "p", claims, 1, 0)
-        assert await desk.journal.commit(batch.batch_id, "q", late, 1, 0) == {0}
+        assert not await desk.journal.commit(batch.batch_id, "p", claims, LineCounts(num_completed=1))
+        assert await desk.journal.commit(batch.batch_id, "q", late, LineCounts(num_completed=1)) == {0}
         assert await desk.journal.parts(batch.batch_id) == ["p"]
 
     async def test_of_a_batch_that_was_cancelled_change_nothing(self, desk: BatchDesk) -> None:
@@ -96,7 +98,7 @@ class TestCommits:
         await desk.cancel(ANYBODY, batch.batch_id)
         for _ in range(2):
             assert await desk.journal.close(batch.batch_id) == {0}
-        assert await desk.journal.commit(batch.batch_id, "p", claims, 1, 0) == {0}
+        assert await desk.journal.commit(batch.batch_id, "p", claims, LineCounts(num_completed=1)) == {0}
         assert await desk.journal.next_line(batch.batch_id) == 1
 
 
@@ -159,7 +161,7 @@ class TestTenants:
 async def test_everything_in_redis_has_an_end(desk: BatchDesk, registry: Registry) -> None:
     batch = await running(desk, 3)
     claims = await desk.journal.claim(batch.batch_id, "a", 2)
-    await desk.journal.commit(batch.batch_id, "p", claims[:1], 1, 0)
+    await desk.journal.commit(batch.batch_id, "p", claims[:1], LineCounts(num_completed=1))
     keys = await registry.ask(registry.register_script("return redis.call('KEYS', 'or:*')")(keys=[], args=[]))
     keys += await registry.ask(registry.register_script("return redis.call('KEYS', '{or:batch*')")(keys=[], args=[]))
     ttl = registry.register_script("return redis.call('PTTL', KEYS[1])")

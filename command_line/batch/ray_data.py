@@ -1,0 +1,207 @@
+"""Runs files of any size with Ray Data: cuts them into pieces, of which each becomes a batch of the server.
+
+Ray Data spreads the pieces over its cluster and runs a piece again whose process was lost. A piece is found again by its
+content, here in the output folder and at the server among its batches, so a repetition computes nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+
+from command_line.batch.client import BatchClient, RequestFile
+from command_line.batch.follow import follow
+from command_line.batch.options import RunOptions
+from command_line.batch.pieces import Piece, batches_of, cut, lines_of
+from command_line.client import ApiError
+from command_line.progress import Progress
+from outrider.errors import ConfigurationError, OutriderError
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+_CPUS: Final = 0.1  # of a piece, which mostly waits for the server
+_PIECES_MAX: Final = 100_000
+_INSTALL: Final = "--ray needs Ray Data: pip install 'outrider[ray-data]'"
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRunner:
+    """Runs one piece, in a process of Ray. The output folder gets a file per batch, named by its content."""
+
+    options: RunOptions
+    url: str
+    output: str  # a URI
+
+    def __call__(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Runs the batches of a piece; returns an outcome for each."""
+        piece = Piece(**row)
+        outcomes = []
+        try:
+            for number, lines in enumerate(_batches(self.options.file, piece)):
+                outcomes.append(asyncio.run(self._run(piece, number, lines)))
+        except (OutriderError, httpx.HTTPError, OSError) as error:
+            outcomes.append(_outcome(piece, "error", str(error) or type(error).__name__))
+        return outcomes
+
+    async def _run(self, piece: Piece, number: int, lines: list[bytes]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="outrider-batch-") as folder:
+            path = Path(folder, f"{Path(piece.path).stem}.{piece.start:012d}.{number}.jsonl")
+            path.write_bytes(b"".join(lines))
+            file = RequestFile.read(path)
+            stem = f"{path.stem}.{file.digest[:12]}"
+            system, output = _open(self.output)
+            name = f"{output}/{stem}.output.jsonl"
+            if system.get_file_info(name).is_file:
+                return _outcome(piece, "done before", num_completed=len(lines))
+            async with BatchClient.at(self.options, self.url) as client:
+                batch = await client.find(file)
+                if batch is None or not await client.has_results(batch):
+                    batch = await client.create(file)
+                batch = await follow(client, batch, lambda _: None, lambda _: None)
+                if batch["status"] == "failed":
+                    error = batch["errors"]["data"][0]
+                    return _outcome(piece, "refused", f"line {error['line']} of it: {error['message']}")
+                # The answers come last: where they are, all is there.
+                for kind, target in (("error", f"{output}/{stem}.errors.jsonl"), ("output", name)):
+                    if (file_id := batch[f"{kind}_file_id"]) is not None:
+                        await client.download(file_id, Path(folder, kind))
+                        _put(system, Path(folder, kind), target)
+                await client.delete_files(batch)  # they count for the tenant's quota
+        counts, usage = batch["request_counts"], batch["usage"]
+        return _outcome(
+            piece,
+            batch["status"],
+            num_completed=counts["completed"],
+            num_failed=counts["failed"],
+            num_input_tokens=usage["input_tokens"],
+            num_output_tokens=usage["output_tokens"],
+        )
+
+
+def run_pieces(options: RunOptions, url: str, progress: Progress) -> Counter[str]:
+    """Runs all files that `options.file` names; returns sums over their lines, and `num_lost` batches.
+
+    Raises ConfigurationError if Ray Data or the files are missing, and ApiError if the server cannot be reached.
+    """
+    try:
+        import pyarrow.fs  # noqa: F401
+        import ray.data
+    except ImportError as error:
+        raise ConfigurationError(f"{_INSTALL} ({error})") from error
+    output = _uri(options.output or f"{options.file.rstrip('/').removesuffix('.jsonl')}.output")
+    pieces = find_pieces(options.file)
+    runner = PieceRunner(options, url, output)
+    asyncio.run(_look(options, url))
+    progress.note(f"{len(pieces)} pieces, {options.at_once} at once; answers: {output}")
+    totals: Counter[str] = Counter()
+    with _cluster(options.ray_address):
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        rows = ray.data.from_items([asdict(piece) for piece in pieces], override_num_blocks=len(pieces))
+        ran = rows.flat_map(runner, concurrency=options.at_once, num_cpus=_CPUS)
+        for number, outcome in enumerate(ran.iter_rows(), 1):
+            totals.update({name: value for name, value in outcome.items() if name.startswith("num_")})
+            where = f"{outcome['path']} from byte {outcome['start']}"
+            told = f"{outcome['num_completed']} answers, {outcome['num_failed']} without"
+            if outcome["num_lost"]:
+                told = outcome["message"]
+                progress.warn(f"{where}: {outcome['status']}: {told}")
+            else:
+                progress.note(f"{where}: {outcome['status']}: {told}")
+            progress.update(f"{number} batches of {len(pieces)} or more, {totals['num_completed']} answers")
+    return totals
+
+
+def find_pieces(source: str) -> list[Piece]:
+    """The pieces of a file, or of all files `*.jsonl` in a folder. Raises ConfigurationError."""
+    from pyarrow.fs import FileSelector, FileType
+
+    system, path = _open(_uri(source))
+    try:
+        info = system.get_file_info(path)
+        if info.type is FileType.Directory:
+            found = system.get_file_info(FileSelector(path, recursive=True))
+            files = sorted((each for each in found if each.path.endswith(".jsonl")), key=lambda each: each.path)
+        else:
+            files = [info] if info.is_file else []
+    except OSError as error:
+        raise ConfigurationError(f"FILE: {source} cannot be read: {error}") from error
+    pieces = [piece for each in files for piece in cut(each.path, each.size)]
+    if not pieces:
+        raise ConfigurationError(f"FILE: {source} is no file with requests, and no folder with such files (*.jsonl)")
+    if len(pieces) > _PIECES_MAX:
+        raise ConfigurationError(f"FILE: {source} has {len(pieces)} pieces; at most {_PIECES_MAX} are run at once")
+    return pieces
+
+
+async def _look(options: RunOptions, url: str) -> None:
+    """Fails before Ray starts if there is no server. Raises ConfigurationError."""
+    async with BatchClient.at(options, url):
+        pass
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[None]:
+    """Connects to a cluster of Ray, or starts one on this machine."""
+    import ray
+
+    try:
+        ray.init(
+            address=address or os.environ.get("RAY_ADDRESS") or "local",
+            include_dashboard=False if address is None and "RAY_ADDRESS" not in os.environ else None,
+            logging_level="warning",
+            log_to_driver=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(f"--ray-address: Ray cannot be reached: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _batches(source: str, piece: Piece) -> Iterator[list[bytes]]:
+    system, _ = _open(_uri(source))
+    with system.open_input_file(piece.path) as opened, io.BufferedReader(opened, 1 << 20) as file:
+        yield from batches_of(lines_of(file, piece))
+
+
+def _put(system: FileSystem, source: Path, target: str) -> None:
+    """Copies a file to a file system; it is there as a whole or not at all."""
+    system.create_dir(str(Path(target).parent), recursive=True)
+    temporary = f"{target}.part"
+    with source.open("rb") as opened, system.open_output_stream(temporary) as stream:
+        shutil.copyfileobj(opened, stream, 1 << 20)
+    system.move(temporary, target)
+
+
+def _uri(place: str) -> str:
+    return place.rstrip("/") if "://" in place else Path(place).resolve().as_uri()
+
+
+def _open(uri: str) -> tuple[FileSystem, str]:
+    """The file system of a place, and its path there. Raises ConfigurationError."""
+    from pyarrow.fs import FileSystem
+
+    try:
+        return FileSystem.from_uri(uri)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{uri} cannot be opened: {error}") from error
+
+
+def _outcome(piece: Piece, status: str, message: str = "", **sums: int) -> dict[str, Any]:
+    names = ("num_completed", "num_failed", "num_input_tokens", "num_output_tokens")
+    told = {"status": status, "message": message, "num_lost": int(bool(message))}
+    return asdict(piece) | told | {name: sums.get(name, 0) for name in names}

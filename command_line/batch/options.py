@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from outrider.settings import REQUIRED, SettingError, check, setting
 
 _ASKED = "Whom to ask"

@@ -1,7 +1,7 @@
 """Runs files of any size with Ray Data: cuts them into pieces, of which each becomes a batch of the server.
 
-Ray Data spreads the pieces over its cluster and runs a piece again whose process was lost. A piece is found again by its
-content, here in the output folder and at the server among its batches, so a repetition computes nothing twice.
+Ray Data spreads the pieces over its cluster and runs a piece again whose process was lost. A piece is found again by
+its content, in the output folder and among the server's batches, so a repetition computes nothing twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from command_line.batch.client import BatchClient, RequestFile
 from command_line.batch.follow import follow
 from command_line.batch.options import RunOptions
 from command_line.batch.pieces import Piece, batches_of, cut, lines_of
-from command_line.client import ApiError
 from command_line.progress import Progress
 from outrider.errors import ConfigurationError, OutriderError
 
@@ -50,35 +49,32 @@ class PieceRunner:
         outcomes = []
         try:
             for number, lines in enumerate(_batches(self.options.file, piece)):
-                outcomes.append(asyncio.run(self._run(piece, number, lines)))
+                outcomes.append(self._run(piece, number, lines))
         except (OutriderError, httpx.HTTPError, OSError) as error:
             outcomes.append(_outcome(piece, "error", str(error) or type(error).__name__))
         return outcomes
 
-    async def _run(self, piece: Piece, number: int, lines: list[bytes]) -> dict[str, Any]:
+    def _run(self, piece: Piece, number: int, lines: list[bytes]) -> dict[str, Any]:
+        """Runs one batch, unless its answers are there."""
         with tempfile.TemporaryDirectory(prefix="outrider-batch-") as folder:
             path = Path(folder, f"{Path(piece.path).stem}.{piece.start:012d}.{number}.jsonl")
             path.write_bytes(b"".join(lines))
             file = RequestFile.read(path)
-            stem = f"{path.stem}.{file.digest[:12]}"
             system, output = _open(self.output)
-            name = f"{output}/{stem}.output.jsonl"
-            if system.get_file_info(name).is_file:
+            target = f"{output}/{path.stem}.{file.digest[:12]}"
+            if system.get_file_info(f"{target}.output.jsonl").is_file:
                 return _outcome(piece, "done before", num_completed=len(lines))
-            async with BatchClient.at(self.options, self.url) as client:
-                batch = await client.find(file)
-                if batch is None or not await client.has_results(batch):
-                    batch = await client.create(file)
-                batch = await follow(client, batch, lambda _: None, lambda _: None)
-                if batch["status"] == "failed":
-                    error = batch["errors"]["data"][0]
-                    return _outcome(piece, "refused", f"line {error['line']} of it: {error['message']}")
-                # The answers come last: where they are, all is there.
-                for kind, target in (("error", f"{output}/{stem}.errors.jsonl"), ("output", name)):
-                    if (file_id := batch[f"{kind}_file_id"]) is not None:
-                        await client.download(file_id, Path(folder, kind))
-                        _put(system, Path(folder, kind), target)
-                await client.delete_files(batch)  # they count for the tenant's quota
+            batch = asyncio.run(self._answers(file, Path(folder)))
+            if batch["status"] == "failed":
+                error = batch["errors"]["data"][0]
+                return _outcome(piece, "refused", f"its line {error['line']}: {error['message']}")
+            if batch["status"] == "cancelled":
+                return _outcome(piece, "cancelled", f"batch {batch['id']} was cancelled")
+            # The answers come last: where they are, all is there.
+            for name in ("errors", "output"):
+                if Path(folder, name).exists():
+                    _put(system, Path(folder, name), f"{target}.{name}.jsonl")
+        asyncio.run(self._delete(batch))
         counts, usage = batch["request_counts"], batch["usage"]
         return _outcome(
             piece,
@@ -88,6 +84,23 @@ class PieceRunner:
             num_input_tokens=usage["input_tokens"],
             num_output_tokens=usage["output_tokens"],
         )
+
+    async def _answers(self, file: RequestFile, folder: Path) -> dict[str, Any]:
+        """Runs a batch, or finds that of an earlier run, and downloads its results; returns it."""
+        async with BatchClient.at(self.options, self.url) as client:
+            batch = await client.find(file)
+            if batch is None or not await client.has_results(batch):
+                batch = await client.create(file)
+            batch = await follow(client, batch, lambda _: None, lambda _: None)
+            for name, file_id in (("errors", batch["error_file_id"]), ("output", batch["output_file_id"])):
+                if file_id is not None:
+                    await client.download(file_id, folder / name)
+        return batch
+
+    async def _delete(self, batch: dict[str, Any]) -> None:
+        """Deletes what the server need not keep any more: it counts for the tenant's quota."""
+        async with BatchClient.at(self.options, self.url) as client:
+            await client.delete_files(batch)
 
 
 def run_pieces(options: RunOptions, url: str, progress: Progress) -> Counter[str]:
@@ -114,11 +127,10 @@ def run_pieces(options: RunOptions, url: str, progress: Progress) -> Counter[str
         for number, outcome in enumerate(ran.iter_rows(), 1):
             totals.update({name: value for name, value in outcome.items() if name.startswith("num_")})
             where = f"{outcome['path']} from byte {outcome['start']}"
-            told = f"{outcome['num_completed']} answers, {outcome['num_failed']} without"
             if outcome["num_lost"]:
-                told = outcome["message"]
-                progress.warn(f"{where}: {outcome['status']}: {told}")
+                progress.warn(f"{where}: {outcome['status']}: {outcome['message']}")
             else:
+                told = f"{outcome['num_completed']} answers, {outcome['num_failed']} failed"
                 progress.note(f"{where}: {outcome['status']}: {told}")
             progress.update(f"{number} batches of {len(pieces)} or more, {totals['num_completed']} answers")
     return totals

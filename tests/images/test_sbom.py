@@ -10,7 +10,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from k8s.images.locks import ROLES, read_lock
-from k8s.images.sbom import completed, main, write_bills
+from k8s.images.sbom import bill_of, main, write_bills
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,6 @@ def test_bills_are_valid_by_cyclonedx_s_own_schema(bills: list[Path]) -> None:
     assert [validator.validate_str(path.read_text()) for path in bills] == [None] * len(bills)
 
 
-def test_a_package_whose_licence_nobody_looked_up_is_an_error(bills: list[Path]) -> None:
-    bill = json.loads(bills[0].read_text())
-    for each in bill["components"]:
-        each["description"] = ""
+def test_a_package_whose_licence_nobody_looked_up_is_an_error() -> None:
     with pytest.raises(KeyError, match="setuptools"):
-        completed(bill, [], {})
+        bill_of(read_lock("build"), {})

@@ -47,7 +47,7 @@ TURNS: Final = ("alone", "beside", "offline", "batch")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn measured: milliseconds, and output tokens per second."""
+    """Times and speed of one turn: milliseconds, and output tokens per second."""
 
     itl_p50_ms: float
     itl_p99_ms: float

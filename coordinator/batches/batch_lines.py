@@ -48,7 +48,7 @@ class LineResult:
         return self.status != 200
 
     def counts(self) -> LineCounts:
-        """What it adds to its batch's sums. The tokens are in its body, under the names of the API that was called."""
+        """The result's share of its batch's sums. Tokens are in its body, under the names of the API that was called."""
         if self.is_error:
             return LineCounts(num_failed=1)
         usage = self.body.get("usage") or {}

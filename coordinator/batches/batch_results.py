@@ -57,8 +57,8 @@ class _Part:
 class ResultCollector:
     """Stores and commits the results of one replica."""
 
-    def __init__(self, desk: BatchDesk, on_ended: Callable[[str, list[Claim]], None]) -> None:
-        """`on_ended` gets lines that are committed, or lost."""
+    def __init__(self, desk: BatchDesk, on_ended: Callable[[str, list[Claim], LineCounts], None]) -> None:
+        """`on_ended` gets lines that are committed, with their sums, or lost."""
         self._journal, self._files = desk.journal, desk.files
         self._on_ended = on_ended
         self._parts: dict[str, list[_Part]] = {}  # by batch; the last one is open
@@ -122,11 +122,11 @@ class ResultCollector:
             total = sum(part.counts, start=LineCounts())
             lost = await self._journal.commit(batch_id, part.name, part.claims, total)
             if not lost:
-                self._on_ended(batch_id, part.claims)
+                self._on_ended(batch_id, part.claims, total)
                 return
             await self._files.delete_content(part.name)
             part.name = ""
-            self._on_ended(batch_id, [claim for claim in part.claims if claim.line in lost])
+            self._on_ended(batch_id, [claim for claim in part.claims if claim.line in lost], LineCounts())
             kept = [at for at, claim in enumerate(part.claims) if claim.line not in lost]
             part.claims = [part.claims[at] for at in kept]
             part.lines = [part.lines[at] for at in kept]

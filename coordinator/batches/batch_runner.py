@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, Self
 
-from coordinator.batches.batch import Batch, BatchState
+from coordinator.batches.batch import Batch, BatchState, LineCounts
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.batches.batch_lines import LineIndex, LineResult, never_ran, read_line
 from coordinator.batches.batch_results import ResultCollector
 from coordinator.batches.batch_tasks import BatchTasks
 from coordinator.batches.line_journal import Claim, Fenced
 from coordinator.batches.validation import CheckBody
+from coordinator.observability.metrics import CoordinatorMetrics
 from outrider.concurrency.background import end_tasks, keep_going
 from outrider.errors import NotFound, OutriderError, Overloaded, Poisonous, Unavailable, WorkerFailed, WorkerLost
 
@@ -85,9 +86,12 @@ def pause_before_retry_s(error: OutriderError, num_failures: int) -> float | Non
 class BatchRunner:
     """Runs batches while the context is open."""
 
-    def __init__(self, desk: BatchDesk, lines: LineService, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self, desk: BatchDesk, lines: LineService, metrics: CoordinatorMetrics | None = None, poll_s: float = POLL_S
+    ) -> None:
         self._desk, self._journal, self._files = desk, desk.journal, desk.files
         self._lines = lines
+        self._metrics = metrics or CoordinatorMetrics()
         self._poll_s = poll_s
         self._books: dict[str, _Book] = {}
         self._has_room = asyncio.Event()
@@ -132,6 +136,7 @@ class BatchRunner:
                 await self._round()
             except OutriderError as error:  # Redis or the store is away
                 _log.warning("batches wait: %s", error.message)
+                self._metrics.batches_degraded.set(1)
                 await asyncio.sleep(self._poll_s)
             await asyncio.sleep(ROUND_S)
             with suppress(TimeoutError):
@@ -150,6 +155,9 @@ class BatchRunner:
                 await self._journal.retire(batch_id, None)
             elif await self._move_on(batch):
                 batches.append(batch)
+        self._metrics.batches_degraded.set(0)
+        self._metrics.batches_open.set(len(active))
+        self._metrics.batch_lines_left.set(sum(batch.num_lines - batch.counts.num_ended for batch in batches))
         room = 0 if self._results.is_full else self._lines.room() - self.num_running
         for number, batch in enumerate(batches):
             share = math.ceil(max(room, 0) / (len(batches) - number))
@@ -186,6 +194,7 @@ class BatchRunner:
             name = f"line {claim.line} of {batch.batch_id}"
             task = asyncio.create_task(self._run(book, claim), name=name)
             book.tasks[claim.line] = task
+            self._metrics.batch_lines_running.inc()
             task.add_done_callback(partial(self._forget_task, book, claim.line))
         return len(claims)
 
@@ -227,6 +236,7 @@ class BatchRunner:
                 return custom_id, self._lines.failure(error, request_id)
 
     def _forget_task(self, book: _Book, line: int, done: asyncio.Task[None]) -> None:
+        self._metrics.batch_lines_running.dec()
         if book.tasks.get(line) is done:
             del book.tasks[line]
         if not book.tasks:
@@ -236,8 +246,10 @@ class BatchRunner:
             _log.error("a line of batch %s failed; its lease ends", book.batch.batch_id, exc_info=error)
             book.claims.pop(line, None)
 
-    def _end_lines(self, batch_id: str, claims: list[Claim]) -> None:
-        """Forgets lines that have ended, or are somebody else's."""
+    def _end_lines(self, batch_id: str, claims: list[Claim], total: LineCounts) -> None:
+        """Counts and forgets lines that have ended, and forgets those that are somebody else's."""
+        self._metrics.batch_lines.labels("completed").inc(total.num_completed)
+        self._metrics.batch_lines.labels("failed").inc(total.num_failed)
         book = self._books.get(batch_id)
         for claim in claims if book is not None else ():
             assert book is not None
@@ -269,7 +281,7 @@ class BatchRunner:
                     if claim.line in lost and book.claims.get(claim.line) is claim:
                         if (task := book.tasks.get(claim.line)) is not None:
                             task.cancel()
-                        self._end_lines(batch_id, [claim])
+                        self._end_lines(batch_id, [claim], LineCounts())
 
     async def _keep_sweeping(self) -> None:
         while True:

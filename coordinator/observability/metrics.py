@@ -36,6 +36,7 @@ FAILURE_CODES: Final = (
 )  # fmt: skip
 """Codes with which a request may fail."""
 FINISH_REASONS: Final = ("stop", "length")
+LINE_RESULTS: Final = ("completed", "failed")
 _FALLBACK_STATES: Final = ("speculating", "probing", "undrafted", "paused", "disabled")
 # Positions beyond the longest block that a request may ask for do not occur.
 _POSITIONS_MAX: Final = 32
@@ -53,6 +54,7 @@ class CoordinatorMetrics:
         self._make_request_metrics()
         self._make_speculation_metrics()
         self._make_fleet_metrics()
+        self._make_batch_metrics()
         self.observe_loop_lag = show_loop_lag(self.registry, _ENGINE)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -162,6 +164,19 @@ class CoordinatorMetrics:
             "canary_divergences", "Requests of a canary whose output differs from plain decoding"
         )
         self.canary_degraded = self._gauge("canary_degraded", "1 while a canary cannot be followed for want of Redis")
+
+    def _make_batch_metrics(self) -> None:
+        self.batch_lines = self._counter("batch_lines", "Lines of batches that ended here, by result", "result")
+        for result in LINE_RESULTS:
+            self.batch_lines.labels(result)
+        self.batch_lines_running = self._gauge("batch_lines_running", "Lines of batches that run here")
+        self.batches_open = self._gauge("batches_open", "Batches that are not over, of all coordinators")
+        self.batch_lines_left = self._gauge(
+            "batch_lines_left", "Lines that have not ended, of all batches that run on any coordinator"
+        )
+        self.batches_degraded = self._gauge(
+            "batches_degraded", "1 while batches wait for Redis or the storage of their files"
+        )
 
     def waiting(self, model: str) -> Gauge:
         """Gauge of a model's requests without a token."""

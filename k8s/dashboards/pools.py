@@ -45,16 +45,18 @@ DASHBOARD: Final = Dashboard(
                     (Query("sum by (job) (up{$process})", "{{job}}"),),
                 ),
                 Panel(
-                    "Degraded because Redis is unreachable",
+                    "Degraded because Redis or storage is unreachable",
                     "short",
                     "1 while at least one replica cannot reach Redis for the registry of workers, the journal of "
-                    "streams, the priors or a canary. No request is refused because of it. Restore Redis (runbook "
-                    "OutriderRegistryDegraded).",
+                    "streams, the priors or a canary, or Redis or the storage of files for batches. No request is "
+                    "refused because of it. Restore Redis (runbook OutriderRegistryDegraded), or the storage "
+                    "(OutriderBatchesStuck).",
                     (
                         Query("max(outrider_registry_degraded{$any_coordinator})", "registry"),
                         Query("max(outrider_journal_degraded{$any_coordinator})", "journal"),
                         Query("max(outrider_priors_degraded{$any_coordinator})", "priors"),
                         Query("max(outrider_canary_degraded{$any_coordinator})", "canary"),
+                        Query("max(outrider_batches_degraded{$any_coordinator})", "batches"),
                     ),
                     limit=Limit(1.0),
                     most=1.0,

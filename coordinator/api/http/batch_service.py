@@ -38,7 +38,8 @@ class BatchService:
         registry = Registry(settings.redis_url)  # of its own: its calls may wait longer than those of requests
         self._stack.push_async_callback(registry.close)
         self.desk = BatchDesk(Files(registry, store, settings.batch_bytes_max), LineJournal(registry), tuple(ENDPOINTS))
-        await self._stack.enter_async_context(BatchRunner(self.desk, LineCalls(self._service)))
+        metrics = self._service.environment.metrics
+        await self._stack.enter_async_context(BatchRunner(self.desk, LineCalls(self._service), metrics))
         return self
 
     async def __aexit__(self, *_: object) -> None:

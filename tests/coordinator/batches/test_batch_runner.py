@@ -16,9 +16,11 @@ from coordinator.batches import batch_results
 from coordinator.batches.batch import Batch, BatchState
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.batches.batch_runner import BatchRunner
+from coordinator.observability.metrics import CoordinatorMetrics
 from outrider.errors import InvalidRequest, Overloaded, WorkerLost
 from outrider.registry.registry import Registry
 from tests.coordinator.batches.desks import EchoLines, created, desk_over, line, lines, names_in, results, until
+from tests.coordinator.fakes import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,25 @@ async def cleared(desk: BatchDesk) -> None:
 
 def runner_of(desk: BatchDesk, service: EchoLines) -> BatchRunner:
     return BatchRunner(desk, service, poll_s=0.05)
+
+
+async def test_a_replica_exports_how_far_batches_are(desk: BatchDesk) -> None:
+    service, metrics = EchoLines(room=3, fail={"r0": [InvalidRequest(None, "wrong")]}), CoordinatorMetrics()
+
+    def value(name: str, **labels: str) -> float:
+        return metrics.registry.get_sample_value(f"outrider_{name}", labels) or 0.0
+
+    service.gate.clear()
+    batch = await created(desk, lines(10))
+    async with BatchRunner(desk, service, metrics, poll_s=0.05):
+        await eventually(lambda: value("batch_lines_running") == 3, "three lines run")
+        await eventually(lambda: value("batch_lines_left") == 10, "ten are left")
+        assert (value("batches_open"), value("batches_degraded")) == (1, 0)
+        service.gate.set()
+        await until(desk, batch, over)
+        await eventually(lambda: value("batches_open") == 0, "the batch is over")
+    assert (value("batch_lines_total", result="completed"), value("batch_lines_total", result="failed")) == (9, 1)
+    assert (value("batch_lines_running"), value("batch_lines_left")) == (0, 0)
 
 
 async def test_every_line_is_answered_once(desk: BatchDesk, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-long test-clients rollout chaos fuzz bench lint stubs lock sbom audit install clean distclean
+.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients rollout chaos fuzz bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
 LOCK_ARGS ?=
@@ -42,7 +42,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: make test-long, bench, lint, stubs, lock, sbom, audit, install, clean, distclean"
+	@echo "also: make test-first, test-second, test-slow (the parts of test-all), test-long, bench, lint, stubs, lock, sbom, audit, install, clean, distclean"
 
 install: $(STAMP)
 
@@ -72,13 +72,19 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint test-first
+
+test-all: test test-second test-slow
+	$(BIN)/python -m tests.clients --short --may-be-offline
+
+test-first: $(STAMP)
 	$(BIN)/python -m pytest --circle first -m "not long" -n auto --maxprocesses 8 $(PYTEST_ARGS)
 
-test-all: test
+test-second: $(STAMP)
 	$(BIN)/python -m pytest --circle second -m "not long and not slow" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
 	$(BIN)/python -m pytest --circle second -m "slow and not long" $(PYTEST_ARGS)
-	$(BIN)/python -m tests.clients --short --may-be-offline
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)

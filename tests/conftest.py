@@ -51,6 +51,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the failures of tests that passed when they ran again (`.ci/run`): they are to be read, too."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"FAILED AND RUN AGAIN: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))

@@ -126,9 +126,8 @@ def test_the_exactness_table_has_every_parameter_and_cases_that_exist() -> None:
     assert shown - paths == (LARGE_CASES.keys() | SMALL_CASES.keys()) - {"none"}
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_fleet_is_predicted_as_the_documents_say(shell: dict[str, str], tmp_path: Path) -> None:
     (_, content), (_, table) = blocks(SIZING, "How many workers?")
     example, ratios, _ = commands(content)

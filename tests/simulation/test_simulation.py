@@ -61,7 +61,7 @@ def digest(seeds: range) -> str:
     return whole.hexdigest()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_seed_does_the_same_in_every_process() -> None:
     program = "from tests.simulation.test_simulation import digest; print(digest(range(40)))"
     seen = {
@@ -176,7 +176,7 @@ def first_problem(feature: Feature) -> str:
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found_in_runs_that_have_its_feature(bug: str) -> None:

@@ -48,7 +48,7 @@ class LineResult:
         return self.status != 200
 
     def counts(self) -> LineCounts:
-        """What the result adds to its batch's sums. Tokens are in its body, named as the API that was called has them."""
+        """Computes the result's share of its batch's sums. The API that was called says how its body names tokens."""
         if self.is_error:
             return LineCounts(num_failed=1)
         usage = self.body.get("usage") or {}

@@ -171,7 +171,7 @@ def test_commands_show_their_help_and_know_the_flags_that_the_documents_give_the
 ) -> None:
     used: dict[tuple[str, ...], set[str]] = {}
     for _, *words in all_commands():
-        name = tuple(words[:2]) if words[0] == "canary" else (words[0],)
+        name = tuple(words[:2]) if words[0] in ("batch", "canary") else (words[0],)
         used.setdefault(name, set()).update(word for word in words if word.startswith("--"))
     for text in code(everything()):
         if found := re.match(r"outrider ([a-z-]+)", text):

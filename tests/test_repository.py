@@ -254,9 +254,10 @@ def test_nobody_imports_the_simulator_but_its_command_when_asked() -> None:
             assert not [name for name in names if name.startswith("command_line.simulator")], name_of(path)
 
 
-def test_ray_stays_in_the_coordinator() -> None:
+def test_ray_stays_in_the_coordinator_and_in_what_ray_data_runs() -> None:
     packages = set(MAY_IMPORT) - {"coordinator"}
-    assert not [name_of(path) for package in packages for path in modules(package) if "ray" in imports(path)]
+    found = [name_of(path) for package in packages for path in modules(package) if "ray" in imports(path)]
+    assert found == ["command_line/batch/ray_data.py"]
 
 
 def test_torch_stays_out_of_the_coordinator() -> None:
@@ -412,7 +413,8 @@ def test_commands_and_flags_that_the_documents_name_exist() -> None:
 def dependencies() -> list[str]:
     """Names of what the processes need, whichever extra brings it."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return [re.split(r"[\[<>=;]", requirement)[0] for requirement in locks.dependencies(pyproject)]
+    required = locks.dependencies(pyproject) + pyproject["project"]["optional-dependencies"]["ray-data"]
+    return [re.split(r"[\[<>=;]", requirement)[0] for requirement in required]
 
 
 def test_every_import_is_a_declared_dependency() -> None:

@@ -66,6 +66,8 @@ def run(**given: Any) -> None:
     if options.ray:
         raise typer.Exit(_run_pieces(options, url))
     path = Path(options.file)
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; --ray runs all files in one", param_hint="FILE")
     with naming("FILE"):
         file = RequestFile.read(path)
     output = Path(options.output) if options.output else path.with_name(f"{path.stem}.output.jsonl")

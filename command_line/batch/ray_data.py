@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import shutil
 import tempfile
@@ -122,8 +123,10 @@ def run_pieces(options: RunOptions, url: str, progress: Progress) -> Counter[str
     with _cluster(options.ray_address):
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # our own lines say how far it is
         rows = ray.data.from_items([asdict(piece) for piece in pieces], override_num_blocks=len(pieces))
-        ran = rows.flat_map(runner, concurrency=options.at_once, num_cpus=_CPUS)
+        most = ray.data.TaskPoolStrategy(size=min(options.at_once, len(pieces)))
+        ran = rows.flat_map(runner, compute=most, num_cpus=_CPUS)
         for number, outcome in enumerate(ran.iter_rows(), 1):
             totals.update({name: value for name, value in outcome.items() if name.startswith("num_")})
             where = f"{outcome['path']} from byte {outcome['start']}"
@@ -173,7 +176,7 @@ def _cluster(address: str | None) -> Iterator[None]:
         ray.init(
             address=address or os.environ.get("RAY_ADDRESS") or "local",
             include_dashboard=False if address is None and "RAY_ADDRESS" not in os.environ else None,
-            logging_level="warning",
+            logging_level="error",
             log_to_driver=False,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:

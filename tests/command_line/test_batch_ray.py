@@ -77,6 +77,7 @@ def test_files_of_any_size_run_once_and_are_found_again(redis_url: str, tmp_path
         assert again.returncode == 3, again.stderr
         assert "done before" in again.stderr
         assert "60 answers, 1 requests without an answer" in again.stderr
+        assert "WARNING" not in again.stderr, "Ray's own messages say nothing to who runs a batch"
         assert custom_ids(output, "output") == sorted(f"r{number}" for number in range(60))
         assert custom_ids(output, "errors") == ["long"]
         assert not list(output.glob("*.part"))
@@ -85,6 +86,7 @@ def test_files_of_any_size_run_once_and_are_found_again(redis_url: str, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ((".",), "--ray runs all files in one"),
         (("nothing.jsonl", "--ray"), "no file with requests"),
         (("s3:/", "--ray"), "no file with requests"),
         (("requests.jsonl", "--ray", "--detach"), "leave out --detach and --new"),

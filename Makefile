@@ -35,6 +35,8 @@ HAS_GPU ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install -qq --progress-bar off
 
+# Some images set this. Without bytecode each of a suite's hundreds of processes would compile the source again.
+export PYTHONDONTWRITEBYTECODE :=
 # No process contacts a model hub or prompts for input.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -78,10 +80,10 @@ test-all: test test-second test-slow
 	$(BIN)/python -m tests.clients --short --may-be-offline
 
 test-first: $(STAMP)
-	$(BIN)/python -m pytest --circle first -m "not long" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --circle first -m "not long" -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-second: $(STAMP)
-	$(BIN)/python -m pytest --circle second -m "not long and not slow" -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --circle second -m "not long and not slow" -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest --circle second -m "slow and not long" $(PYTEST_ARGS)

@@ -82,7 +82,9 @@ async def serve(arguments: argparse.Namespace) -> None:
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.server)
 
         def load() -> WorkerLoad:
-            return WorkerLoad(scheduler.num_sessions, round_trips=servicer.round_trips)
+            return WorkerLoad(
+                scheduler.num_sessions, round_trips=servicer.round_trips, num_background=scheduler.num_background
+            )
 
         try:
             core = DraftCore(scheduler, engine, metrics, servicer.has_events)

@@ -32,6 +32,7 @@ class AttachSession:
     grammar: GrammarState | None = None  # in its initial state; the session owns it from here on
     cache_salt: str = ""  # of the sessions it shares KV blocks with
     owner: str = ""  # the tenant that its grammar is compiled for
+    is_background: bool = False  # no client waits for it: it makes room for others
 
 
 @dataclass(frozen=True, slots=True)

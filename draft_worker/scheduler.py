@@ -3,6 +3,9 @@
 Each step feeds pending committed tokens (prefill) and the nodes most likely to be reached, over all sessions whose
 target accepts hints. A session whose tree has reached its bounds pauses until commits arrive.
 
+Sessions in the background, those of batches, are fed when no other can grow, and one gives its slot to another session
+that has none: they cost others no hints.
+
 Sessions with a common prefix share KV blocks, as on a target worker: where a cache hit lets the target decode at once,
 hints are ready at once, too.
 """
@@ -27,6 +30,7 @@ from draft_worker.messages import (
     LinkOpened,
     SendHints,
     Step,
+    StepItem,
     Subscribe,
     Unsubscribe,
 )
@@ -76,11 +80,19 @@ class DraftScheduler:
         """A session's progress for status reports, or None; callers must not change it."""
         return self._sessions.get(session_id)
 
-    def check_room(self) -> None:
+    @property
+    def num_background(self) -> int:
+        """Sessions in the background. Safe to call from any thread."""
+        return sum(session.is_background for session in list(self._sessions.values()))
+
+    def check_room(self, *, is_background: bool = False) -> None:
         """Raises Overloaded when all slots are taken. Safe to call from another thread."""
-        if len(self._sessions) >= self.num_slots:
-            wait_s = self._turnover.stay_s() / max(self.num_slots, 1)
-            raise Overloaded(f"all {self.num_slots} draft slots are taken", retry_after_s(wait_s))
+        num_taken = len(self._sessions) - (0 if is_background else self.num_background)
+        if num_taken >= self.num_slots:
+            raise Overloaded(f"all {self.num_slots} draft slots are taken", self._retry_after_s())
+
+    def _retry_after_s(self) -> float:
+        return retry_after_s(self._turnover.stay_s() / max(self.num_slots, 1))
 
     def handle(self, event: Event, now: float = 0.0) -> list[Action]:
         """Handles one event. `now` is the shell's clock in seconds; only the retry time of a refusal depends on it."""
@@ -103,6 +115,7 @@ class DraftScheduler:
             self._check(event)
         except OutriderError as error:
             return [AttachmentRefused(event.session_id, event.attachment, error)]
+        actions = self._make_room(now)
         session = DraftSession(
             event.session_id,
             event.attachment,
@@ -117,14 +130,24 @@ class DraftScheduler:
             self.limits,
             self._calibrations.get(event.sampling.decoding_mode),
             attached_at=now,
+            is_background=event.is_background,
         )
         self._sessions[event.session_id] = session
         self._num_sessions_of[session.target_address] += 1
         # While the target accepts no hints, a prefill would be wasted. When it does again, it says so at once.
         session.accepts_hints = session.target_address not in self._paused_targets
+        return [*actions, AttachmentAccepted(event.session_id), _subscribe(session)]
+
+    def _make_room(self, now: float) -> list[Action]:
+        """Ends the attachment of the newest session in the background if there is no free slot."""
+        if len(self._sessions) < self.num_slots:
+            return []
+        session = next(each for each in reversed(self._sessions.values()) if each.is_background)
+        self._remove(session, now)
+        error = Overloaded("another session needs the draft slot", self._retry_after_s())
         return [
-            AttachmentAccepted(event.session_id),
-            _subscribe(session),
+            Unsubscribe(session.target_address, session.session_id),
+            AttachmentRefused(session.session_id, session.attachment, error),
         ]
 
     def _check(self, event: AttachSession) -> None:
@@ -139,7 +162,7 @@ class DraftScheduler:
             )
         if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
             raise InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
-        self.check_room()
+        self.check_room(is_background=event.is_background)
 
     def _remove(self, session: DraftSession, now: float) -> None:
         del self._sessions[session.session_id]
@@ -197,8 +220,15 @@ class DraftScheduler:
     def next_step(self) -> Step | None:
         """Returns a step over everything that can grow, or None when nothing can."""
         growing = [session for session in self._sessions.values() if session.wants_to_grow()]
-        if not growing:
+        # Those in the background only when there is nothing else to feed.
+        items = self._items([session for session in growing if not session.is_background]) or self._items(growing)
+        if not items:
             return None
+        moves, self._moves = self._moves, []
+        return Step(moves, items)
+
+    def _items(self, growing: list[DraftSession]) -> list[StepItem]:
+        """Chooses what a step feeds of these sessions."""
         budget = self.limits.max_num_batched_tokens
         items = []
         chosen = self._most_probable(growing)
@@ -209,10 +239,7 @@ class DraftScheduler:
             budget -= len(node_ids)
         for session, num_tokens in self._chunks(growing, budget):
             items.append(prefill_item(session, num_tokens, likeliest_left))
-        if not items:
-            return None
-        moves, self._moves = self._moves, []
-        return Step(moves, items)
+        return items
 
     def _chunks(self, growing: list[DraftSession], budget: int) -> list[tuple[DraftSession, int]]:
         """Chooses the sessions whose pending tokens are fed, and how many of them, within `budget`.

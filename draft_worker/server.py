@@ -31,7 +31,7 @@ from outrider.errors import (
 from outrider.grammar import GrammarCompiler
 from outrider.observability.telemetry import DraftMetrics
 from outrider.observability.tracing import OFF, Attributes, Tracing
-from outrider.sampling_params import SamplingParams, SpeculationSettings
+from outrider.sampling_params import BACKGROUND_PRIORITY, SamplingParams, SpeculationSettings
 from outrider.worker.rpc import abort
 from outrider.worker.session_checks import check_session
 from outrider.worker.worker_servicer import Context, WorkerServicer
@@ -98,7 +98,7 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
         try:
             event = self._parse(request)
             if event.sampling.grammar is not None:
-                self._scheduler.check_room()  # refuse before any work
+                self._scheduler.check_room(is_background=event.is_background)  # refuse before any work
                 compiling = asyncio.create_task(self._grammars.compile_async(event.sampling.grammar, event.owner))
                 try:
                     while not (await asyncio.wait([compiling], timeout=STATUS_EVERY_S))[0]:
@@ -185,6 +185,7 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
             SpeculationSettings.from_proto(request.speculation),
             cache_salt=request.cache_salt,
             owner=request.owner,
+            is_background=request.priority >= BACKGROUND_PRIORITY,
         )
 
     def _check_free(self, session_id: str) -> None:

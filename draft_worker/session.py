@@ -70,6 +70,7 @@ class DraftSession:
     limits: DraftLimits
     calibration: Calibration | None = None  # shared by its decoding mode; None under rejection
     attached_at: float = 0.0  # shell's clock, seconds
+    is_background: bool = False
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0

@@ -66,7 +66,9 @@ async def serve(arguments: argparse.Namespace) -> None:
 
         def load() -> WorkerLoad:
             num_waiting = scheduler.num_waiting + servicer.num_compiling
-            return WorkerLoad(scheduler.num_running, num_waiting, scheduler.wait_ms)
+            return WorkerLoad(
+                scheduler.num_running, num_waiting, scheduler.wait_ms, num_background=scheduler.num_background
+            )
 
         core = TargetCore(scheduler, engine, metrics)
         await serve_until_stopped(process, engine, core, servicer, metrics, load, servicer.end_calls)

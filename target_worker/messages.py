@@ -15,6 +15,7 @@ from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
 from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import (
+    BACKGROUND_PRIORITY,
     AcceptanceRule,
     DecodingMode,
     SamplingParams,
@@ -40,6 +41,11 @@ class StartSession:
     deadline_at: float = math.inf  # shell's clock, seconds; a result after it is not wanted
     cache_salt: str = ""  # of the sessions it shares KV blocks and recent outputs with
     owner: str = ""  # the tenant that its grammar is compiled for
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs for no waiting client."""
+        return self.priority >= BACKGROUND_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Two circles of tests: `make test` runs the first, `make test-all` the second as well.
 
 The first circle is for whoever wants to know whether a clone works, and takes minutes: every test that is neither slow
-nor thorough, of each parametrized test its first case, and the tests marked `first`. Tests of what users do not run
+nor thorough, of each parametrized test its first case, and the tests marked `first`. A test that takes longer than two
+seconds is thorough, unless nothing else shows the same. Tests of what users do not run
 (manifests, images, benchmarks, the training of the demo pair), of the harnesses, and statistical ones of the canary and
 the simulator belong to it only where that was changed.
 """

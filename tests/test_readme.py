@@ -137,6 +137,7 @@ def test_a_fleet_is_predicted_as_the_documents_say(shell: dict[str, str], tmp_pa
     assert {line.strip() for line in table.splitlines()} <= shown
 
 
+@pytest.mark.thorough
 def test_a_plan_is_what_the_documents_show(shell: dict[str, str], tmp_path: Path) -> None:
     (_, content), (_, table) = blocks(SIZING, "Will it fit?")
     write_config(
@@ -166,6 +167,7 @@ def write_config(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(kinds | sizes | values), encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_commands_show_their_help_and_know_the_flags_that_the_documents_give_them(
     shell: dict[str, str],
 ) -> None:

@@ -122,7 +122,8 @@ class HttpServer:
         async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
             while self._process.returncode is None:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(f"{self.asked.url}/v1/models")).status_code == httpx.codes.OK:
+                    answer = await client.get(f"{self.asked.url}/v1/models")
+                    if answer.status_code == httpx.codes.OK and answer.json()["data"]:  # empty before a target is there
                         return
                 await asyncio.sleep(0.25)
         raise PeerError("ended")

@@ -34,7 +34,7 @@ AHEAD_SHARE: Final = 1 / 8
 """Share of a target's slots by which more sequences may wait at it, so that it need not wait for the next one to be
 sent. The others wait here, where any target's slot is theirs, ordered by priority and the tenants' shares."""
 FREE_SHARE: Final = 1 / 8
-"""Share of a target's slots that background sequences leave free: a request that comes need not wait for their end."""
+"""Share of a worker's slots that background sequences leave free: one of them need not make room for every request."""
 PREFIX_BLOCK: Final = 16  # tokens, as in the targets' prefix caches
 PREFIX_BLOCKS: Final = 2, 8
 """Fewest leading blocks of a prompt that make it worth finding their KV, and most that are compared: conversations and
@@ -75,7 +75,7 @@ def prefix_key(token_ids: Sequence[int], salt: str = "") -> int | None:
 
 
 def background_slots(worker: WorkerRecord) -> int:
-    """Most sequences at a target, of all kinds, beside which one begins in the background."""
+    """Most sequences at a worker, of all kinds, beside which one begins in the background."""
     return max(worker.max_num_seqs - math.ceil(worker.max_num_seqs * FREE_SHARE), 1)
 
 
@@ -177,6 +177,7 @@ class Router:
         excluded: Collection[WorkerKey],
         target: WorkerRecord | None = None,
         choice: DraftChoice = ANY_DRAFT,
+        is_background: bool = False,
     ) -> list[WorkerRecord]:
         """Draft workers of this choice with a free slot and room for `num_tokens`, the one to take first in front:
         those with spare capacity before busy ones, then those near `target`."""
@@ -187,7 +188,7 @@ class Router:
             if (
                 choice.admits(worker.model_name)
                 and worker.max_model_len >= num_tokens
-                and self.has_room(worker)
+                and self.has_room(worker, is_background=is_background)
                 and key_of(worker) not in excluded
                 and not self._is_on_trial(worker)
             ):
@@ -201,19 +202,21 @@ class Router:
             for worker in self._better_of_two(groups[key], lambda each: loads[each.worker_id])
         ]
 
-    def has_room(self, worker: WorkerRecord) -> bool:
-        """Whether the worker has a free slot, as far as this replica knows."""
+    def has_room(self, worker: WorkerRecord, *, is_background: bool = False) -> bool:
+        """Whether the worker has a slot for one more, as far as this replica knows."""
+        if is_background:
+            return self._num_sessions(worker) < background_slots(worker)
         return self._load(worker) < 1
 
     def slot_limit(self, worker: WorkerRecord, *, is_urgent: bool = False, is_background: bool = False) -> int:
         """Most sequences at the worker at once. One that has begun may also wait there: it is first in its queue. One
-        that runs in the background leaves slots free."""
+        that runs in the background leaves slots free, and makes room for others."""
         if is_background:
             return background_slots(worker)
         num_ahead = worker.max_num_waiting
         if not is_urgent:
             num_ahead = min(num_ahead, math.ceil(worker.max_num_seqs * AHEAD_SHARE))
-        return worker.max_num_seqs + num_ahead
+        return worker.max_num_seqs + num_ahead + worker.num_background
 
     def may_ask(
         self, worker: WorkerRecord, now_s: float, *, is_urgent: bool = False, is_background: bool = False
@@ -306,9 +309,14 @@ class Router:
         return sorted(shuffled[:2], key=cost) + sorted(shuffled[2:], key=cost)
 
     def _load(self, worker: WorkerRecord, num_reserved: int = 0) -> float:
-        """Sessions per slot. The worker's own count is up to a heartbeat old, reservations up to a refresh."""
+        """Sessions per slot, without those that make room."""
+        num_sessions = self._num_sessions(worker, num_reserved) - worker.num_background
+        return max(num_sessions, 0) / worker.max_num_seqs
+
+    def _num_sessions(self, worker: WorkerRecord, num_reserved: int = 0) -> int:
+        """Sessions at the worker. Its own count is up to a heartbeat old, reservations up to a refresh."""
         num_known = max(worker.num_running + worker.num_waiting, num_reserved)
-        return max(num_known, self._num_open[key_of(worker)]) / worker.max_num_seqs
+        return max(num_known, self._num_open[key_of(worker)])
 
 
 def _can_take(worker: WorkerRecord, model: str, num_tokens: int, excluded: Collection[WorkerKey]) -> bool:

@@ -44,7 +44,7 @@ class PlacementRequest:
     # Together with the live workers these determine `rank()`: the length in tokens, and other restrictions.
     num_tokens: int
     restrictions: Callable[[], Restrictions]
-    is_background: bool = False  # it leaves slots of each target free
+    is_background: bool = False  # it leaves slots of each target free, and makes room for others
 
     @property
     def is_urgent(self) -> bool:
@@ -60,6 +60,7 @@ class Slot:
     token: str
     since_s: float  # since when it is reserved
     tenant: str = ""
+    is_background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class SlotQueue:
         self.queue = FairQueue(weights)
         self.turnover = Turnover()
         self.waiting: dict[Ticket, PlacementRequest] = {}
-        self.num_held = 0
+        self.num_held = 0  # slots, without those of background sequences
 
     def __len__(self) -> int:
         return len(self.queue)
@@ -147,17 +148,18 @@ class SlotQueue:
                 self._full_at_s = now_s
             return None
         self._router.open_session(target)
-        self.num_held += 1
+        self.num_held += not request.is_background
         self.queue.take_slot(request.ticket.tenant)
         self.queue.begin(request.ticket)
-        return Slot(target, request.token, now_s, request.ticket.tenant)
+        return Slot(target, request.token, now_s, request.ticket.tenant, request.is_background)
 
     def leave(self, slot: Slot, now_s: float) -> None:
         """Frees the slot of a sequence that has left its target."""
         self._router.close_session(slot.target)
-        self.num_held -= 1
         self.queue.leave_slot(slot.tenant)
-        self.turnover.leave(now_s - slot.since_s)
+        if not slot.is_background:  # others wait for no end of these
+            self.num_held -= 1
+            self.turnover.leave(now_s - slot.since_s)
 
     def shed_for(self, newcomer: Ticket, num: int) -> list[PlacementRequest]:
         """Takes `num` sequences less entitled than a newcomer's out of the queue; none if there are not so many."""

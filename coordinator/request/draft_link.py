@@ -73,28 +73,31 @@ class DraftLink:
 
     async def _follow(self) -> None:
         environment, tried = self._environment, set[WorkerKey]()
+        router, is_background = environment.placement.router, self._session.spec.is_background
         for _ in range(environment.settings.draft_attempts_max):
-            ranked = environment.placement.router.rank_drafts(
+            ranked = router.rank_drafts(
                 environment.snapshot(),
                 environment.now_s(),
                 num_tokens=self._session.spec.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,
                 choice=self._session.spec.drafts,
+                is_background=is_background,
             )
             token = self._session.session_id
-            worker = await environment.placement.reservations.take("draft", ranked, token)
+            limits = [router.slot_limit(worker, is_background=is_background) for worker in ranked]
+            worker = await environment.placement.reservations.take("draft", ranked, token, limits)
             if worker is None:
                 break
             tried.add(key_of(worker))
-            environment.placement.router.open_session(worker)
+            router.open_session(worker)
             self.worker = worker
             try:
                 if await self._follow_one(worker):
                     return
             finally:
                 self.worker = None
-                environment.placement.router.close_session(worker)
+                router.close_session(worker)
                 environment.placement.reservations.give_back(worker, token)
         self._on_no_draft()
 
@@ -115,6 +118,7 @@ class DraftLink:
             deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),
             cache_salt=session.request.cache_salt,
             owner=session.request.owner,
+            priority=session.request.priority,
         )
         timeout_s = remaining_s(session.deadline_s, environment.now_s())
         call = environment.channels.attach(worker.address, request, timeout_s, session.spec.span.traceparent)

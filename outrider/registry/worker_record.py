@@ -13,7 +13,7 @@ WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
 _ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
 """Fields missing from records of the previous release, which have no checksum either."""
-_ADDED: Final = frozenset({"num_speculative_tokens"})
+_ADDED: Final = frozenset({"num_speculative_tokens", "num_background"})
 """Fields missing from records of the previous release that have a checksum."""
 _CHECK: Final = "check"
 """Name of the checksum over all fields. A damaged record could read as another model or another address."""
@@ -42,6 +42,7 @@ class WorkerRecord:
     max_num_waiting: int = 0  # most sessions that wait beside those
     num_running: int = 0  # sessions in the batch at the last heartbeat
     num_waiting: int = 0  # sessions admitted and not yet in the batch
+    num_background: int = 0  # those of both that run for no waiting client and make room for others
     wait_ms: int = 0  # of a target: expected wait of a session that came now
     zone: str = ""  # location, in the operator's terms; empty: unknown
     round_trips: str = ""  # of a draft worker: "ADDRESS=MICROSECONDS ..." for its targets
@@ -103,6 +104,7 @@ class WorkerLoad:
     num_waiting: int = 0
     wait_ms: int = 0
     round_trips: str = ""
+    num_background: int = 0
 
     @property
     def num_sessions(self) -> int:

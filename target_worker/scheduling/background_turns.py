@@ -2,60 +2,68 @@
 
 A row more makes a step longer, and so the gap between two tokens of everybody in it. Beside other sessions, those of
 batches therefore take part only as far as the measured cost of a step says that it is almost free. That may be not at
-all, so they have a turn in one step of `TURN_STEPS`, or after `TURN_S`: they are not silent for so long that they count
-as lost, and at most one gap in 100 is longer for it. When nothing else runs they take part in every step.
+all, so they have a turn in one step of `TURN_STEPS`: fewer than one gap in 100 is longer for it. When nothing else runs
+they take part in every step.
+
+A session that is held back is no part of the batch: no step waits for its hints, and whether hints pay is measured and
+decided without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection, Iterable
 from typing import Final
 
-from outrider.sampling_params import BACKGROUND_PRIORITY
-from target_worker.hints.step_cost import StepLine
-from target_worker.scheduling.batch_slots import StepRoom
+from target_worker.hints.step_cost import StepCost
 from target_worker.scheduling.session import Session
 
 FREE_SHARE: Final = 0.03
 """Most by which background sessions may lengthen a step of others, outside of their turns."""
 TURN_STEPS: Final = 128
-TURN_S: Final = 8.0
 
 
-def is_background(session: Session) -> bool:
-    """Whether a session runs for no waiting client."""
-    return session.rank[0] >= BACKGROUND_PRIORITY
+def not_in_background(sessions: Iterable[Session]) -> list[Session]:
+    """The sessions that a client waits for. Safe to call from any thread."""
+    return [session for session in list(sessions) if not session.is_background]
 
 
 class BackgroundTurns:
-    """The turns of one worker's background sessions."""
+    """The turns of one worker's background sessions. Before each step: `hold`, then `begin_step`."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._row_tokens = 1 + num_speculative_tokens  # most that a session feeds
         self._num_steps = 0  # without a turn
-        self._since_s: float | None = None  # the last turn
         self._held: frozenset[str] = frozenset()
+        self.is_turn = False  # whether the current step has the sessions that are held back, too
 
-    def holds(self, session: Session) -> bool:
-        """Whether the session was left out of the last step; nothing waits for its hints then."""
+    def hold(self, running: Collection[Session], cost: StepCost) -> list[Session]:
+        """Decides which of the running sessions are held back, and returns the others; all are ordered by rank."""
+        others = not_in_background(running)
+        if not others or len(others) == len(running):
+            self._held = frozenset()
+            return list(running)
+        line = cost.line(sum(each.committed_len for each in others))
+        num_free = int(FREE_SHARE * line.step_ms(len(others)) / line.token_ms / self._row_tokens)
+        behind = [each for each in running if each.is_background]
+        free = [each.session_id for each in behind if each.num_pending == 1][:num_free]
+        self._held = frozenset(each.session_id for each in behind) - frozenset(free)
+        return self.active(running)
+
+    def active(self, running: Iterable[Session]) -> list[Session]:
+        """The running sessions that take part in every step."""
+        return [session for session in running if session.session_id not in self._held]
+
+    def is_held(self, session: Session) -> bool:
+        """Whether the session is left out of all steps but its turns."""
         return session.session_id in self._held
 
-    def limit(self, room: StepRoom, line: StepLine, now: float) -> StepRoom:
-        """Returns the sessions that take part in a step."""
-        others = [each for each in room.decoding if not is_background(each)]
-        prompts = [each for each in room.prefilling if not is_background(each[0])]
-        is_alone = not others and not prompts
-        has_all = len(others) == len(room.decoding) and len(prompts) == len(room.prefilling)
-        since_s = now if self._since_s is None else self._since_s
+    def is_left_out(self, session: Session) -> bool:
+        """Whether the session takes no part in the step that has begun."""
+        return self.is_held(session) and not self.is_turn
+
+    def begin_step(self) -> None:
+        """Decides whether the step that begins now is a turn of the sessions that are held back."""
         self._num_steps += 1
-        if is_alone or has_all or self._num_steps >= TURN_STEPS or now - since_s >= TURN_S:
-            self._num_steps, self._since_s, self._held = 0, now, frozenset()
-            return room
-        self._since_s = since_s
-        num_tokens = FREE_SHARE * line.step_ms(len(others)) / line.token_ms
-        behind = [each for each in room.decoding if is_background(each)]
-        chosen = behind[: int(num_tokens / self._row_tokens)]
-        held = {each.session_id for each in behind[len(chosen) :]}
-        held |= {each.session_id for each, _ in room.prefilling if is_background(each)}
-        self._held = frozenset(held)
-        return replace(room, decoding=[*others, *chosen], prefilling=prompts)
+        self.is_turn = bool(self._held) and self._num_steps >= TURN_STEPS
+        if self.is_turn or not self._held:
+            self._num_steps = 0

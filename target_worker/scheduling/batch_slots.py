@@ -5,19 +5,22 @@ on it takes blocks as it grows. The order is by rank: priority, then arrival. Wh
 what they need for the next step in this order, and the one of last rank is preempted. It returns its blocks and waits
 again at its old rank; its KV is recomputed, as for a prompt, when there is room. Nothing makes room for a later rank,
 so the first session always progresses and every session becomes the first.
+
+A session in the background is preempted, too, when another one has no slot or blocks to begin: nobody waits for it.
 """
 
 from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.errors import InvalidRequest
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import StartSession
+from target_worker.scheduling.background_turns import not_in_background
 from target_worker.scheduling.session import Session
 
 by_rank = operator.attrgetter("rank")
@@ -30,6 +33,12 @@ class StepRoom:
     decoding: list[Session]
     prefilling: list[tuple[Session, int]]  # with the number of tokens that there is KV for
     num_hint_blocks: int | None  # beyond these sessions' own needs; None: not scarce
+
+    def without(self, is_left_out: Callable[[Session], bool]) -> StepRoom:
+        """The same without some sessions."""
+        decoding = [session for session in self.decoding if not is_left_out(session)]
+        prefilling = [each for each in self.prefilling if not is_left_out(each[0])]
+        return replace(self, decoding=decoding, prefilling=prefilling)
 
     def limit_hints(self, num_fed: list[int]) -> list[int]:
         """Limits the hints that decoding sessions would feed to those that there are blocks for."""
@@ -81,14 +90,22 @@ class BatchSlots:
 
     def num_ends_before(self, num_before: int, num_tokens: int) -> int:
         """Number of running sessions that must end before one of `num_tokens` gets a slot behind `num_before`
-        others."""
-        if self.waiting and self._is_short:
+        others. Those in the background make room without an end."""
+        # Copies: the thread that announces the worker reads these, too.
+        waiting, running = not_in_background(self.waiting), list(self.running.values())
+        staying = not_in_background(running)
+        if waiting and self._is_short:
             return num_before + 1
-        running = list(self.running.values())  # a copy: the thread that announces the worker reads this, too
-        num_ends = max(num_before + 1 - (self._limits.max_num_seqs - len(running)), 0)
+        num_ends = max(num_before + 1 - (self._limits.max_num_seqs - len(staying)), 0)
+        num_free = self.num_free + sum(len(each.kv.block_ids) for each in running if each.is_background)
         num_wanted = self._allocator.blocks_for(num_tokens + self._limits.growth_tokens)
-        is_short = running and not self.waiting and num_wanted + self._num_due(running) > self.num_free
+        is_short = staying and not waiting and num_wanted + self._num_due(staying) > num_free
         return max(num_ends, 1) if is_short else num_ends
+
+    @property
+    def num_background(self) -> int:
+        """Sessions in the background, running or waiting. Safe to call from any thread."""
+        return sum(session.is_background for session in [*list(self.running.values()), *list(self.waiting)])
 
     @property
     def num_free(self) -> int:
@@ -100,16 +117,10 @@ class BatchSlots:
         One whose prompt prefix is being computed for another session lets others pass, then shares the result.
         """
         self._is_short = False
-        if not self.waiting or len(self.running) >= self._limits.max_num_seqs:
-            return
-        num_due = self._num_due(self.running.values())
         for session in list(self.waiting):
-            if len(self.running) >= self._limits.max_num_seqs:
-                return
-            num_wanted = self._num_wanted(session)
-            if self.running and num_due + num_wanted > self.num_free:
-                self._is_short = True
-                return
+            while not self._has_room(session):
+                if not self._make_room_for(session):
+                    return
             if self.shares_prefix(session):
                 if self._is_prefix_under_way(session):
                     continue
@@ -117,11 +128,29 @@ class BatchSlots:
                 if session.first_step_at is None:
                     session.num_cached_tokens = min(num_cached, session.num_prompt_tokens)
             self.waiting.remove(session)
-            num_due += self._num_due([session])
             if session.first_step_at is None:
                 session.first_step_at = now
             running = [*self.running.values(), session]
             self.running = {each.session_id: each for each in sorted(running, key=by_rank)}
+
+    def _has_room(self, session: Session) -> bool:
+        """Whether a waiting session gets a slot now."""
+        if len(self.running) >= self._limits.max_num_seqs:
+            return False
+        num_due = self._num_due(self.running.values())
+        self._is_short = bool(self.running) and num_due + self._num_wanted(session) > self.num_free
+        return not self._is_short
+
+    def _make_room_for(self, session: Session) -> bool:
+        """Preempts a session in the background for one that is not, and could use its slot at once; False if there is
+        none."""
+        last = next(reversed(self.running.values()), None)
+        if last is None or not last.is_background or session.is_background:
+            return False
+        if self.shares_prefix(session) and self._is_prefix_under_way(session):
+            return False
+        self._preempt(last)
+        return True
 
     def _num_due(self, sessions: Iterable[Session]) -> int:
         """Blocks that these sessions still need for their committed tokens and some growth."""

@@ -13,6 +13,7 @@ import math
 from outrider.concurrency.turnover import Turnover, retry_after_s
 from outrider.errors import DeadlineExceeded, Overloaded
 from target_worker.limits import SchedulerLimits
+from target_worker.scheduling.background_turns import not_in_background
 from target_worker.scheduling.batch_slots import BatchSlots
 from target_worker.scheduling.session import Session
 
@@ -34,8 +35,9 @@ class Forecast:
         self._usual_len += 0.1 * (session.committed_len - self._usual_len)
 
     def leave(self, session: Session, now: float) -> None:
-        """Takes a session that has ended, for whatever reason."""
-        if session.first_step_at is not None:
+        """Takes a session that has ended, for whatever reason. One in the background is preempted for others, so that
+        how long it took is nothing to them."""
+        if session.first_step_at is not None and not session.is_background:
             self._turnover.leave(now - session.first_step_at)
 
     def wait_s(self, ms_per_token: float) -> float:
@@ -43,16 +45,18 @@ class Forecast:
 
         ms_per_token: recent time per token of a session, 0.0 while unknown; used until the first session has ended.
         """
-        num_ends = self._slots.num_ends_before(len(self._slots.waiting), int(self._usual_len))
-        running = list(self._slots.running.values())
+        num_ends = self._slots.num_ends_before(len(not_in_background(self._slots.waiting)), int(self._usual_len))
+        running = not_in_background(self._slots.running.values())
         if not num_ends or not running:
             return 0.0
         mean_len = sum(each.max_len - each.num_given_tokens for each in running) / len(running)
         return num_ends * self._turnover.stay_s(mean_len * ms_per_token / 1e3) / len(running)
 
-    def check_room(self, ms_per_token: float) -> None:
-        """Raises Overloaded when no other session may wait. Safe to call from another thread."""
-        num_waiting = len(self._slots.waiting)
+    def check_room(self, ms_per_token: float, *, is_background: bool = False) -> None:
+        """Raises Overloaded when no other session may wait. Those in the background are no reason to refuse others.
+        Safe to call from another thread."""
+        waiting = self._slots.waiting
+        num_waiting = len(waiting if is_background else not_in_background(waiting))
         if num_waiting >= self._limits.max_num_waiting:
             raise Overloaded(f"{num_waiting} sessions are waiting", retry_after_s(self.wait_s(ms_per_token)))
 
@@ -68,7 +72,7 @@ class Forecast:
             return
         num_before = self._slots.num_before(session)
         num_ends = self._slots.num_ends_before(num_before, session.committed_len)
-        slots_since = [each.first_step_at for each in self._slots.running.values()]
+        slots_since = [each.first_step_at for each in not_in_background(self._slots.running.values())]
         ages_s = [now - since for since in slots_since if since is not None]
         least_s = self._turnover.least_wait_s(num_ends, ages_s) + self._least_work_s(session, step_ms)
         if now + least_s > session.deadline_at:

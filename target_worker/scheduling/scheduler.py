@@ -93,6 +93,10 @@ class Scheduler:
         return len(self._slots.waiting)
 
     @property
+    def num_background(self) -> int:
+        return self._slots.num_background
+
+    @property
     def kv_usage(self) -> float:
         """Share of KV blocks that sessions hold."""
         return self.allocator.usage
@@ -112,9 +116,9 @@ class Scheduler:
         """Recent speed relative to plain decoding; None while unknown."""
         return self._intake.speed
 
-    def check_room(self) -> None:
+    def check_room(self, *, is_background: bool = False) -> None:
         """Raises Overloaded when no other session may wait. Safe to call from any thread; `handle` decides."""
-        self._forecast.check_room(self._pace.ms_per_token)
+        self._forecast.check_room(self._pace.ms_per_token, is_background=is_background)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handles one event. Errors of a session become actions and are never raised."""
@@ -143,7 +147,7 @@ class Scheduler:
                 raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
             check_request(event, self.limits, self.vocab_size)
             self._slots.check_fits(event)
-            self.check_room()
+            self.check_room(is_background=event.is_background)
             session = Session.from_event(
                 event,
                 self.limits,
@@ -222,7 +226,7 @@ class Scheduler:
             return []
         if not session.subscribers:
             session.reset_draft_statistics(now, self._wait.usual_timing)
-            session.intake = self._intake.start(session, self.num_running)
+            session.intake = self._intake.start(session, len(self._active()))
         return session.subscribe(event.stream_id, event.known_len)
 
     def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
@@ -252,34 +256,34 @@ class Scheduler:
             return None
         for session in self._slots.running.values():
             session.count_outcome()
-        wait_until = self._wait_for_hints(now)
+        active = self._turns.hold(self._slots.running.values(), self.cost)
+        line = self.cost.line(sum(session.committed_len for session in active))
+        wait_until = self._wait_for_hints(active, line, now)
         if wait_until is not None:
             self._pace.wait()
             return WaitForHints(wait_until)
         self._wait.end()
-        line = self._cost_line()
-        return compose(self._turns.limit(self._slots.make_room(), line, now), self.limits, line, self._chunk_cost)
+        self._turns.begin_step()
+        room = self._slots.make_room().without(self._turns.is_left_out)
+        return compose(room, self.limits, line, self._chunk_cost)
 
-    def _wait_for_hints(self, now: float) -> float | None:
+    def _active(self) -> list[Session]:
+        return self._turns.active(self._slots.running.values())
+
+    def _wait_for_hints(self, active: list[Session], line: StepLine, now: float) -> float | None:
         """Returns the moment to wait for, or None to run a step now."""
-        if any(each.num_pending > 1 and not self._turns.holds(each) for each in self._slots.running.values()):
+        if any(session.num_pending > 1 for session in active):
             return None  # prefill keeps the worker busy
-        expecting = [
-            session
-            for session in self._slots.running.values()
-            if session.can_expect_hints() and not session.has_certain_hints() and not self._turns.holds(session)
-        ]
-        if not expecting:
-            return None
-        usual_rate = self._pace.rate * self.num_running
-        return self._wait.until(now, expecting, self.num_running, self._cost_line(), usual_rate)
+        expecting = [session for session in active if session.can_expect_hints() and not session.has_certain_hints()]
+        rate = self._pace.rate * len(active)
+        return self._wait.until(now, expecting, len(active), line, rate) if expecting else None
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided; returns the actions that report it."""
         actions: list[Action] = []
         # Read before commits change sessions and their KV lengths.
         num_context = step.num_context
-        hinted = self._intake.hinted(self._slots.running.values())
+        hinted = self._intake.hinted(self._active())
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         hint_price = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
         self._learn_chunk_cost(step, result.step_ms)
@@ -300,9 +304,9 @@ class Scheduler:
                 session.blocks.publish(session.token_ids, session.kv.length)
         if self._recent is not None:
             self._recent.read_some()
-        if step.only_decodes and self._pace.whole_ms > 0.0:
+        if step.only_decodes and self._pace.whole_ms > 0.0 and not self._turns.is_turn:
             self._intake.observe(hinted, step, num_committed, num_context, self._pace.whole_ms)
-        for session in self._intake.update(hinted, self.num_running):
+        for session in self._intake.update(hinted, len(self._active())):
             if session.session_id in self._sessions:  # its draft workers learn that it is paused or resumed
                 if session.accepts_hints:
                     session.timing = session.timing.fresh(now)
@@ -325,10 +329,6 @@ class Scheduler:
             line = self.cost.line(sum(item.kv.length for item in decoding))
             step_ms -= line.step_ms(sum(len(item.token_ids) for item in decoding))
         self._chunk_cost.observe(chunks, max(step_ms, 0.0))
-
-    def _cost_line(self) -> StepLine:
-        """Cost of the next step as a function of the tokens it feeds."""
-        return self.cost.line(sum(session.committed_len for session in self._slots.running.values()))
 
     def _commit(
         self,

@@ -15,7 +15,7 @@ from outrider.grammar import GrammarState
 from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Hint, HintTree
-from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
+from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
 from target_worker.hints.hint_intake import SessionIntake
 from target_worker.hints.hint_path import (
@@ -163,6 +163,11 @@ class Session:
     def num_pending(self) -> int:
         """Committed tokens that have no KV yet: 1 while decoding, more before and during prefill."""
         return len(self.token_ids) - self.kv.length
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs for no waiting client."""
+        return self.rank[0] >= BACKGROUND_PRIORITY
 
     @property
     def wants_hints(self) -> bool:

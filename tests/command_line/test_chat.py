@@ -124,6 +124,7 @@ class TestServer:
         assert status == 1
         assert "--model other is not served there; there is m" in stderr
 
+    @pytest.mark.thorough
     def test_between_several_models_nobody_chooses(self, outrider: Run, server: FakeServer) -> None:
         server.models = [{"id": "a"}, {"id": "b"}]
         status, _, stderr = piped(outrider, "--url", server.url)
@@ -157,6 +158,7 @@ def test_addresses() -> None:
 
 
 class TestWords:
+    @pytest.mark.thorough
     def test_a_model_without_a_chat_template_brings_the_advice_to_complete(
         self, outrider: Run, server: FakeServer
     ) -> None:
@@ -164,6 +166,7 @@ class TestWords:
         assert "outrider chat --complete" in piped(outrider, "--url", server.url)[1]
         assert "chat template" not in piped(outrider, "--url", server.url, "--complete")[1]
 
+    @pytest.mark.thorough
     def test_a_model_with_one_and_a_server_that_does_not_say_bring_none(
         self, outrider: Run, server: FakeServer
     ) -> None:
@@ -245,6 +248,7 @@ class TestAtATerminal:
             shown.interrupt(until="\n")
             assert shown.status() == 130
 
+    @pytest.mark.thorough
     def test_it_says_who_answers_how_to_leave_and_what_a_base_model_needs(self, server: FakeServer) -> None:
         with terminal("--url", f"{server.url}/v1") as shown:
             shown.expect(f"m at {server.url}. Ctrl-C stops an answer, Ctrl-D ends the chat. A base model")

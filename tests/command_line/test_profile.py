@@ -58,6 +58,7 @@ def test_the_devices_speeds_are_measured() -> None:
     assert speed.flops_per_s > 1e6
 
 
+@pytest.mark.thorough
 def test_the_command_says_what_binds() -> None:
     words = [
         "profile",

@@ -79,6 +79,7 @@ def test_a_fleet_is_shown_beside_its_plain_self(fleet: Path) -> None:
     assert "plain" not in run(fleet, "--no-plain").stdout
 
 
+@pytest.mark.thorough
 def test_flags_take_the_place_of_the_file(fleet: Path) -> None:
     flags = {"--targets": 3, "--drafts": 1, "--rate": 20, "--seconds": 9, "--warmup-s": 2, "--seed": 9}
     found = document(fleet, *(word for flag in flags.items() for word in flag))
@@ -97,6 +98,7 @@ def test_flags_take_the_place_of_the_file(fleet: Path) -> None:
     assert found["best"] is None
 
 
+@pytest.mark.thorough
 def test_a_run_can_be_repeated(fleet: Path) -> None:
     def outcomes(seed: int) -> list[dict[str, Any]]:
         return [each | {"wall_s": 0} for each in document(fleet, "--seed", seed)["outcomes"]]
@@ -115,6 +117,7 @@ def test_ratios_are_compared_for_the_same_money_and_the_best_is_named(fleet: Pat
     assert f"best draft : target ratio: 1 : 1 ({best['num_drafts']} drafts" in result.stdout
 
 
+@pytest.mark.thorough
 def test_processes_share_the_ratios_and_find_the_same(fleet: Path) -> None:
     def outcomes(jobs: int) -> list[dict[str, Any]]:
         found = document(fleet, "--ratios", "auto", "--seconds", 0.5, "--jobs", jobs)["outcomes"]
@@ -134,6 +137,7 @@ def test_a_measured_pair_is_taken(fleet: Path, tmp_path: Path) -> None:
     assert found["outcomes"][0]["num_ended"] > 100
 
 
+@pytest.mark.thorough
 def test_a_fleet_that_does_not_keep_up_is_pointed_out(fleet: Path) -> None:
     assert "more requests come than end" in run(fleet, "--rate", 60, "--no-plain").stdout
     fleet.write_text(f"{SMALL}\n[network]\nmax_queue_wait_s = 0.3\n")

@@ -62,6 +62,7 @@ class TestSeveralPrompts:
         assert answer.status_code == 200
         assert len(answer.json()["choices"]) == num_prompts
 
+    @pytest.mark.thorough
     async def test_a_prompt_that_fails_ends_the_whole_request(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target(dies_at=2)]) as cluster:
             answer = await cluster.complete(prompt=["import", "def"])

@@ -59,7 +59,12 @@ class Door:
         return not self.router.expects_target(snapshot, model="demo", num_tokens=num_tokens, excluded=())
 
     def ask(
-        self, ticket: Ticket | None = None, *, num_tokens: int = 10, deadline_s: float = 60.0
+        self,
+        ticket: Ticket | None = None,
+        *,
+        num_tokens: int = 10,
+        deadline_s: float = 60.0,
+        is_background: bool = False,
     ) -> asyncio.Task[Slot | None]:
         now_s = asyncio.get_running_loop().time()
         request = PlacementRequest(
@@ -72,6 +77,7 @@ class Door:
             now_s + deadline_s,
             num_tokens,
             frozenset,
+            is_background,
         )
         return asyncio.create_task(self.admission.reserve(request))
 
@@ -207,6 +213,19 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once_and_says_how_lon
         await door.until_waiting(2)
         first.cancel()
         urgent.cancel()
+
+
+async def test_how_long_a_batch_holds_a_slot_is_no_forecast_for_others(opened: Opened) -> None:
+    async with opened(target(0, 4)) as door:
+        turnover = door.admission._of("demo").slots.turnover
+        slots = [await door.ask(is_background=background) for background in (True, False)]
+        assert door.admission.num_held == 1
+        for slot, is_forecast in zip(slots, (False, True), strict=True):
+            assert slot is not None
+            door.admission.leave("demo", slot)
+            assert bool(turnover.stays.weight) is is_forecast
+        assert door.admission.num_held == 0
+        assert not door.router._num_open
 
 
 async def test_a_text_that_has_begun_is_asked_to_think_again_not_refused(opened: Opened) -> None:

@@ -230,6 +230,7 @@ class TestCounting:
             control = counted(cluster)[CONTROL]
         assert (control.mean(Figure.TTFT).whole, control.mean(Figure.TPOT).whole) == (1, 0)
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize(
         ("options", "body", "what"),
         [

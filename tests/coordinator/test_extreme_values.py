@@ -20,6 +20,7 @@ VALUES = (
 NEEDFUL = {"prompt": '"x"', "tokens": "[1]", "messages": '[{"role": "user", "content": "x"}]'}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", BODIES)
 def test_no_value_of_any_field_is_a_fault_of_ours(clusters: ClusterFactory, path: str) -> None:
     fields = BODIES[path].model_fields

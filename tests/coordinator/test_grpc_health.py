@@ -138,6 +138,7 @@ class TestCheck:
         assert {state.is_ready for state in states} == {True}
         assert replica.num_asked == 1
 
+    @pytest.mark.thorough
     async def test_a_caller_that_leaves_takes_no_answer_from_others(self, replica: Replica) -> None:
         replica.hangs = True
         health = Health(is_here=replica.handler("/Healthz", None), is_ready=replica.handler(CHECK, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing, suppress
 
+import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def test_any_message_is_read_or_refused_by_the_name_of_a_field(effort: int) -> N
     try_out(check, effort, 200, request=ANY | NEARLY_RIGHT)
 
 
+@pytest.mark.thorough
 @EFFORTS
 def test_any_message_is_answered(clusters: ClusterFactory, effort: int) -> None:
     with held(clusters) as cluster:

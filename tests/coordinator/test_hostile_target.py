@@ -88,6 +88,7 @@ STORIES = st.builds(
 )
 
 
+@pytest.mark.thorough
 @EFFORTS
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_whatever_a_target_says_the_client_is_answered(clusters: ClusterFactory, stream: bool, effort: int) -> None:

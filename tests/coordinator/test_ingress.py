@@ -306,6 +306,7 @@ class TestErrorsOfTheProxy:
             process.kill()
             process.wait()
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize(("path", "status"), [("/dead", 503), ("/words", 400), ("/x", 503), ("/-/routes", 404)])
     def test_they_have_the_shape_of_ours_and_a_cause(self, ports: dict[str, int], path: str, status: int) -> None:
         answer = httpx.get(f"http://127.0.0.1:{ports['http']}{path}", trust_env=False)

@@ -47,6 +47,7 @@ async def begun(answer: asyncio.Task[httpx.Response], num_steps: list[int]) -> N
     await eventually(lambda: answer.done() or max(num_steps, default=0) >= 5, "the stream has begun")
 
 
+@pytest.mark.thorough
 async def test_a_target_is_not_left_because_this_process_was_stopped(clusters: ClusterFactory) -> None:
     steps: list[int] = []
     targets = [clusters.target(step_s=0.02) for _ in range(2)]
@@ -61,6 +62,7 @@ async def test_a_target_is_not_left_because_this_process_was_stopped(clusters: C
     assert sum(len(target.requests) for target in targets) == 1
 
 
+@pytest.mark.thorough
 async def test_a_draft_worker_is_not_let_go_because_this_process_was_stopped(
     clusters: ClusterFactory,
 ) -> None:
@@ -113,6 +115,7 @@ async def test_a_connection_that_broke_during_a_pause_is_no_fault_of_the_target(
         assert bool(cluster.service.catalog.exclusions()) != has_been_stopped
 
 
+@pytest.mark.thorough
 async def test_a_coordinator_stopped_and_continued_replays_nothing(clusters: ClusterFactory) -> None:
     """A process of its own, with SIGSTOP and SIGCONT; its targets are here, and go on meanwhile."""
     steps: list[int] = []
@@ -164,6 +167,7 @@ def test_a_loss_by_our_own_pause_is_told_from_a_workers_death(clusters: ClusterF
     assert asyncio.run(told()) == [False, True, False, False]
 
 
+@pytest.mark.thorough
 async def test_a_slot_that_came_with_the_end_of_the_wait_is_taken(
     clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

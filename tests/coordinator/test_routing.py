@@ -277,6 +277,29 @@ def test_a_few_texts_wait_at_the_target_and_one_that_has_begun_finds_the_whole_q
     assert made.may_ask(worker, 0.0, is_urgent=True)
 
 
+class TestBackground:
+    """Sequences of batches make room at the worker, so that they are no load to others."""
+
+    def test_they_leave_a_target_as_free_as_it_was(self) -> None:
+        made = router()
+        busy, idle = target(0, num_running=7, num_background=7), target(1, num_running=1)
+        assert pick(made, busy, idle) == busy
+        assert made.slot_limit(busy) == made.slot_limit(idle) + 7
+        assert made.slot_limit(busy, is_background=True) == made.slot_limit(idle, is_background=True) == 7
+
+    def test_nor_do_they_keep_others_from_a_draft_worker(self) -> None:
+        full = draft(0, num_running=8, num_background=6)
+        snapshot = Snapshot(drafts=(full,), num_reserved={full.incarnation: 8})
+        assert router().rank_drafts(snapshot, 0.0, num_tokens=10, excluded=()) == [full]
+        assert not router().rank_drafts(snapshot, 0.0, num_tokens=10, excluded=(), is_background=True)
+
+    def test_at_a_draft_worker_they_leave_slots_free(self) -> None:
+        for num_running, has_room in ((6, True), (7, False)):
+            snapshot = Snapshot(drafts=(draft(0, num_running=num_running),))
+            found = router().rank_drafts(snapshot, 0.0, num_tokens=10, excluded=(), is_background=True)
+            assert bool(found) is has_room
+
+
 def test_a_target_that_said_it_is_full_is_left_alone_for_a_moment() -> None:
     made, worker = router(), target(0)
     made.note_full(worker, 10.0)

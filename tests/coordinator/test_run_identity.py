@@ -451,6 +451,7 @@ class TestPoison:
             assert (again.status_code, again.json()["error"]["code"]) == (503, "poisonous_request")
             assert len(deaths) == 3
 
+    @pytest.mark.thorough
     async def test_nor_where_its_deadline_is_over_in_between(self, clusters: ClusterFactory) -> None:
         deaths = list[Deadly]()
         targets = [Deadly(deaths, 1, up_to=2) for _ in range(6)]
@@ -734,6 +735,7 @@ class TestPoison:
             was_tried = any(request.trial_tokens for target in targets for request in target.requests)
             assert was_tried is not comes_back
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("stalled_ms", [0, 60_000])
     async def test_nor_is_one_that_was_paused_and_serves_again(self, clusters: ClusterFactory, stalled_ms: int) -> None:
         """Found: on a machine with too much to do targets were silent for seconds, and runs were ended for that."""

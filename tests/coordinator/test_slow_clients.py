@@ -178,6 +178,7 @@ class TestOverHttp:
         assert whole["text"] == clusters.tokenizer.decode(expected)
         assert whole["ends"] == ["length"]
 
+    @pytest.mark.thorough
     async def test_a_slow_link_is_none_of_our_business(self, clusters: ClusterFactory) -> None:
         target = clusters.target(step_s=0.002)
         async with (

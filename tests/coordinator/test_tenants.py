@@ -192,6 +192,7 @@ async def test_a_prompt_is_charged_once_for_each_sequence_and_a_request_once(
         assert (round(60000 - bucket.tokens), round(10 - bucket.requests)) == (num * num_prompt_tokens, 1)
 
 
+@pytest.mark.thorough
 async def test_a_tenants_sequences_at_once_have_a_limit_and_each_of_n_counts(
     clusters: ClusterFactory, tmp_path: Path
 ) -> None:

@@ -204,6 +204,7 @@ async def test_a_draft_worker_is_no_target(fleet: Fleet) -> None:
         assert TARGET in reasons(service)["t0"]
 
 
+@pytest.mark.thorough
 async def test_whoever_shows_another_certificate_later_is_not_talked_to(fleet: Fleet) -> None:
     async with AsyncExitStack() as stack:
         async with fleet.target("t0") as (_, address):

@@ -114,6 +114,7 @@ def test_the_readme_is_short() -> None:
 @needs_mkdocs
 @pytest.mark.timeout(300)
 class TestBuild:
+    @pytest.mark.thorough
     def test_it_is_built_without_a_warning_and_no_link_is_dead(self, tmp_path: Path) -> None:
         done = build(ROOT, tmp_path / "site")
         assert done.returncode == 0, done.stdout + done.stderr

@@ -183,6 +183,7 @@ async def lie(stage: Stage, said: Sequence[hints_pb2.CommitFrame | bytes], num_s
     await asyncio.wait(following)
 
 
+@pytest.mark.thorough
 @EFFORTS
 def test_no_lie_of_a_target_reaches_another_ones_sessions(stage: Stage, effort: int) -> None:
     def check(said: list[hints_pb2.CommitFrame | bytes], num_sessions: int) -> None:

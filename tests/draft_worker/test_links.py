@@ -194,6 +194,7 @@ async def test_hints_that_are_not_urgent_wait_for_company_but_not_for_ever(
             await links.close()
 
 
+@pytest.mark.thorough
 async def test_the_round_trip_to_a_target_is_measured() -> None:
     async with serving(ListeningTarget()) as (_, address):
         links = TargetLinks(lambda _: None)

@@ -594,3 +594,42 @@ class TestRestingTargets:
         world.tell(CommitReceived("a", 3, [], False, True))
         world.tell(attach("b"))
         assert world.turn()
+
+
+class TestBackground:
+    def attached(self, *names: str) -> World:
+        world = World()
+        for name in names:
+            world.tell(replace(attach(name), is_background=name.startswith("batch")))
+        return world
+
+    def test_a_session_of_a_batch_gives_its_slot_to_another(self) -> None:
+        world = self.attached("batch 0", "batch 1", "chat 0")
+        actions = world.scheduler.handle(attach("chat 1"))
+        left, refused, accepted, followed = actions
+        assert left == Unsubscribe(TARGET, "batch 1")
+        assert isinstance(refused, AttachmentRefused)
+        assert (refused.session_id, type(refused.error)) == ("batch 1", Overloaded)
+        assert accepted == AttachmentAccepted("chat 1")
+        assert isinstance(followed, Subscribe)
+        assert world.scheduler.num_sessions == LIMITS.max_num_seqs
+        assert world.scheduler.num_background == 1
+
+    def test_none_is_taken_for_another_of_a_batch_or_from_a_client(self) -> None:
+        for full, comes in ((("batch 0", "batch 1", "batch 2"), "batch 3"), (("chat 0", "chat 1", "chat 2"), "chat 3")):
+            world = self.attached(*full)
+            (refused,) = world.scheduler.handle(replace(attach(comes), is_background=comes.startswith("batch")))
+            assert isinstance(refused, AttachmentRefused)
+            assert refused.session_id == comes
+            with pytest.raises(Overloaded):
+                world.scheduler.check_room(is_background=comes.startswith("batch"))
+
+    def test_it_grows_only_while_no_other_can(self) -> None:
+        world = self.attached("batch", "chat")
+        fed: list[set[str]] = []
+        while (step := world.scheduler.next_step()) is not None:
+            fed.append({item.session_id for item in step.items})
+            world.scheduler.finish_step(step, world.model.run(step))
+        assert {"batch"} in fed
+        assert fed == sorted(fed, key=lambda names: names == {"batch"})
+        assert all(len(names) == 1 for names in fed)

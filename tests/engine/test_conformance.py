@@ -34,6 +34,7 @@ def named(families: tuple[Family, ...]) -> pytest.MarkDecorator:
             pytest.param(each, id=each.model_type, marks=marks[each.model_type in CORE or bool(each.refused)])
             for each in families
         ],
+        scope="module",  # a family's tests follow one another, in one process that builds its models once
     )
 
 

@@ -247,6 +247,7 @@ class TestAgreement:
 
 @needs_kernels
 class TestPositions:
+    @pytest.mark.thorough
     def test_they_go_beyond_the_longest_sequence_by_the_lookahead(self) -> None:
         """A draft's tree, or hints that are verified, at the very end of a sequence of the longest length."""
         for use_kernels in (True, False):
@@ -263,6 +264,7 @@ class TestPositions:
                 fused = torch.cat(rows)
         assert_close(fused, torch.cat(rows))
 
+    @pytest.mark.thorough
     def test_a_sequence_longer_than_any_before_finds_room(self) -> None:
         """Scratch is made for 1024 keys at a time."""
         engine, plain = (load("llama, long", enforce_eager=not use_kernels) for use_kernels in (True, False))

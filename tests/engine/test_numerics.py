@@ -111,6 +111,7 @@ class TestEngines:
         directory = models.model_dir("llama")
         assert loaded(directory, max_num_seqs=3, max_model_len=64, block_size=16) == loaded(directory)
 
+    @pytest.mark.thorough
     def test_types_quantization_and_kernels_make_another_line(self) -> None:
         directory = models.model_dir("llama")
         lines = [

@@ -443,6 +443,7 @@ class TestTheTestsCanFail:
         monkeypatch.setattr(rejection, "uniform", lambda seed, position, *_: uniform(seed, position, Purpose.ACCEPT))
         assert p_value(*single_position_counts(rule, 1, 4000, Q_FAR)) < ERROR_RATE
 
+    @pytest.mark.thorough
     def test_hints_drawn_with_numbers_that_a_verdict_has_seen(self) -> None:
         """A block's verdict depends on all of its hints, so a redrawn one must be new (not so token by token)."""
         pair = Pair(1, vocab_size=4, num_entries=3, noise=1.5)

@@ -133,6 +133,7 @@ WILD_HINTS = st.lists(
 )  # ids collide, parents lie, a node may name itself or the root
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     steps=st.lists(

@@ -81,6 +81,7 @@ def nodes(**columns: Any) -> hints_pb2.HintNodes:
     return hints_pb2.HintNodes(channel=4, base_len=3, **columns)
 
 
+@pytest.mark.thorough
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(base_len=UINT32, first_node_id=SMALL | UINT32, num_nodes=st.integers(0, 5), data=st.data())
 def test_columns_of_any_length_never_raise_and_never_give_nonsense(

@@ -143,6 +143,7 @@ def test_many_character_classes_are_refused_with_their_number() -> None:
         to_llguidance(GrammarSpec(GrammarKind.REGEX, r"[\w\d]\p{L}+" * 20_000))
 
 
+@pytest.mark.thorough
 def test_an_ambiguous_grammar_reaches_its_limit_before_a_mask_takes_long() -> None:
     state = grammars.compiled(COMPILER, GrammarSpec(GrammarKind.LARK, "start: e\ne: e e | /[a-z ]/"))
     token_ids = list(range(3, 4096))

@@ -24,6 +24,7 @@ def test_a_burst_is_free_and_what_goes_beyond_is_waited_for() -> None:
     assert share.wait_s(5.0 + 0.02 / SHARE_MAX) == pytest.approx(0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("message_s", [0.0001, 0.03, 2.0])
 def test_a_flood_takes_its_share_and_no_more(message_s: float) -> None:
     share, now, spent_s = LoopShare(), 0.0, 0.0

@@ -48,6 +48,7 @@ def test_importing_and_using_the_tokenizer_does_not_import_torch(model_dir: Path
 
 
 class TestLongTexts:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("add_special_tokens", [True, False])
     @given(text=st.text(max_size=30))
     @example(text="def f(x):\n    return x + 1\n<|end|>")
@@ -59,6 +60,7 @@ class TestLongTexts:
             decoded = tokenizer.decode(token_ids, skip_special_tokens=skips)
             assert decoded == tokenizer._tokenizer.decode(token_ids, skip_special_tokens=skips)
 
+    @pytest.mark.thorough
     def test_other_threads_run_while_a_long_text_is_tokenized_or_decoded(self, tokenizer: Tokenizer) -> None:
         text = "def f(x):\n    return x + 1\n" * 100_000
 

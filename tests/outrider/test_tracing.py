@@ -167,6 +167,7 @@ async def test_of_a_long_span_the_beginning_is_kept_and_the_rest_is_counted() ->
     assert span.attributes["outrider.num_events_left_out"] == 10
 
 
+@pytest.mark.thorough
 async def test_many_long_spans_are_no_message_that_a_collector_refuses() -> None:
     """gRPC servers take 4 MiB unless told otherwise, and the collector is one."""
     async with collecting() as collector:
@@ -284,6 +285,7 @@ async def test_who_is_cut_off_at_the_end_of_a_drain_has_a_span_too(
     assert span.attributes["error.type"] == error
 
 
+@pytest.mark.thorough
 async def test_a_collector_that_is_away_keeps_nobody_waiting(caplog: Any) -> None:
     tracing = Tracing.to("http://127.0.0.1:1", "outrider-test", "one")
     started = asyncio.get_running_loop().time()

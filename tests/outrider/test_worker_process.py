@@ -228,6 +228,7 @@ async def becomes(channel: grpc.aio.Channel, status: str) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stalling", [60], indirect=True)
 async def test_a_model_that_hangs_makes_the_worker_not_ready_and_ends_it(
     stalling: subprocess.Popen[str],
@@ -241,6 +242,7 @@ async def test_a_model_that_hangs_makes_the_worker_not_ready_and_ends_it(
     assert "no sign of life" in stalling.stderr.read()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stalling", [0.9], indirect=True)
 async def test_a_model_that_was_only_slow_is_ready_again(stalling: subprocess.Popen[str]) -> None:
     async with grpc.aio.insecure_channel(address_of(stalling)) as channel:
@@ -250,6 +252,7 @@ async def test_a_model_that_was_only_slow_is_ready_again(stalling: subprocess.Po
     assert await asyncio.to_thread(stalling.wait, 10) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stalling", [2.5], indirect=True)
 async def test_a_worker_that_was_stopped_as_a_whole_does_not_take_that_for_a_stall(
     stalling: subprocess.Popen[str],

@@ -264,7 +264,10 @@ class Target(Worker):
         return f"weights {weights}"
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.wait_ms)
+        scheduler = self.scheduler
+        return WorkerLoad(
+            scheduler.num_running, scheduler.num_waiting, scheduler.wait_ms, num_background=scheduler.num_background
+        )
 
     def start_draining(self) -> None:
         self.servicer.start_draining()
@@ -314,7 +317,11 @@ class Draft(Worker):
         self.methods = {"Draft/Attach": Method(self.servicer.Attach, draft_pb2.AttachRequest, draft_pb2.AttachStatus)}
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(self.scheduler.num_sessions, round_trips=self.servicer.round_trips)
+        return WorkerLoad(
+            self.scheduler.num_sessions,
+            round_trips=self.servicer.round_trips,
+            num_background=self.scheduler.num_background,
+        )
 
     def start_draining(self) -> None:
         self.servicer.start_draining()

@@ -25,6 +25,7 @@ LONG = target_pb2.GenerateRequest(
 )
 
 
+@pytest.mark.thorough
 def test_a_target_ends_a_session_whose_time_is_up_and_frees_it_before_its_caller_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -495,6 +495,7 @@ def test_a_text_that_runs_into_a_limit_of_the_parser_ends_and_the_worker_goes_on
         check_is_sentence("person", other.output)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", AcceptanceRule)
 def test_guesses_that_run_into_a_limit_of_the_parser_bias_nothing(limited: str, rule: AcceptanceRule) -> None:
     """Dropped, and the token drawn anew, a guess would lower the chance of what it said."""

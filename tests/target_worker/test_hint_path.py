@@ -112,6 +112,7 @@ def expected_path(place: Place, stop_token_ids: frozenset[int], max_fed: int, *,
 STOPS = st.sampled_from([frozenset({EOS}), frozenset({EOS, OTHER_STOP}), frozenset[int]()])
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(place=places(), stop_token_ids=STOPS, max_fed=st.integers(0, 9), listens=st.booleans())
 def test_the_path_is_what_position_by_position_questions_give(

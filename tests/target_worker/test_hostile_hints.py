@@ -233,6 +233,7 @@ def run(target: ServedTarget, streams: Sequence[Sequence[bytes]], pause_s: float
     return target.runner.run(both())
 
 
+@pytest.mark.thorough
 @EFFORTS
 def test_no_lie_changes_a_text(target: ServedTarget, effort: int) -> None:
     first = welcome({name: channel for channel, name in enumerate(NAMES)})
@@ -304,6 +305,7 @@ def test_a_frame_of_too_much_ends_its_stream_at_once(target: ServedTarget, frame
     assert longest_s < 1.0  # of the event loop's processor time; it was six
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_rounds", [10, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["subscribes", "strangers", "empty", "stale", "unsubscribes"])
 def test_a_flood_without_end_shuts_nobody_out(target: ServedTarget, kind: str, num_rounds: int) -> None:

@@ -114,6 +114,7 @@ def right_text(target: ServedTarget) -> None:
     RIGHT_TEXT[:] = target.runner.run(target.text(GREEDY))
 
 
+@pytest.mark.thorough
 @EFFORTS
 def test_any_request_to_generate_is_answered(target: ServedTarget, effort: int) -> None:
     def check(request: target_pb2.GenerateRequest) -> None:

@@ -73,6 +73,7 @@ class TestLoops:
         assert cell["num_ok"] == len(server.bodies) >= 1
         assert cell["num_failed"] == 0
 
+    @pytest.mark.thorough
     def test_servers_take_turns_and_are_compared(self, servers: list[FakeServer], tmp_path: Path) -> None:
         first, second = servers
         plot = tmp_path / "load.svg"
@@ -92,6 +93,7 @@ class TestLoops:
 
 
 class TestReport:
+    @pytest.mark.thorough
     def test_the_document_says_what_was_measured_and_how(self, server: FakeServer) -> None:
         read = document(
             "--url", f"it={server.url}", "--concurrency", 1, "--num-requests", 3, "--warmup", 0, "--requests",
@@ -109,6 +111,7 @@ class TestReport:
         assert [row["num_output_tokens"] for row in cell["requests"]] == [3, 3, 3]
         assert "requests" not in document("--url", server.url, "--concurrency", 1, "--num-requests", 1)["results"][0]
 
+    @pytest.mark.thorough
     def test_the_table_has_levels_figures_and_names(self, servers: list[FakeServer]) -> None:
         urls = [word for name, each in zip("ab", servers, strict=True) for word in ("--url", f"{name}={each.url}")]
         result = run(*urls, "--concurrency", "1,2", "--num-requests", 5, "--slo-tpot-ms", 1e6)
@@ -146,6 +149,7 @@ class TestReport:
 
 
 class TestFailures:
+    @pytest.mark.thorough
     def test_some_failures_are_counted_by_cause(self, server: FakeServer) -> None:
         def every_other(body: dict[str, Any]) -> Any:
             is_bad = len(server.bodies) % 2 == 0

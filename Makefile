@@ -86,8 +86,7 @@ test-second: $(STAMP)
 	$(BIN)/python -m pytest --circle second -m "not long and not slow" -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest --circle second -m "slow and not alone and not long" -n 2 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --circle second -m "alone and not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --circle second -m "slow and not long" $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long --timeout 7200 $(PYTEST_ARGS)

@@ -151,7 +151,6 @@ def test_a_port_without_others_behind_it_is_refused(port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.timeout(180)
 async def test_what_two_replicas_behind_one_door_count_adds_up(clusters: ClusterFactory, redis_url: str) -> None:

@@ -30,7 +30,6 @@ from tests.e2e.system import FREE_PORTS, Command, System, eventually, needs_the_
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.alone,
     pytest.mark.timeout(300),
     needs_the_pair,
 ]

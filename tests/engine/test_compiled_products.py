@@ -79,7 +79,6 @@ class _Zeros(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.skipif(
     sys.platform != "linux" or not has_onednn_products(), reason="oneDNN's bfloat16 and /proc are needed"
 )

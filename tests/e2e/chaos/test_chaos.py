@@ -27,7 +27,6 @@ def break_things(folder: Path, seconds: float, *flags: str) -> dict[str, Any]:
 
 @needs_the_pair
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.timeout(SECONDS + AROUND_S + 90)
 def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ SECONDS_MAX = 240.0  # on a machine with other work; alone it takes a minute
 
 @needs_the_pair
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.timeout(SECONDS_MAX + 90)
 def test_no_bad_input_is_answered_wrongly_or_leaves_anything(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ async def test_damaged_records_cost_a_directory_no_worker(
                 assert each.address in addresses
                 seen.add(each.address == right.address)
             await asyncio.sleep(0.01)
-        assert "0 fields" not in await fault
+        assert not (await fault).startswith("0 fields")
         async with asyncio.timeout(10):
             while [*directory.snapshot.targets, *directory.snapshot.drafts] != sorted(  # noqa: ASYNC110
                 records, key=lambda each: (each.pool != "target", each.worker_id)

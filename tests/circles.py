@@ -2,9 +2,9 @@
 
 The first circle is for whoever wants to know whether a clone works, and takes minutes: every test that is neither slow
 nor thorough, of each parametrized test its first case, and the tests marked `first`. A test that takes longer than two
-seconds is thorough, unless nothing else shows the same. Tests of what users do not run
-(manifests, images, benchmarks, the training of the demo pair), of the harnesses, and statistical ones of the canary and
-the simulator belong to it only where that was changed.
+seconds is thorough, unless nothing else shows the same. Tests of what users do not run (manifests, images, benchmarks,
+the training of the demo pair), of the harnesses, and statistical ones of the canary and the simulator belong to it only
+where that was changed.
 """
 
 from __future__ import annotations

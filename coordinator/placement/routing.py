@@ -34,7 +34,7 @@ AHEAD_SHARE: Final = 1 / 8
 """Share of a target's slots by which more sequences may wait at it, so that it need not wait for the next one to be
 sent. The others wait here, where any target's slot is theirs, ordered by priority and the tenants' shares."""
 FREE_SHARE: Final = 1 / 8
-"""Share of a worker's slots that background sequences leave free: one of them need not make room for every request."""
+"""Share of a worker's slots that background sequences leave free, so that not every request preempts one of them."""
 PREFIX_BLOCK: Final = 16  # tokens, as in the targets' prefix caches
 PREFIX_BLOCKS: Final = 2, 8
 """Fewest leading blocks of a prompt that make it worth finding their KV, and most that are compared: conversations and

@@ -170,11 +170,14 @@ class BatchSlots:
         return self._limits.enable_prefix_caching and not session.has_prompt_to_score
 
     def _is_prefix_under_way(self, session: Session) -> bool:
-        """Whether a running session's prefill is about to compute the first block that this one lacks."""
+        """Whether a running session's prefill is about to compute the first block that this one lacks. That of a
+        session in the background may be held back, so no other waits for it."""
         computing = [
             (other.blocks, other.token_ids)
             for other in self.running.values()
-            if other.num_pending > 1 and self.shares_prefix(other)
+            if other.num_pending > 1
+            and self.shares_prefix(other)
+            and (session.is_background or not other.is_background)
         ]
         return bool(computing) and session.blocks.is_under_way(session.token_ids, computing)
 

@@ -97,6 +97,17 @@ class TestSlots:
         assert list(world.ended) == ["chat", "batch"]
         world.check()
 
+    def test_nobody_waits_for_a_prompt_that_is_held_back(self) -> None:
+        """Its blocks would be shared, but come only in a turn."""
+        world = World(replace(LIMITS, max_model_len=64), 97)
+        world.tell(start("chat 0", PROMPT, max_tokens=40))
+        world.turn()
+        shared = (3, 2, 1) * 6
+        world.tell(replace(background("batch"), token_ids=list(shared), num_prompt_tokens=len(shared)))
+        world.turn()
+        world.tell(start("chat 1", shared))
+        assert "chat 1" in fed_in(world)
+
     def test_those_that_wait_in_the_background_are_no_reason_to_refuse_another(self) -> None:
         world = World()
         for number in range(LIMITS.max_num_seqs + LIMITS.max_num_waiting):

@@ -11,15 +11,20 @@ import functools
 import json
 import shutil
 import tempfile
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from unittest.mock import patch
 
 import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers import models as tokenizer_models
+from torch import nn
 
+from outrider.engine.layers import linear
+from outrider.engine.layers.linear import LinearForm
 from outrider.engine.loading.loading import load_model
 from outrider.engine.model import Engine
 from outrider.engine.options import Device, Dtype, EngineOptions
@@ -142,7 +147,26 @@ def engine_config(directory: Path, dtype: str = "float32", **options: Any) -> En
     )
 
 
+def load(options: EngineOptions) -> Engine:
+    """`load_model`, which looks only once in a process for the form of linear layers of one shape: that takes longer
+    than to load a tiny model."""
+    with patch.object(linear, "choose_form", _choose_form_once):
+        return load_model(options)
+
+
+def _choose_form_once(layer: nn.Linear, quantization: str = "none") -> tuple[LinearForm, bool]:
+    compiled = vars(linear)["products"]()  # which a test may take away
+    key = (layer.weight.shape, layer.weight.dtype, layer.bias is None, quantization, compiled)
+    if key not in _FORMS:
+        _FORMS[key] = _choose_form(layer, quantization)
+    return _FORMS[key]
+
+
+_choose_form: Final = linear.choose_form
+_FORMS: Final[dict[Hashable, tuple[LinearForm, bool]]] = {}
+
+
 @functools.cache
 def engine(family: str = "llama", dtype: str = "float32", seed: int = 0) -> Engine:
     """A loaded engine; equal arguments give the same one."""
-    return load_model(engine_config(model_dir(family, seed), dtype))
+    return load(engine_config(model_dir(family, seed), dtype))

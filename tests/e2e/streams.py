@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ class Piece:
     run: str = ""  # the fingerprint of what it belongs to
 
 
-Read = Callable[[Piece | None], Iterator[Piece]]
+Read = Callable[[Piece | None], Generator[Piece]]
 """Iterates over the pieces that follow a given one, from the beginning if there is none. Raises what the client's
 library does."""
 
@@ -41,6 +42,7 @@ class Stream:
         self.pieces: list[Piece] = []
         self.error: Exception | None = None
         self._read = read
+        self._is_leaving = False
         self._thread = threading.Thread(target=self._follow)
 
     @property
@@ -68,15 +70,22 @@ class Stream:
 
         eventually(seen, bool, f"{self.request_id}: {what}")
 
+    def leave(self) -> None:
+        """Closes the stream at its next piece, as a client does that has read enough."""
+        self._is_leaving = True
+
     def wait(self) -> None:
-        """Waits until the stream has ended, or broken."""
+        """Waits until the stream has ended, or broken, or was left."""
         self._thread.join(READ_TIMEOUT_S)
         assert not self._thread.is_alive(), f"{self.request_id} stands still after {self.num_tokens} tokens"
 
     def resume(self) -> None:
         """Reads the rest, all of it in the beginning. Raises what the client's library does."""
-        for piece in self._read(self.pieces[-1] if self.pieces else None):
-            self.pieces.append(piece)
+        with closing(self._read(self.pieces[-1] if self.pieces else None)) as pieces:
+            for piece in pieces:
+                self.pieces.append(piece)
+                if self._is_leaving:
+                    return
 
     def _follow(self) -> None:
         try:
@@ -89,7 +98,7 @@ def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, ht
     """A stream of `/v1/completions`."""
     asked = {"temperature": 0, "stream": True, "stream_options": {"include_event_ids": True}} | body
 
-    def read(seen: Piece | None) -> Iterator[Piece]:
+    def read(seen: Piece | None) -> Generator[Piece]:
         with httpx.Client(
             base_url=balancer.url,
             verify=balancer.trusted(),
@@ -139,7 +148,7 @@ def grpc_stream(channel: grpc.Channel, request_id: str, body: dict[str, Any]) ->
     """A stream over gRPC; `body` is as over HTTP."""
     stub = generation_pb2_grpc.GenerationStub(channel)
 
-    def read(seen: Piece | None) -> Iterator[Piece]:
+    def read(seen: Piece | None) -> Generator[Piece]:
         request = grpc_request(body) if seen is None else generation_pb2.GenerationRequest()
         request.request_id = request_id
         num_tokens = 0
@@ -147,8 +156,12 @@ def grpc_stream(channel: grpc.Channel, request_id: str, body: dict[str, Any]) ->
             num_tokens = seen.num_tokens
             request.resume_from.add(num_tokens=num_tokens, has_begun=True)
             request.run = seen.run
-        for chunk in stub.Generate(request, timeout=READ_TIMEOUT_S):
-            num_tokens += len(chunk.token_ids)
-            yield Piece(chunk.text, num_tokens, chunk.HasField("finished"), chunk.run)
+        call = stub.Generate(request, timeout=READ_TIMEOUT_S)
+        try:
+            for chunk in call:
+                num_tokens += len(chunk.token_ids)
+                yield Piece(chunk.text, num_tokens, chunk.HasField("finished"), chunk.run)
+        finally:
+            call.cancel()  # which an ended call ignores
 
     return Stream(request_id, read)

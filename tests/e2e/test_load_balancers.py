@@ -39,7 +39,7 @@ pytestmark = [
 # Plain, for it shall take a while.
 LONG: dict[str, Any] = {
     "prompt": "def read_file(path):\n",
-    "max_tokens": 900,
+    "max_tokens": 600,
     "ignore_eos": True,
     "speculation": {"enabled": False},
 }
@@ -107,10 +107,12 @@ def dialled(balancer: Balancer) -> Iterator[grpc.Channel]:
 
 
 @contextmanager
-def frozen_streams(replicas: Replicas, channels: Mapping[Balancer, grpc.Channel]) -> Iterator[dict[str, list[Stream]]]:
+def frozen_streams(
+    replicas: Replicas, channels: Mapping[Balancer, grpc.Channel], *, are_left: bool = False
+) -> Iterator[dict[str, list[Stream]]]:
     """By balancer, two streams over HTTP/1.1 and two over one gRPC connection, which have begun and stand still.
 
-    Each began when the one before it was at its coordinator. They go on, to their end, on the way out.
+    Each began when the one before it was at its coordinator. On the way out they go on to their end, or are left.
     """
     begun: dict[str, list[Stream]] = {balancer.name: [] for balancer in channels}
     try:
@@ -131,9 +133,14 @@ def frozen_streams(replicas: Replicas, channels: Mapping[Balancer, grpc.Channel]
                 stream.eventually(partial(replicas.num_journaled, stream.request_id), "a journal")
                 assert not stream.has_ended, "the text was over too soon for this test to mean anything"
             yield begun
+            if are_left:
+                for stream in streams:
+                    stream.leave()
     finally:
         for stream in itertools.chain(*begun.values()):
             stream.wait()
+        if are_left:
+            eventually(partial(has_requests, replicas, 0), bool, "no request is left")
 
 
 def has_requests(replicas: Replicas, num: int) -> bool:
@@ -200,7 +207,7 @@ def quiet(look: Callable[[], int]) -> int:
 
 def test_streams_are_spread_over_the_coordinators(balancer: Balancer, replicas: Replicas) -> None:
     """Streams that come over one connection are spread as well."""
-    with dialled(balancer) as channel, frozen_streams(replicas, {balancer: channel}):
+    with dialled(balancer) as channel, frozen_streams(replicas, {balancer: channel}, are_left=True):
         found = replicas.num_requests()
     assert found == [2, 2], balancer.log
 
@@ -410,5 +417,5 @@ def test_a_coordinator_that_comes_back_gets_requests_again(
 
 def num_that_the_first_gets(replicas: Replicas, balancer: Balancer) -> int:
     """The number of streams, out of four, that the first coordinator gets."""
-    with dialled(balancer) as channel, frozen_streams(replicas, {balancer: channel}):
+    with dialled(balancer) as channel, frozen_streams(replicas, {balancer: channel}, are_left=True):
         return replicas.num_requests()[0]

@@ -149,7 +149,7 @@ def invariance_failures(key: str) -> list[str]:
     return [
         f"{failure}, {dtype}"
         for dtype in ("float32", "bfloat16")
-        for failure in batch_invariance_failures(models.engine(key, dtype))
+        for failure in batch_invariance_failures(models.engine(key, dtype), num_rounds=2)
     ]
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from outrider.engine.ranks.collectives import sum_over_ranks
+from tests.engine import forks  # noqa: F401  # tells them what to import first
 
 ROW_COUNTS = (2, 3, 8, 17, 64, 200)
 
@@ -48,7 +49,7 @@ def _rank(rank: int, num_ranks: int, meeting_point: str, dtype: torch.dtype, res
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_rows_sum_does_not_depend_on_its_company(tmp_path: Path, num_ranks: int, dtype: torch.dtype) -> None:
     arguments = (num_ranks, f"file://{tmp_path}/meeting-point", dtype, str(tmp_path))
-    spawn(_rank, arguments, nprocs=num_ranks)
+    start_processes(_rank, arguments, nprocs=num_ranks, start_method="forkserver")
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
     assert [each["ours"] for each in found] == [[]] * num_ranks
     assert all(torch.equal(each["total"], found[0]["total"]) for each in found)

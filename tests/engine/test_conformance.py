@@ -68,8 +68,9 @@ class TestGreenFamilies:
         assert bytes_per_token(layers, torch.float32) == engine.kv_bytes_per_token
 
 
-@named(GREEN)
+@named(tuple(family for family in GREEN if family.model_type in CORE))
 def test_greedy_text_of_ragged_batches(family: Family) -> None:
+    """Where it differs already without rollbacks and forks, the reason is found sooner."""
     assert conformance.greedy_departs(family.key) is None
 
 

@@ -21,7 +21,6 @@ from outrider.engine.layers.decoder import FAMILIES, why_not
 from outrider.engine.layers.kv_layout import find_layout
 from outrider.engine.layers.linear import LinearForms
 from outrider.engine.layers.quantized_linear import Int8Linear
-from outrider.engine.loading.loading import load_model
 from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import LOOKAHEAD_ENTRIES, Engine, ModelLoadError, SequenceChunk
 from tests import models
@@ -104,7 +103,7 @@ def model_dir(name: str) -> Any:
 
 
 def load(name: str, dtype: str = "float32", **options: Any) -> Engine:
-    return load_model(models.engine_config(model_dir(name), dtype, **options))
+    return models.load(models.engine_config(model_dir(name), dtype, **options))
 
 
 @functools.cache
@@ -281,15 +280,15 @@ class TestPositions:
 
 @pytest.mark.skipif(products() is None, reason="this processor multiplies otherwise")
 class TestStepsInOneCall:
-    @pytest.mark.parametrize("work", [prefill, chunked_prefill_beside_decoding, trees], ids=lambda w: w.__name__)
     @pytest.mark.parametrize("name", [*FOUR, *ODD])
-    def test_it_has_the_bits_of_call_after_call(self, name: str, work: Work) -> None:
+    def test_it_has_the_bits_of_call_after_call(self, name: str) -> None:
         at_once, one_by_one = load(name, "bfloat16"), load(name, "bfloat16")
         assert at_once._fused is not None
         assert one_by_one._fused is not None
         assert at_once._fused._whole is not None
         one_by_one._fused._whole = None
-        assert torch.equal(work(at_once), work(one_by_one))
+        for work in (prefill, chunked_prefill_beside_decoding, trees):
+            assert torch.equal(work(at_once), work(one_by_one)), work.__name__
 
     @pytest.mark.parametrize("token_id", [-1, 10**9])
     def test_a_token_outside_the_vocabulary_is_refused(self, token_id: int) -> None:

@@ -7,11 +7,11 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from outrider.worker.worker_process import leave
 from outrider.worker.worker_ranks import EXIT_ALONE
 from tests import models
 from tests.engine.conformance import has_plan
+from tests.engine.forks import forks
 from tests.engine.sequences import feed, sharing, text
 from tests.families import FAMILIES as ALL_FAMILIES
 from tests.families import Family
@@ -44,7 +45,6 @@ SERVED = [family for family in ALL_FAMILIES if family.refused is None]
 NUM_NEW_TOKENS = 48
 PROMPT_LENS = (5, 33, 61)
 TIMEOUT_S = 3.0
-ROOT = Path(__file__).parents[2]
 
 
 def greedy(engine: Engine, prompt: list[int]) -> list[int]:
@@ -100,39 +100,28 @@ def texts(engine: Engine) -> dict[str, Any]:
 
 
 class Ranks:
-    """The processes of a group, as torchrun would start them; each runs this file."""
+    """The processes of a group, with the environment that torchrun would give them."""
 
     def __init__(self, size: int, folder: Path, task: str, *arguments: object, **variables: str) -> None:
         """variables: of their environment."""
         self.folder = folder
-        environment = os.environ | {
+        environment = {
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_ports(1)[0]),
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
             **variables,
         }
-        words = [
-            sys.executable,
-            "-m",
-            "tests.engine.test_tensor_parallel",
-            task,
-            str(folder),
-            *map(str, arguments),
+        words = (task, folder, *map(str, arguments))
+        self.processes = [
+            forks.Process(target=run_rank, args=(environment | {"RANK": str(rank)}, *words)) for rank in range(size)
         ]
-        self.processes = []
-        for rank in range(size):
-            with (folder / f"said-{rank}").open("w") as said:
-                self.processes.append(
-                    subprocess.Popen(words, env=environment | {"RANK": str(rank)}, cwd=ROOT, stdout=said, stderr=said)
-                )
+        for process in self.processes:
+            process.start()
 
-    def wait(self, timeout_s: float = 120.0) -> list[int]:
-        """Their exit statuses."""
-        deadline = time.monotonic() + timeout_s
-        return [each.wait(max(deadline - time.monotonic(), 0.1)) for each in self.processes]
+    def wait(self, timeout_s: float = 120.0) -> list[int | None]:
+        """Their exit statuses; None for one that still runs."""
+        return statuses(self.processes, timeout_s)
 
     def said(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("said-*")))
@@ -142,7 +131,7 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, self.said()
-            assert all(each.poll() is None for each in self.processes), self.said()
+            assert all(each.is_alive() for each in self.processes), self.said()
             time.sleep(0.05)
 
     def __enter__(self) -> Ranks:
@@ -151,7 +140,28 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for each in self.processes:
             each.kill()
-            each.wait()
+            each.join()
+
+
+def statuses(processes: Sequence[BaseProcess], timeout_s: float) -> list[int | None]:
+    deadline = time.monotonic() + timeout_s
+    for each in processes:
+        each.join(max(deadline - time.monotonic(), 0.1))
+    return [each.exitcode for each in processes]
+
+
+def run_rank(environment: dict[str, str], task: str, folder: Path, *arguments: str) -> None:
+    """Runs in a process of its own; what it prints is in a file."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with (folder / f"said-{environment['RANK']}").open("w") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    joined = join_ranks(TIMEOUT_S)
+    assert joined is not None
+    tasks: dict[str, Callable[..., None]] = {"speak": speak, "talk": talk, "weigh": weigh}
+    tasks[task](joined, folder, *arguments)
+    leave(0)
 
 
 @pytest.mark.slow
@@ -177,12 +187,12 @@ def test_shards_say_what_the_whole_says(tmp_path: Path, size: int) -> None:
 def test_every_family_with_a_plan_is_cut_between_two_ranks(tmp_path: Path, family: Family) -> None:
     """All that the page of models names; where there is no plan that is said."""
     with Ranks(2, tmp_path, "speak", models.model_dir(family.key)) as ranks:
-        statuses = ranks.wait()
+        ended = ranks.wait()
     if not has_plan(family.key):
-        assert statuses == [1, 1]
+        assert ended == [1, 1]
         assert re.search("no plan to shard|has no `tp_plan`", ranks.said())
         return
-    assert statuses == [0, 0], ranks.said()
+    assert ended == [0, 0], ranks.said()
     found = json.loads((tmp_path / "found.json").read_text())[family.key]
     del found["numerics"]
     alone = models.engine(family.key)
@@ -291,9 +301,11 @@ def test_the_ranks_end_when_one_of_them_is_gone(tmp_path: Path, who: int, number
     with Ranks(4, tmp_path, "talk", models.model_dir("llama")) as ranks:
         ranks.wait_for("talks")
         started = time.monotonic()
-        ranks.processes[who].send_signal(number)
+        pid = ranks.processes[who].pid
+        assert pid is not None
+        os.kill(pid, number)
         others = [each for rank, each in enumerate(ranks.processes) if rank != who]
-        assert [each.wait(TIMEOUT_S + 10.0) for each in others] == [EXIT_ALONE] * 3, ranks.said()
+        assert statuses(others, TIMEOUT_S + 10.0) == [EXIT_ALONE] * 3, ranks.said()
         assert time.monotonic() - started < TIMEOUT_S + 5.0
 
 
@@ -349,12 +361,3 @@ def test_a_step_arrives_as_it_was_sent(parts: list[tuple[Any, ...]]) -> None:
 def test_pairs_arrive_as_they_were_sent(pairs: list[tuple[int, int]]) -> None:
     firsts, seconds = decode_pairs(encode_pairs([pair[0] for pair in pairs], [pair[1] for pair in pairs]))
     assert list(zip(firsts.tolist(), seconds.tolist(), strict=True)) == pairs
-
-
-if __name__ == "__main__":
-    task, folder, *rest = sys.argv[1:]
-    joined = join_ranks(TIMEOUT_S)
-    assert joined is not None
-    tasks: dict[str, Callable[..., None]] = {"speak": speak, "talk": talk, "weigh": weigh}
-    tasks[task](joined, Path(folder), *rest)
-    leave(0)

@@ -32,8 +32,9 @@ from tests.exactness.test_every_parameter import (
     run_texts,
 )
 
-NUM_SESSIONS = 2000
-CAUGHT = FAMILY_ERROR_RATE / (FAMILY_SIZE * MOST_STATISTICS)
+NUM_SESSIONS = (400, 2000)
+"""As many as a case has in the default run; more where these do not show it."""
+CAUGHT = FAMILY_ERROR_RATE / (FAMILY_SIZE * MOST_STATISTICS) / len(NUM_SESSIONS)
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -96,10 +97,10 @@ MUTATIONS: list[Mutation] = [
 ]
 
 
-def least_p_value(rule: str) -> float:
+def least_p_value(rule: str, num_sessions: int) -> float:
     params = small_params("temperature-0.5")
-    drawn = draw(params, lambda batch: make_draft("good", SMALL, batch), rule, NUM_SESSIONS, 7, on_time=1.0)
-    assert drawn.verified > NUM_SESSIONS / 4
+    drawn = draw(params, lambda batch: make_draft("good", SMALL, batch), rule, num_sessions, 7, on_time=1.0)
+    assert drawn.verified > num_sessions / 4
     return min(p_values(drawn.counts, expected_distribution(params), params.max_tokens))
 
 
@@ -107,12 +108,12 @@ def least_p_value(rule: str) -> float:
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_sampled_text_shows_that_a_rule_is_broken(mutate: Mutation, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    assert least_p_value(rule) < CAUGHT
+    assert any(least_p_value(rule, num_sessions) < CAUGHT for num_sessions in NUM_SESSIONS)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_sampled_text_of_the_rules_as_they_are_shows_nothing(rule: str) -> None:
-    assert least_p_value(rule) > CAUGHT
+    assert all(least_p_value(rule, num_sessions) > CAUGHT for num_sessions in NUM_SESSIONS)
 
 
 @pytest.mark.parametrize("forgotten", ["seed", "position", "purpose"])

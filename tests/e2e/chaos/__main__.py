@@ -42,6 +42,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--at-once", type=int, default=1, metavar="N",
                       help="faults that may overlap; there is always a target that none of them touches "
                       "(default: %(default)s)")  # fmt: skip
+    what.add_argument("--cases", type=int, default=Plan.num_cases, metavar="N",
+                      help="requests, whose right answers are learned first (default: %(default)s)")  # fmt: skip
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument(
         "--clients",
@@ -93,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_faults_max=given.faults,
         seconds_max=given.seconds,
         num_at_once=given.at_once,
+        num_cases=given.cases,
         fleet=FleetOptions(
             num_targets=given.targets,
             num_drafts=given.drafts,

@@ -70,7 +70,7 @@ class TestGreenFamilies:
 
 @named(tuple(family for family in GREEN if family.model_type in CORE))
 def test_greedy_text_of_ragged_batches(family: Family) -> None:
-    """Where it differs already without rollbacks and forks, the reason is found sooner."""
+    """Tells whether a difference needs rollbacks and forks, which `TestGreenFamilies` has."""
     assert conformance.greedy_departs(family.key) is None
 
 

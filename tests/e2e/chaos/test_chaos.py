@@ -30,7 +30,7 @@ def break_things(folder: Path, seconds: float, *flags: str) -> dict[str, Any]:
 @pytest.mark.thorough
 @pytest.mark.timeout(SECONDS + AROUND_S + 90)
 def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:
-    report = break_things(tmp_path, SECONDS, "--cases", "16")
+    report = break_things(tmp_path, SECONDS, "--cases", "16", "--targets", "2", "--clients", "18")
     total = report["faults"][-1]
     assert report["is_clean"]
     assert total["num_requests"] > 0, "no fault hit anybody, so this shows nothing"

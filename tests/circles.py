@@ -9,6 +9,7 @@ where that was changed.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,29 +33,35 @@ WHERE_CHANGED: Final = {
 }
 """Tests that belong to the first circle only where they, or something below these paths, were changed.
 
-Tests without paths belong to it only where they were changed themselves.
+Tests without paths belong to it only where they were changed themselves. What is left out is not imported either.
 """
 
 
 def first_circle(items: Sequence[pytest.Item], changed: Iterable[str]) -> set[pytest.Item]:
     """Those of the collected tests that the first circle runs; `changed` are paths of files."""
-    changed = tuple(changed)
-    left_out = tuple(
-        tests for tests, paths in WHERE_CHANGED.items() if not any(name.startswith((*paths, tests)) for name in changed)
-    )
+    omitted = left_out(changed)
     chosen: dict[str, pytest.Item] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
         is_later = any(map(item.get_closest_marker, LATER))
-        if item.get_closest_marker("first") or not (is_later or name.startswith(left_out)):
+        if not name.startswith(omitted) and (item.get_closest_marker("first") or not is_later):
             chosen.setdefault(name, item)
     return set(chosen.values())
 
 
-def changed_files() -> list[str]:
+def left_out(changed: Iterable[str]) -> tuple[str, ...]:
+    """The paths of tests that the first circle leaves out, because nothing of theirs is among the files `changed`."""
+    changed = tuple(changed)
+    return tuple(
+        tests for tests, paths in WHERE_CHANGED.items() if not any(name.startswith((*paths, tests)) for name in changed)
+    )
+
+
+@functools.cache
+def changed_files() -> tuple[str, ...]:
     """Paths that differ from the upstream branch, or from the last commit where there is none."""
     base = _git("merge-base", "HEAD", "@{upstream}") or ["HEAD"]
-    return [*_git("diff", "--name-only", base[0]), *_git("ls-files", "--others", "--exclude-standard")]
+    return (*_git("diff", "--name-only", base[0]), *_git("ls-files", "--others", "--exclude-standard"))
 
 
 def _git(*arguments: str) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import AsyncIterator, Generator, Iterator
+from pathlib import Path
 
 import pytest
 import redis.asyncio
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from outrider.local.redis_server import EmbeddedRedis
 from outrider.registry.registry import Registry
-from tests.circles import changed_files, first_circle
+from tests.circles import ROOT, changed_files, first_circle, left_out
 
 # How long an example takes is the machine's doing, which may be elsewhere for a moment.
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="which tests to run: `make test` runs the first circle, `make test-all` the second as well",
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares the first circle the imports of tests that it leaves out as a whole."""
+    if config.getoption("--circle") != "first" or not collection_path.is_relative_to(ROOT):
+        return None
+    name = collection_path.relative_to(ROOT).as_posix() + ("/" if collection_path.is_dir() else "")
+    return True if name.startswith(left_out(changed_files())) else None
 
 
 @pytest.hookimpl(tryfirst=True)

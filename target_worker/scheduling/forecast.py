@@ -53,8 +53,8 @@ class Forecast:
         return num_ends * self._turnover.stay_s(mean_len * ms_per_token / 1e3) / len(running)
 
     def check_room(self, ms_per_token: float, *, is_background: bool = False) -> None:
-        """Raises Overloaded when no other session may wait. Those in the background are no reason to refuse others.
-        Safe to call from another thread."""
+        """Raises Overloaded when no other session may wait. Those in the background are no reason to refuse others, so
+        a worker holds at most `max_num_seqs` + `max_num_waiting` of each kind. Safe to call from another thread."""
         waiting = self._slots.waiting
         num_waiting = len(waiting if is_background else not_in_background(waiting))
         if num_waiting >= self._limits.max_num_waiting:

@@ -42,6 +42,7 @@ def check(spec: GrammarSpec) -> None:
 
 @EFFORTS
 @pytest.mark.parametrize("kind", GrammarKind)
+@pytest.mark.thorough
 def test_any_text_compiles_or_is_refused(kind: GrammarKind, effort: int) -> None:
     texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join) | st.text(max_size=30)
     try_out(lambda text: check(GrammarSpec(kind, text)), effort, 100, text=texts)

@@ -49,6 +49,7 @@ def test_with_certificates_metrics_are_for_those_who_have_one(registry: Collecto
     assert "outrider_things_total 3.0" in httpx.get(url, verify=context).text
 
 
+@pytest.mark.thorough
 def test_clients_that_say_nothing_keep_nobody_waiting_for_long(
     registry: CollectorRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

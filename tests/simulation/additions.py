@@ -281,6 +281,15 @@ def _add_full_journal(scenario: Scenario, chance: random.Random) -> Scenario:
     return replace(_add_rush(scenario, chance), journal_bytes_max=chance.choice((4000, 8000)))
 
 
+def _add_batch(scenario: Scenario, chance: random.Random) -> Scenario:
+    """Lines come early and take long, so that others find the slots taken."""
+
+    def in_background(each: Request) -> Request:
+        return replace(each, is_background=True, at_s=chance.uniform(0.0, 0.5), max_tokens=78, deadline_s=300.0)
+
+    return _change(scenario, chance, in_background, 0.4, _is_plain)
+
+
 _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] = {
     Feature.RUSH: _add_rush,
     Feature.SHARES: _add_rush,
@@ -301,5 +310,6 @@ _ADDITIONS: Final[dict[Feature, Callable[[Scenario, random.Random], Scenario]]] 
     Feature.LONG_STOP: _add_long_stop,
     Feature.WEIGHTS: _add_weights,
     Feature.SKEWED_CLOCKS: _add_skewed_clocks,
+    Feature.BATCH: _add_batch,
 }
 """In the order in which they are added: what adds requests before what chooses by their number."""

@@ -34,6 +34,7 @@ class WorkerChecks:
         self._hints: dict[tuple[str, int, int], dict[int, tuple[int, ...]]] = {}
         self._owners: dict[Target | Draft, dict[Digest, str]] = {}  # tenants, by published blocks
         self._orphans: dict[object, None] = {}  # sessions that had no caller a moment ago
+        self._waiting: dict[Target, set[str]] = {}  # sessions that waited after the last step
 
     def remember_hints(self, draft: Draft, sent: SendHints) -> None:
         """Records the path of each hint from the root, as its draft worker sent it."""
@@ -47,9 +48,12 @@ class WorkerChecks:
         for session in scheduler._sessions.values():
             self._check_session(target, session)
             self._judge.on_step(target, session)
-        # Those that were preempted wait beside as many as may wait.
+        # Those that were preempted wait beside as many as may wait. Sessions in the background are no reason to refuse
+        # others, so each kind may fill all places.
         num_places = limits.max_num_seqs + limits.max_num_waiting
-        if scheduler.num_running > limits.max_num_seqs or len(scheduler._sessions) > num_places:
+        num_background = scheduler.num_background
+        num_most = max(num_background, len(scheduler._sessions) - num_background)
+        if scheduler.num_running > limits.max_num_seqs or num_most > num_places:
             self.wrong(f"I7: {target.name} holds {scheduler.num_running} + {scheduler.num_waiting} sessions")
         self.check_blocks(target, [session.kv for session in scheduler._slots.running.values()])
         if len(scheduler._early._kept) > limits.max_early_sessions:
@@ -57,12 +61,28 @@ class WorkerChecks:
 
         self._check_callers(target, scheduler._sessions)
         self._check_tenants(target, scheduler._sessions)
+        self._check_background(target)
 
     def check_draft(self, draft: Draft) -> None:
         """Checks a draft worker after one of its steps."""
         self.check_blocks(draft, [session.kv for session in draft.scheduler._sessions.values()])
         self._check_callers(draft, draft.scheduler._sessions)
         self._check_tenants(draft, draft.scheduler._sessions)
+
+    def _check_background(self, target: Target) -> None:
+        """Checks that no client waits for a slot, step after step, while a session in the background has one."""
+        slots = target.scheduler._slots
+        if not any(session.is_background for session in slots.running.values()):
+            self._waiting.pop(target, None)
+            return
+        waiting = {
+            session.session_id
+            for session in slots.waiting
+            if not session.is_background and not (slots.shares_prefix(session) and slots._is_prefix_under_way(session))
+        }
+        for session_id in waiting & self._waiting.get(target, set()):
+            self.wrong(f"I10: {session_id} waits at {target.name} for a session in the background")
+        self._waiting[target] = waiting
 
     def check_blocks(self, worker: Target | Draft, sequences: list[KVSequence]) -> None:
         """Every block has as many owners as there are sequences that hold it, and no block is lost."""

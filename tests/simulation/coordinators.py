@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,8 @@ import grpc
 
 from coordinator.access.api_keys import Caller
 from coordinator.api.grpc import grpc_api
-from coordinator.intake.generation_request import NOWHERE, Origin
+from coordinator.api.http.line_calls import in_background
+from coordinator.intake.generation_request import NOWHERE, GenerationInput, GenerationSpec, Origin
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.placement.fair_queue import Ticket
 from coordinator.placement.routing import WorkerKey, key_of
@@ -152,8 +153,10 @@ class Coordinator(Process):
         observer: Observer,
         callers: Mapping[str, Caller],
         journal_bytes_max: int | None,
+        background: Set[str],
     ) -> None:
-        """`callers`: of each tenant, by its key; without any nobody needs one."""
+        """`callers`: of each tenant, by its key; without any nobody needs one. `background`: ids of requests that run
+        as lines of batches do."""
         super().__init__(name, network.loop, host)
         self.observer, self._callers = observer, callers
         self.started_s = network.loop.time()
@@ -172,6 +175,7 @@ class Coordinator(Process):
         )
         self.service = GenerationService(settings, outside=self._outside)
         self.service.preparation._compilers[VOCAB_SIZE] = cast(Any, GrammarCompiler(is_coordinator=True))
+        self._put_in_background(background)
         router = self.service.environment.placement.router
         pass_over = router.pass_over
 
@@ -186,6 +190,15 @@ class Coordinator(Process):
                 self._generate, generation_pb2.GenerationRequest, generation_pb2.GenerationChunk
             )
         }
+
+    def _put_in_background(self, request_ids: Set[str]) -> None:
+        prepare = self.service.prepare
+
+        async def prepared(request: GenerationInput, *, has_begun: bool = False) -> GenerationSpec:
+            spec = await prepare(request, has_begun=has_begun)
+            return in_background(spec) if request.request_id in request_ids else spec
+
+        self.service.prepare = prepared  # type: ignore[method-assign]
 
     def _watch_queue(self) -> None:
         """Tells of each slot that is given to a sequence of those that wait, and how things stood when the look through

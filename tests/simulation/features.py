@@ -27,6 +27,7 @@ class Feature(StrEnum):
     SKEWED_CLOCKS = "hosts' clocks on the wall differ"
     LONG_STOP = "a coordinator is stopped for longer than it lets its workers be silent"
     FULL_JOURNAL = "a tenant with a key has more streams than its share of the journal holds"
+    BATCH = "some requests run in the background, as lines of batches do"
 
 
 _CHANCES: Final[dict[Feature, float]] = {
@@ -49,6 +50,7 @@ _CHANCES: Final[dict[Feature, float]] = {
     Feature.SKEWED_CLOCKS: 0.15,
     Feature.LONG_STOP: 0.06,
     Feature.FULL_JOURNAL: 0.03,
+    Feature.BATCH: 0.08,
 }
 
 ENABLED: Final = frozenset(Feature)

@@ -35,6 +35,8 @@ from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import generation_pb2
 from target_worker.messages import StartSession
+from target_worker.scheduling.batch_slots import BatchSlots
+from target_worker.scheduling.session import Session
 from target_worker.serving import server
 from target_worker.serving.generate_messages import parse_generate
 from tests.simulation.actors import Target
@@ -133,6 +135,10 @@ async def work_on_the_loop(work: Callable[..., object], *arguments: object) -> o
     return work(*arguments)
 
 
+def give_up_nothing(self: BatchSlots, session: Session) -> bool:
+    return False
+
+
 PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     "all choices have one seed": (
         *(Feature.CHOICES, GenerationSpec, "sampling_of", sample_all_choices_alike, "tokens"),
@@ -188,6 +194,9 @@ PLANTED: dict[str, tuple[Feature, object, str, object, str]] = {
     ),
     "a tenant may fill the journal": (
         *(Feature.FULL_JOURNAL, journal, "TENANT_SHARE", 1.0, "I10: one tenant's streams"),
+    ),
+    "a session in the background keeps its slot": (
+        *(Feature.BATCH, BatchSlots, "_make_room_for", give_up_nothing, "a session in the background"),
     ),
 }
 """By what is wrong: the feature, what is replaced and by what, and what the simulation says of it."""

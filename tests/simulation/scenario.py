@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from coordinator.intake.generation_request import PRIORITY_MAX
 from draft_worker.limits import DraftLimits
 from outrider.sampling_params import SpeculationSettings
 from target_worker.limits import SchedulerLimits
@@ -72,10 +73,13 @@ class Request:
     stays_s: float = 0.0  # after which its client leaves, each time that it has come; 0: it stays
     stalls_after: int = 0  # chunks after which its client does not read for `stalls_s`; 0: never
     stalls_s: float = 0.0
+    is_background: bool = False  # makes room for all others
 
     @property
     def rank(self) -> int:
         """Its priority, a lower one first."""
+        if self.is_background:
+            return PRIORITY_MAX
         return self.number % 3 - 1 if self.priority is None else self.priority
 
     @property

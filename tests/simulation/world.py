@@ -180,6 +180,7 @@ class World:
                 process = Coordinator(
                     *(name, self.network, host, life, settings_of(self.scenario), self.scenario.seed),
                     *(self.judge, callers_of(self.scenario), self.scenario.journal_bytes_max),
+                    {each.name for each in self.scenario.requests if each.is_background},
                 )
             case _:
                 process = Redis(self.network, host, self.wrong, self.judge.on_journal)

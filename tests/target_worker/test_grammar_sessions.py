@@ -411,6 +411,7 @@ TEMPERATURE = 2.0
     ("rule", "draft"),
     [(AcceptanceRule.BLOCK, "none"), (AcceptanceRule.BLOCK, "hostile"), (AcceptanceRule.TOKEN, "hostile")],
 )
+@pytest.mark.thorough
 def test_sampled_sentences_follow_the_masked_distribution(rule: AcceptanceRule, draft: str) -> None:
     num_samples = 2500
     starts = [

@@ -75,7 +75,7 @@ class LineCalls:
         asked = await unless_small(service.threads, body, lambda: self._read(url, body, request_id))
         caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
         with renamed_errors(asked.names):
-            specs = [_last(await service.prepare(self._input(each, caller))) for each in asked.inputs]
+            specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
         writer = asked.new_writer(specs, service.environment.tokenizer, False)
         items = service.generate(specs[0], arrival_s) if len(specs) == 1 else generate_each(service, specs, arrival_s)
         content = await whole_answer(service, items, writer)
@@ -101,7 +101,7 @@ class LineCalls:
         return replace(asked, origin=Origin(caller), tenant=tenant, deadline_s=deadline_s, priority=PRIORITY_MAX)
 
 
-def _last(spec: GenerationSpec) -> GenerationSpec:
+def in_background(spec: GenerationSpec) -> GenerationSpec:
     """Copies a request so that it goes behind all others, and takes no part in a canary."""
     tenant = f"{_TENANT}:{spec.request.tenant}"
     request = replace(spec.request, priority=BACKGROUND_PRIORITY, tenant=tenant)

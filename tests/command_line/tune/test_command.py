@@ -63,6 +63,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 class TestWholeCommand:
+    @pytest.mark.thorough
     def test_a_model_that_drafts_for_itself_is_always_right(
         self, prompts: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -86,6 +87,7 @@ class TestWholeCommand:
         assert "Do not speculate" in " ".join(read["verdict"])
         assert all("--no-draft" in command for command in read["flags"] if "serve" in command)
 
+    @pytest.mark.thorough
     def test_what_is_said_to_a_person(self, prompts: Path) -> None:
         result = run("--target", TARGET, "--draft", DRAFT, *QUICK, "--prompts", prompts)
         assert result.exit_code == 0, result.stderr
@@ -100,6 +102,7 @@ class TestWholeCommand:
         assert "only 72 tokens were compared" in result.stdout
         assert "Loading" in result.stderr
 
+    @pytest.mark.thorough
     def test_flags_are_ones_that_the_commands_know(self) -> None:
         # No overhead and a long step make even a twin pay, so that every flag is there.
         overheads = ("--overhead-ms", 0, "--link-ms", 0)
@@ -116,6 +119,7 @@ class TestWholeCommand:
                 parse = {"target-worker": parse_target_arguments, "draft-worker": parse_draft_arguments}[command]
                 parse(arguments)
 
+    @pytest.mark.thorough
     def test_it_leaves_threads_and_cores_as_they_were(self, prompts: Path) -> None:
         cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
         torch.set_num_threads(num_threads + 1)

@@ -66,6 +66,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Excludes what earlier files left from collection as well: each load of a model collects."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the failures of tests that passed when they ran again (`.ci/run`): they are to be read, too."""
     for report in terminalreporter.stats.get("rerun", ()):

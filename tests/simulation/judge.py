@@ -166,7 +166,7 @@ class Judge:
             self._poisonous[request.session_id] = coordinator, call
 
     def on_session(self, session_id: str, tenant: str) -> None:
-        self._tenants[session_id] = tenant
+        self._tenants[session_id] = tenant.removeprefix("batch:")  # whose lines have a share of their own
 
     def tenant_of(self, session_id: str) -> str:
         return self._tenants[session_id]

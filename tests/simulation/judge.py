@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.access.api_keys import Caller, Scope, TenantLimits
+from coordinator.api.http.line_calls import LINES_PREFIX
 from coordinator.placement.fair_queue import URGENT, Ticket
 from coordinator.recovery.poison import LOSSES_MAX, LOSSES_PER_OTHER
 from coordinator.settings import CoordinatorSettings
@@ -166,7 +167,7 @@ class Judge:
             self._poisonous[request.session_id] = coordinator, call
 
     def on_session(self, session_id: str, tenant: str) -> None:
-        self._tenants[session_id] = tenant.removeprefix("batch:")  # whose lines have a share of their own
+        self._tenants[session_id] = tenant.removeprefix(LINES_PREFIX)  # whose lines have a share of their own
 
     def tenant_of(self, session_id: str) -> str:
         return self._tenants[session_id]

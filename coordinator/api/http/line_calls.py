@@ -45,7 +45,7 @@ ENDPOINTS: Final[Mapping[str, Kind]] = MappingProxyType(
 """The calls that a line may name."""
 LINES_MAX: Final = 256
 """Most lines that a replica runs at once."""
-_TENANT: Final = "batch"  # its fair share is separate from that of the tenant's own requests
+LINES_PREFIX: Final = "batch:"  # of their tenant's name: their fair share is separate from that of its own requests
 
 
 class LineCalls:
@@ -103,6 +103,6 @@ class LineCalls:
 
 def in_background(spec: GenerationSpec) -> GenerationSpec:
     """Copies a request so that it goes behind all others, and takes no part in a canary."""
-    tenant = f"{_TENANT}:{spec.request.tenant}"
+    tenant = f"{LINES_PREFIX}{spec.request.tenant}"
     request = replace(spec.request, priority=BACKGROUND_PRIORITY, tenant=tenant)
     return replace(spec, request=request, is_background=True, assignment=None, drafts=ANY_DRAFT)

@@ -51,6 +51,7 @@ class Deployment:
     num_speculative_tokens: int | None = same_as(SchedulerLimits, "num_speculative_tokens", None)
     enable_lookup: bool = same_as(SchedulerLimits, "has_lookup")
     enable_prefix_caching: bool = same_as(EngineOptions, "enable_prefix_caching", flag="--prefix-caching")
+    chat_template: Path | None = same_as(CoordinatorSettings, "chat_template")
     tool_call_parser: ToolCallParserName | None = same_as(CoordinatorSettings, "tool_call_parser")
     reasoning_parser: ReasoningParserName | None = same_as(CoordinatorSettings, "reasoning_parser")
     seed_requests: bool = same_as(CoordinatorSettings, "seed_requests")

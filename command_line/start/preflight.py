@@ -17,7 +17,7 @@ from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
-from outrider.text.tokenizer import fingerprint
+from outrider.text.tokenizer import compile_chat_template, fingerprint
 from outrider.text.vocabulary_map import has_same_base
 
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
@@ -33,6 +33,8 @@ def check(deployment: Deployment) -> None:
         check_model(deployment.draft, "--draft")
         if not deployment.allow_heterogeneous_vocab:
             check_tokenizers(deployment.target, deployment.draft)
+    if deployment.chat_template is not None:
+        check_chat_template(deployment.chat_template)
     check_memory(deployment, available_memory())
     check_access(deployment)
     if deployment.port == deployment.grpc_port != 0:
@@ -79,6 +81,14 @@ def _weight_files(folder: Path, flag: str) -> list[str]:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
         raise ConfigurationError(f"{flag} {folder}: {WEIGHTS_INDEX} cannot be read: {error}") from error
+
+
+def check_chat_template(path: Path) -> None:
+    """A file that can be read, with a template that can be compiled."""
+    try:
+        compile_chat_template(path.read_text(encoding="utf-8"), f"--chat-template {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--chat-template {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def check_memory(deployment: Deployment, free: int) -> None:

@@ -108,7 +108,7 @@ class Tokenizer:
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Loads `tokenizer.json`; `chat_template` overrides the model's own (Jinja text).
 
-        Raises ConfigurationError when a file is missing or damaged.
+        Raises ConfigurationError when a file is missing or damaged, or the given template is no Jinja.
         """
         self.model_dir = model_dir
         self.fingerprint = fingerprint(model_dir)
@@ -123,6 +123,8 @@ class Tokenizer:
         own_template = chat_template or self._find_chat_template()
         self.has_chat_template = own_template is not None
         self._chat_template = own_template or PLAIN_CHAT_TEMPLATE
+        if chat_template:
+            compile_chat_template(chat_template, "the given chat template")
 
     @property
     def chat_template(self) -> str:
@@ -245,16 +247,7 @@ class Tokenizer:
 
     @cached_property
     def _compiled_chat_template(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(self._chat_template)
-        except jinja2.TemplateError as error:
-            raise ConfigurationError(f"the chat template of {self.model_dir} is not valid: {error}") from error
+        return compile_chat_template(self._chat_template, f"the chat template of {self.model_dir}")
 
     def _find_chat_template(self) -> str | None:
         path = self.model_dir / "chat_template.jinja"
@@ -286,6 +279,20 @@ def _bytes_by_character() -> dict[str, int]:
 
 _BYTES_BY_CHARACTER: Final = _bytes_by_character()
 _BYTE_PIECE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def compile_chat_template(template: str, what: str) -> jinja2.Template:
+    """The template with what transformers gives to chat templates. Raises ConfigurationError."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ConfigurationError(f"{what} is not valid: {error}") from error
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -133,9 +133,10 @@ def test_how_many_wait_and_for_how_long_is_passed_on_to_the_coordinator() -> Non
     ]
 
 
-def test_the_formats_of_the_output_are_passed_on_to_the_coordinator() -> None:
+def test_the_chat_template_and_the_formats_of_the_output_are_passed_on_to_the_coordinator() -> None:
     wanted = replace(PAIR, tool_call_parser=ToolCallParserName.MISTRAL, reasoning_parser=ReasoningParserName.QWEN3)
-    command = flags(coordinator_spec(wanted, Path("/tmp/x")).command)
+    command = flags(coordinator_spec(replace(wanted, chat_template=Path("my.jinja")), Path("/tmp/x")).command)
+    assert command["--chat-template"] == "my.jinja"
     assert command["--tool-call-parser"] == "mistral"
     assert command["--reasoning-parser"] == "qwen3"
     assert not {"--tool-call-parser", "--reasoning-parser"} & set(coordinator_spec(PAIR, Path("/tmp/x")).command)

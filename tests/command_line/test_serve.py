@@ -163,6 +163,16 @@ def test_draft_and_no_draft_exclude_each_other(outrider: Run, pair: tuple[Path, 
     assert "exclude each other" in stderr
 
 
+def test_a_chat_template_is_checked_before_a_process_starts(
+    outrider: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.jinja"
+    start = ("serve", *models(pair), *FREE_PORTS, "--chat-template", path)
+    assert f"--chat-template {path}: No such file or directory" in refusal(outrider(*start))
+    path.write_text("{% for %}")
+    assert f"--chat-template {path} is not valid: Expected an expression" in refusal(outrider(*start))
+
+
 @pytest.mark.parametrize("weight", ["gold", "gold=much", "gold=0", "gold=nan", "gold=1e9"])
 def test_a_tenant_s_weight_that_is_none_is_refused_before_a_process_starts(
     outrider: Run, pair: tuple[Path, Path], weight: str

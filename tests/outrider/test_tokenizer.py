@@ -191,6 +191,12 @@ class TestTokenizer:
             model.render_chat([{"role": "user", "content": "hi"}])
         assert caught.value.parameter == "messages"
 
+    def test_a_given_template_is_checked_at_once_and_comes_before_the_model_s_own(self, tmp_path: Path) -> None:
+        directory = write_model_dir(tmp_path, chat_template="{% not Jinja")
+        assert Tokenizer(directory, "{{ messages[0].role }}").render_chat([{"role": "user"}]) == "user"
+        with pytest.raises(ConfigurationError, match="the given chat template is not valid"):
+            Tokenizer(directory, "{% for %}")
+
     def test_a_template_cannot_reach_out_of_its_sandbox(self, tmp_path: Path) -> None:
         template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
         model = Tokenizer(write_model_dir(tmp_path, chat_template=template))

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 # Fields whose value is another one at every server or in every run. Their presence and type are compared.
-_VOLATILE: Final = {"id", "created", "request_id", "system_fingerprint", "version", "owned_by", "root", "permission"}
+_VOLATILE: Final = {
+    *("id", "created", "request_id", "system_fingerprint", "version", "owned_by", "root", "permission", "server_load")
+}
 # Messages are for people. Clients read the type, the code and the parameter.
 _WORDS: Final = {"message"}
 # Texts and what follows from them; compared only where both servers must generate the same.
@@ -173,14 +175,20 @@ def _kinds(events: Iterable[Any]) -> set[str]:
     return {event_kind(event) for event in events if isinstance(event, dict)}
 
 
+def _index(event: Any) -> int:
+    """The index of the event's first choice."""
+    choices = event.get("choices") if isinstance(event, dict) else None
+    return int(choices[0].get("index", 0)) if choices else 0
+
+
 def _indexes(events: Iterable[Any]) -> set[int]:
     choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices") or []]
     return {choice.get("index", 0) for choice in choices} or {0}
 
 
 def _compare_fields(kind: str, left: list[Any], right: list[Any]) -> Iterator[_Found]:
-    """Fields of the first event of a kind."""
-    one, other = (next(each for each in events if event_kind(each) == kind) for events in (left, right))
+    """Fields of the first event of a kind, of the first choice that has one: the order of choices is open."""
+    one, other = (min((each for each in events if event_kind(each) == kind), key=_index) for events in (left, right))
     yield from _compare_values(f"event {kind}", one, other, compares_text=False)
 
 

@@ -99,6 +99,8 @@ def _combined() -> list[Kind]:
         completion("default max_tokens", max_tokens=OMITTED),
         completion("default temperature", temperature=OMITTED, compares_text=False),
         completion("stop with minimum", stop="e", min_tokens=4),
+        # The byte E2, which begins a character of three.
+        completion("cut character", logit_bias={"161": 100}, max_tokens=1),
         completion("no model", model=OMITTED),
         completion("null model", model=None),
         completion("unknown model", model="unknown"),

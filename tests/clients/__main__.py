@@ -58,7 +58,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def server_at(url: str, grpc: str) -> Iterator[Server]:
-    """A server that runs already at this address, else one of its own with the demo pair."""
+    """A server that runs already at this address, else one of its own with the demo pair and batches."""
     if url:
         url = url.rstrip("/").removesuffix("/v1")
         models = httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()["data"]
@@ -66,7 +66,7 @@ def server_at(url: str, grpc: str) -> Iterator[Server]:
         return
     with tempfile.TemporaryDirectory(prefix="outrider-clients-") as folder:
         print("starting outrider serve with the demo pair", flush=True)
-        with running_system(Path(folder) / "serve") as system:
+        with running_system(Path(folder) / "serve", "--batch-files", Path(folder) / "batches") as system:
             yield Server(system.url, system.grpc, system.model, DEMO_TARGET)
 
 

@@ -189,6 +189,7 @@ class SecuredSystem:
             "--otlp-endpoint": self.options.otlp_endpoint,
             "--log-format": self.options.log_format,
             "--ray-temp-dir": self.scratch / f"r{index}",
+            "--batch-files": self.scratch / "batches",
         }
         words = (*module("coordinator"), *flatten(flags), "--log-requests")
         return (*words, "--require-client-certificates") if self.options.needs_client_certificates else words

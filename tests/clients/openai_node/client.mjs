@@ -1,5 +1,5 @@
 // The `openai` package for JavaScript, used as its README and OpenAI's guides show.
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import { assert, check } from "./checks.mjs";
@@ -169,4 +169,25 @@ await check("responses.parse", async () => {
   const format = zodTextFormat(Weather, "weather");
   const answer = await client.responses.parse({ model, input: "How is the weather?", text: { format } });
   Weather.parse(answer.output_parsed);
+});
+
+await check("files and batches", async () => {
+  const body = { model, prompt, max_tokens: 10, temperature: 0 };
+  const line = { custom_id: "one", method: "POST", url: "/v1/completions", body };
+  const content = await toFile(Buffer.from(`${JSON.stringify(line)}\n`), "requests.jsonl");
+  const file = await client.files.create({ file: content, purpose: "batch" });
+  let batch = await client.batches.create({
+    input_file_id: file.id,
+    endpoint: "/v1/completions",
+    completion_window: "24h",
+  });
+  while (["validating", "in_progress", "finalizing"].includes(batch.status)) {
+    await new Promise((resolve) => setTimeout(resolve, 500));
+    batch = await client.batches.retrieve(batch.id);
+  }
+  assert.equal(batch.status, "completed");
+  const [answered] = (await (await client.files.content(batch.output_file_id)).text()).trim().split("\n");
+  const { choices } = JSON.parse(answered).response.body;
+  assert.equal(choices[0].text, (await client.completions.create(body)).choices[0].text);
+  for (const name of [file.id, batch.output_file_id]) assert((await client.files.delete(name)).deleted);
 });

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from typing import Literal
 
 import openai
@@ -267,6 +268,28 @@ def _() -> None:
 def _() -> None:
     answer = client.responses.parse(model=MODEL, input="How is the weather?", text_format=Weather)
     assert isinstance(answer.output_parsed, Weather)
+
+
+@check("files and batches")
+def _() -> None:
+    bodies = [{"model": MODEL, "prompt": PROMPT, "max_tokens": 8 + i, "temperature": 0} for i in range(3)]
+    asked = {"method": "POST", "url": "/v1/completions"}
+    lines = [json.dumps({"custom_id": f"line-{i}", "body": body} | asked) for i, body in enumerate(bodies)]
+    file = client.files.create(file=("requests.jsonl", "\n".join(lines).encode()), purpose="batch")
+    equal(client.files.retrieve(file.id).filename, "requests.jsonl")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"job": "nightly"}
+    )
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.5)
+        batch = client.batches.retrieve(batch.id)
+    equal((batch.status, batch.request_counts.completed, batch.request_counts.failed), ("completed", 3, 0))
+    assert batch.id in [each.id for each in client.batches.list(limit=1)]
+    answered = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in answered}
+    equal(texts, {f"line-{i}": client.completions.create(**body).choices[0].text for i, body in enumerate(bodies)})
+    for name in (file.id, batch.output_file_id):
+        assert client.files.delete(name).deleted
 
 
 finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import requests
 import schemathesis
 from schemathesis import GenerationMode
 
@@ -34,7 +35,7 @@ def from_document(document: dict[str, Any], mode: GenerationMode, count: int, se
 
 
 def _input(case: Any, mode: GenerationMode) -> HttpInput:
-    made = case.as_transport_kwargs("http://coordinator")
+    made = _as_bytes(case.as_transport_kwargs("http://coordinator"))
     path = made["url"].removeprefix("http://coordinator") or "/"
     if query := made.get("params"):
         path += "?" + "&".join(f"{name}={value}" for name, value in query.items())
@@ -63,6 +64,19 @@ def _input(case: Any, mode: GenerationMode) -> HttpInput:
         allows=own_deadline(text.replace(" ", "")),
         may_hang_up=not is_plain or not path.isascii(),
     )
+
+
+def _as_bytes(made: dict[str, Any]) -> dict[str, Any]:
+    """With a form of several parts written out."""
+    if not made.get("files"):
+        return made
+    parts = [
+        (name, (filename, value if isinstance(value, str | bytes) else json.dumps(value)))
+        for name, (filename, value) in made["files"]
+    ]
+    form = requests.Request("POST", made["url"], files=parts).prepare()
+    headers = {**(made.get("headers") or {}), "Content-Type": form.headers["Content-Type"]}
+    return {**made, "data": form.body, "headers": headers}
 
 
 def _body(made: dict[str, Any], mode: GenerationMode) -> bytes | None:

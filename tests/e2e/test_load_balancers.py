@@ -28,6 +28,7 @@ from tests.e2e.load_balancers import BALANCERS, Backend, Balancer
 from tests.e2e.replicas import Replicas, running_replicas
 from tests.e2e.streams import READ_TIMEOUT_S, Stream, grpc_request, grpc_stream, http_stream
 from tests.e2e.system import eventually, needs_the_pair
+from tests.k8s.route_rules import public_operations
 
 pytestmark = [
     pytest.mark.slow,
@@ -259,7 +260,7 @@ def test_a_client_that_leaves_frees_the_workers(
 
 
 CLOSED_PATHS = (
-    *("/metrics", "/health", "/livez", "/-/routes", "/-/healthz", "/api/serve/applications/", "/"),
+    *("/metrics", "/health", "/livez", "/load", "/-/routes", "/-/healthz", "/api/serve/applications/", "/"),
     *("/v1/../metrics", "/v1/models/../../metrics", "/v1/models/%2e%2e/%2e%2e/metrics", "//metrics"),
     *("/v1/completions/../../-/routes", "/v1/models/..;/metrics", "/ray.serve.RayServeAPIService/Healthz"),
 )
@@ -270,6 +271,25 @@ CLOSED_CALLS = (
     "/outrider.v1.Target/Generate",
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
 )
+
+
+def test_every_path_of_the_api_is_there(balancer: Balancer, replicas: Replicas) -> None:
+    def said(client: httpx.Client, method: str, path: str) -> tuple[int, Any]:
+        response = client.request(method, path, json={} if method == "POST" else None)
+        is_json = response.headers.get("content-type") == "application/json"
+        return response.status_code, response.json().get("error") if is_json else None
+
+    with browser(balancer) as client, httpx.Client(base_url=replicas.coordinators[0].url, trust_env=False) as direct:
+        for method, path in public_operations():
+            assert said(client, method, path) == said(direct, method, path), f"{method} {path}"
+
+
+def test_a_file_may_be_longer_than_other_bodies(balancer: Balancer) -> None:
+    file = {"file": ("lines.jsonl", b"x" * (BODY_BYTES_MAX + 1))}
+    with browser(balancer) as client:
+        response = client.post("/v1/files", files=file, data={"purpose": "batch"})
+    # Batches are off here, which the coordinator says.
+    assert (response.status_code, "--batch-files" in response.text) == (404, True), response.text
 
 
 def test_what_is_not_for_the_public_is_not_there(balancer: Balancer) -> None:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from coordinator.api.http.openapi import openapi_document
+
 Object = Mapping[str, Any]
 
 CLOSED_PATHS: Final = (
@@ -17,11 +19,17 @@ CLOSED_PATHS: Final = (
     "/metrics",
     "/health",
     "/livez",
+    "/load",
     "/-/routes",
     "/-/healthz",
     "/api/serve/applications/",
 )
-LONG_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/streams/some-id")
+LONG_PATHS: Final = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/streams/some-id"),
+    *("/v1/files", "/v1/files/some-id/content"),
+)
+OPERATORS_PATHS: Final = frozenset({"/metrics", "/health", "/livez", "/load"})
+"""Paths of the API that are for operators, and not reachable from outside."""
 PUBLIC_SERVICE: Final = "outrider.v1.Generation"
 _UNITS_S: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
@@ -83,6 +91,23 @@ def certificates_that_nobody_declares(objects: Sequence[Object], secrets: Sequen
                     yield f"{name}: there is no Secret {reference['name']}"
 
 
+def public_operations() -> list[tuple[str, str]]:
+    """Methods and paths of the API that clients use, with `some-id` for each parameter."""
+    return [
+        (method.upper(), re.sub(r"\{\w+\}", "some-id", path))
+        for path, operations in openapi_document()["paths"].items()
+        if path not in OPERATORS_PATHS
+        for method in operations
+    ]
+
+
+def paths_without_a_route(objects: Sequence[Object]) -> Iterator[str]:
+    rules = [rule for route in routes(objects) if route["kind"] == "HTTPRoute" for rule in route["spec"]["rules"]]
+    for method, path in public_operations() if rules else ():
+        if not any(is_reached(path, rule, method) for rule in rules):
+            yield f"no HTTPRoute takes {method} {path}"
+
+
 def routes_that_open_too_much(objects: Sequence[Object]) -> Iterator[str]:
     for route in routes(objects):
         for rule in route["spec"]["rules"]:
@@ -111,9 +136,12 @@ def routes_that_end_too_soon(objects: Sequence[Object], longest_s: float) -> Ite
                     yield f"{name_of(route)}: timeout {kind} is {permitted}, and a text may take {longest_s:g} s"
 
 
-def is_reached(path: str, rule: Object) -> bool:
-    """Whether a rule of an HTTPRoute takes requests for the path, with any method."""
-    return any(_matches(path, match.get("path", {})) for match in rule.get("matches", [{}]))
+def is_reached(path: str, rule: Object, method: str | None = None) -> bool:
+    """Whether a rule of an HTTPRoute takes requests for the path, with this method or with any."""
+    return any(
+        _matches(path, match.get("path", {})) and (method is None or match.get("method", method) == method)
+        for match in rule.get("matches", [{}])
+    )
 
 
 def _matches(path: str, match: Object) -> bool:

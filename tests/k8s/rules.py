@@ -287,6 +287,7 @@ def broken(
         route_rules.backends_that_are_not_there,
         route_rules.gateways_that_are_not_there,
         lambda every: route_rules.certificates_that_nobody_declares(every, secrets),
+        route_rules.paths_without_a_route,
         route_rules.routes_that_open_too_much,
         lambda every: route_rules.routes_that_end_too_soon(every, longest_s["coordinator"]),
     ]

@@ -613,6 +613,11 @@ def open_metrics(objects: list[dict[str, Any]]) -> None:
     )
 
 
+def forget_a_path(objects: list[dict[str, Any]]) -> None:
+    matches = rules_of(objects, "HTTPRoute")[0]["matches"]
+    matches.remove({"path": {"type": "PathPrefix", "value": "/v1/batches"}})
+
+
 def match_nothing(objects: list[dict[str, Any]]) -> None:
     del rules_of(objects, "HTTPRoute")[1]["matches"]
 
@@ -667,6 +672,7 @@ def test_a_mistake_in_groups_of_ranks_is_found(mistake: Callable[[list[dict[str,
         listen_in_clear,
         open_all_paths,
         open_metrics,
+        forget_a_path,
         match_nothing,
         open_all_services,
         open_rays_service,

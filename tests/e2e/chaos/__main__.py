@@ -125,6 +125,7 @@ def report(outcome: Outcome, given: argparse.Namespace) -> int:
     """Says how it went. Returns the exit status."""
     problems = {
         "Wrong": outcome.ledger.failures,
+        "Wrong in batches": outcome.batches.failures,
         "Ended by itself": outcome.surprises,
         "Left behind": outcome.leaks,
         "A stranger could not know": outcome.strangers.silent,
@@ -137,6 +138,7 @@ def report(outcome: Outcome, given: argparse.Namespace) -> int:
             say(table)
     total = outcome.ledger.total()
     say(f"  {outcome.saturation}")
+    say(f"  {outcome.batches}")
     say(
         f"{total.num_injected} faults in {outcome.seconds:.0f} s, {outcome.ledger.num_answers} answers: "
         f"{'every one of them right' if outcome.is_clean else 'NOT CLEAN, see above'} (seed {given.seed})."

@@ -16,8 +16,11 @@ from typing import Any
 from outrider.concurrency.background import end_tasks
 from outrider.security.tls import Role
 from tests.e2e.chaos import footprint, saturation
+from tests.e2e.chaos.batches import BatchClient, BatchTable
 from tests.e2e.chaos.cases import Case, make_cases
+from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.fault import Fault
+from tests.e2e.chaos.faults import RedisKilled
 from tests.e2e.chaos.fleet import Fleet, FleetOptions
 from tests.e2e.chaos.ledger import Injection, Ledger, in_words
 from tests.e2e.chaos.load import Learner, Load
@@ -60,11 +63,13 @@ class Outcome:
     footprints: list[str]
     saturation: Saturation
     strangers: StrangerTable
+    batches: BatchTable
     seconds: float  # of the part with faults
 
     @property
     def is_clean(self) -> bool:
-        return not (self.ledger.failures or self.surprises or self.leaks or self.strangers.silent)
+        failures = self.ledger.failures or self.batches.failures
+        return not (failures or self.surprises or self.leaks or self.strangers.silent)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +81,7 @@ class Outcome:
             "footprints": self.footprints,
             "saturation": self.saturation.to_json(),
             "strangers": self.strangers.to_json(),
+            "batches": self.batches.to_json(),
         }
 
 
@@ -90,6 +96,8 @@ class Experiment:
         self._saturation = Saturation(plan.fleet.num_slots)
         self._strangers = StrangerTable()
         self._strangers_asked_s: dict[int, float] = {}  # requests under way
+        self._batches = BatchTable()
+        self._emptied_s = float("-inf")  # until when Redis may have lost its data
         self._is_ending = False
         self._num_begun = 0
         self._num_surprises_told = 0
@@ -125,7 +133,8 @@ class Experiment:
             leaks += await self._left_behind(fleet, before)
             leaks += await self._unwatched(fleet)
             footprints = footprint.table(before, await footprint.measure(fleet))
-        return Outcome(self._ledger, fleet.surprises, leaks, footprints, self._saturation, self._strangers, seconds)
+        told = (self._saturation, self._strangers, self._batches)
+        return Outcome(self._ledger, fleet.surprises, leaks, footprints, *told, seconds)
 
     async def _learn(self, fleet: Fleet, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
         async with AsyncExitStack() as stack:
@@ -154,6 +163,7 @@ class Experiment:
             asyncio.create_task(self._be_a_stranger(fleet, cases, Random(f"{plan.seed} stranger {number}")))
             for number in range(NUM_STRANGERS)
         ]
+        strangers.append(asyncio.create_task(self._run_batches(fleet, load, Random(f"{plan.seed} batches"))))
         try:
             async with load.asking(plan.fleet.num_clients), asyncio.TaskGroup() as lanes:
                 for lane in range(plan.num_at_once):
@@ -180,6 +190,8 @@ class Experiment:
             async with fault.victim() as worker:
                 injection.began_s = time.monotonic()
                 self._ledger.begin(injection)
+                if kind is RedisKilled:
+                    self._emptied_s = float("inf")
                 try:
                     await fault.run(worker)
                 except Exception as error:  # what hours have shown is worth more than a clean end
@@ -188,6 +200,8 @@ class Experiment:
                 self._ledger.mended(injection, time.monotonic())
                 problem = await fleet.until_whole(RECOVERY_S_MAX, fault.part if worker is None else worker.name)
                 self._ledger.end(injection, time.monotonic(), problem)
+                if kind is RedisKilled:
+                    self._emptied_s = time.monotonic()
             self._tell(injection, began_s)
             for surprise in fleet.surprises[self._num_surprises_told :]:
                 self._say(f"!! {surprise}")
@@ -213,6 +227,17 @@ class Experiment:
                 del self._strangers_asked_s[number]
                 self._strangers.add(self._ledger.name_of_fault(seen.asked_s, seen.ended_s), seen)
                 await asyncio.sleep(rng.uniform(0.0, 0.5))
+
+    async def _run_batches(self, fleet: Fleet, load: Load, rng: Random) -> None:
+        """One batch after the other."""
+        key, trust = fleet.keys[TENANTS[0]], fleet.certificates.context(None)
+        async with BatchClient(fleet.balancer.url, key, trust, load.judge, lambda: self._emptied_s) as client:
+            self._batches = client.table
+            while not self._is_ending:
+                num_failures = len(client.table.failures)
+                await client.run(load.cases, rng)
+                for failure in client.table.failures[num_failures:]:
+                    self._say(f"!! batch: {failure}")
 
     async def _watch_ourselves(self) -> None:
         """The relays and the clients run here: when this process does not, everybody else seems to hang."""

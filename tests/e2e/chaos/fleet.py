@@ -248,6 +248,7 @@ class Fleet:
             "--client-stall-max": self.options.client_stall_max_s,
             "--max-queue-wait": self.options.queue_wait_max_s,
             "--ray-temp-dir": self.scratch / f"r{index}",
+            "--batch-files": self.scratch / "batches",
         }
         words = (*module("coordinator"), *flatten(flags), "--require-worker-ids")
         spec = ChildSpec(name, "coordinator", words, self._environment("coordinator"), READY_TIMEOUT_S, 15.0)

@@ -131,7 +131,8 @@ class Load:
             event.set()
         return len(leaving)
 
-    def _judge(self, case: Case, answer: Answer) -> Verdict:
+    def judge(self, case: Case, answer: Answer) -> Verdict:
+        """Compares an answer with whatever is right at its time."""
         verdict = judge(answer, self.known[case.name])
         if verdict.kind is not Kind.RIGHT and (others := self.other_rights(case, answer)) is not None:
             return min(verdict, judge(answer, others), key=lambda each: SEVERITY[each.kind])
@@ -161,6 +162,6 @@ class Load:
             )
             del self._asked_s[index]
             self._leaving.pop(index, None)
-            self._on_answer(case, answer, self._judge(case, answer))
+            self._on_answer(case, answer, self.judge(case, answer))
             if answer.error is not None:
                 await asyncio.sleep(0.2)  # as a client that was refused would

@@ -30,7 +30,8 @@ NOT_OURS = ("this one", "log_monitor")  # Ray's keeps the logs of replicas that 
 MEMORY_MORE_SHARE = 0.3
 MEMORY_MORE_BYTES = 128 << 20  # pools, and KV blocks touched for the first time
 
-# Facts about lost workers, for an hour; batches that are over, and what is known of their tenants' files, for 30 days.
+# Facts about lost workers, for an hour, which a fault may damage; batches that are over, and what is known of their
+# tenants' files, for 30 days.
 KEPT = ("or:losses", "{or:batch:", "or:batches:of:", "or:file:", "or:files:")
 
 
@@ -106,8 +107,8 @@ def leaks(before: Footprint, after: Footprint) -> list[str]:
         bytes_then, bytes_now = before.memory_bytes[name], after.memory_bytes[name]
         if bytes_now > bytes_then * (1 + MEMORY_MORE_SHARE) + MEMORY_MORE_BYTES:
             found.append(f"{name} holds {bytes_now >> 20} MiB of memory, {bytes_then >> 20} before")
-    more = {key for key in after.redis_keys - before.redis_keys if not key.startswith(KEPT)}
-    less = before.redis_keys - after.redis_keys
+    old, new = ({key for key in each.redis_keys if not key.startswith(KEPT)} for each in (before, after))
+    more, less = new - old, old - new
     if more or less:
         found.append(f"Redis has {sorted(more)} more and {sorted(less)} less")
     return found

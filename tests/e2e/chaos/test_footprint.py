@@ -12,7 +12,7 @@ def holding(num_descriptors: int, mib: int, keys: set[str], name: str = "target-
 
 
 def test_what_comes_and_goes_is_no_leak() -> None:
-    assert not leaks(holding(25, 600, {"a"}), holding(30, 650, {"a"}))
+    assert not leaks(holding(25, 600, {"a", "or:losses"}), holding(30, 650, {"a", "{or:batch:1}:parts"}))
 
 
 def test_descriptors_memory_and_keys_are_missed() -> None:

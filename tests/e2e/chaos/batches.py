@@ -183,7 +183,7 @@ def line(custom_id: str, case: Case) -> dict[str, Any]:
 def judged(
     chosen: Mapping[str, Case], output: Iterable[Mapping[str, Any]], errors: Iterable[Mapping[str, Any]], judge: Judge
 ) -> list[str]:
-    """What is wrong with the results of these lines. Pure."""
+    """Returns descriptions of the mistakes in the results of these lines. Pure."""
     output, errors = list(output), list(errors)
     ended = Counter(str(each["custom_id"]) for each in (*output, *errors))
     found = [f"line {name} ended {ended[name]} times" for name in sorted({*chosen, *ended}) if ended[name] != 1]

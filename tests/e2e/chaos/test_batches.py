@@ -1,4 +1,4 @@
-"""What the chaos suite finds wrong with the results of a batch."""
+"""Mistakes in the results of a batch that the chaos suite finds."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class BatchClient:
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(BATCH_S_MAX):
-                batch = await self._run(chosen)
+                batch = await self._run(chosen, began_s)
         except Forgotten as error:
             self.table.num_forgotten += 1
             if self._emptied_s() < began_s:
@@ -102,7 +102,7 @@ class BatchClient:
             self.table.num_lines += LINES
             self.table.num_lines_lost += batch["request_counts"]["failed"]
 
-    async def _run(self, chosen: Mapping[str, Case]) -> dict[str, Any]:
+    async def _run(self, chosen: Mapping[str, Case], began_s: float) -> dict[str, Any]:
         content = "\n".join(json.dumps(line(custom_id, case)) for custom_id, case in chosen.items())
         files = {"file": ("lines.jsonl", content.encode())}
         file = (await self._call("POST", "/v1/files", files=files, data={"purpose": "batch"})).json()
@@ -113,7 +113,7 @@ class BatchClient:
         if batch["status"] != "completed":
             self.table.failures.append(f"a batch is {batch['status']}: {batch['errors']}")
         output, errors = [await self._results(batch[f"{kind}_file_id"]) for kind in ("output", "error")]
-        self.table.failures += judged(chosen, output, errors, self._judge)
+        self.table.failures += judged(chosen, output, errors, self._judge, began_s)
         counts = batch["request_counts"]
         if (counts["completed"], counts["failed"]) != (len(output), len(errors)):
             self.table.failures.append(f"{counts}, with {len(output)} results and {len(errors)} errors")
@@ -181,16 +181,20 @@ def line(custom_id: str, case: Case) -> dict[str, Any]:
 
 
 def judged(
-    chosen: Mapping[str, Case], output: Iterable[Mapping[str, Any]], errors: Iterable[Mapping[str, Any]], judge: Judge
+    chosen: Mapping[str, Case],
+    output: Iterable[Mapping[str, Any]],
+    errors: Iterable[Mapping[str, Any]],
+    judge: Judge,
+    began_s: float = 0.0,
 ) -> list[str]:
-    """Returns descriptions of the mistakes in the results of these lines. Pure."""
+    """Returns descriptions of the mistakes in the results of these lines. `began_s` is when they were asked for."""
     output, errors = list(output), list(errors)
     ended = Counter(str(each["custom_id"]) for each in (*output, *errors))
     found = [f"line {name} ended {ended[name]} times" for name in sorted({*chosen, *ended}) if ended[name] != 1]
     found += [f"line {name} was not asked for" for name in sorted(ended.keys() - chosen.keys())]
     for each in output:
         if (case := chosen.get(each["custom_id"])) is not None:
-            verdict = judge(case, _answer(each["response"]["body"]))
+            verdict = judge(case, _answer(each["response"]["body"], began_s))
             if verdict.kind is not Kind.RIGHT:
                 found.append(f"line {each['custom_id']}: {verdict.kind.value}: {verdict.detail}")
     for each in errors:
@@ -200,10 +204,9 @@ def judged(
     return found
 
 
-def _answer(body: Mapping[str, Any]) -> Answer:
+def _answer(body: Mapping[str, Any], asked_s: float) -> Answer:
     choices = [
         Choice(each["token_ids"], each["text"], each["finish_reason"], each["stop_reason"], has_begun=True)
         for each in sorted(body["choices"], key=lambda each: int(each["index"]))
     ]
-    now_s = time.monotonic()
-    return Answer(now_s, choices, ended_s=now_s)
+    return Answer(asked_s, choices, ended_s=time.monotonic())

@@ -16,11 +16,10 @@ from typing import Any
 from outrider.concurrency.background import end_tasks
 from outrider.security.tls import Role
 from tests.e2e.chaos import footprint, saturation
-from tests.e2e.chaos.batches import BatchClient, BatchTable
+from tests.e2e.chaos.batches import EVERY_S, BatchClient, BatchTable
 from tests.e2e.chaos.cases import Case, make_cases
 from tests.e2e.chaos.certificates import TENANTS
 from tests.e2e.chaos.fault import Fault
-from tests.e2e.chaos.faults import RedisKilled
 from tests.e2e.chaos.fleet import Fleet, FleetOptions
 from tests.e2e.chaos.ledger import Injection, Ledger, in_words
 from tests.e2e.chaos.load import Learner, Load
@@ -133,8 +132,16 @@ class Experiment:
             leaks += await self._left_behind(fleet, before)
             leaks += await self._unwatched(fleet)
             footprints = footprint.table(before, await footprint.measure(fleet))
-        told = (self._saturation, self._strangers, self._batches)
-        return Outcome(self._ledger, fleet.surprises, leaks, footprints, *told, seconds)
+        return Outcome(
+            self._ledger,
+            fleet.surprises,
+            leaks,
+            footprints,
+            self._saturation,
+            self._strangers,
+            self._batches,
+            seconds,
+        )
 
     async def _learn(self, fleet: Fleet, cases: Sequence[Case]) -> dict[str, tuple[Right, ...]]:
         async with AsyncExitStack() as stack:
@@ -159,11 +166,11 @@ class Experiment:
             asyncio.create_task(saturation.watch(self._saturation, fleet.target_pages)),
             asyncio.create_task(self._vary(load)),
         ]
-        strangers = [
+        others = [
             asyncio.create_task(self._be_a_stranger(fleet, cases, Random(f"{plan.seed} stranger {number}")))
             for number in range(NUM_STRANGERS)
         ]
-        strangers.append(asyncio.create_task(self._run_batches(fleet, load, Random(f"{plan.seed} batches"))))
+        others.append(asyncio.create_task(self._run_batches(fleet, load, Random(f"{plan.seed} batches"))))
         try:
             async with load.asking(plan.fleet.num_clients), asyncio.TaskGroup() as lanes:
                 for lane in range(plan.num_at_once):
@@ -171,7 +178,7 @@ class Experiment:
                     lanes.create_task(self._inject_all(fleet, load, rng, began_s))
         finally:
             self._is_ending = True
-            await asyncio.gather(*strangers)  # each has a bound of its own
+            await asyncio.gather(*others)  # each has a bound of its own
             await end_tasks(*watches)
         return time.monotonic() - began_s
 
@@ -190,7 +197,7 @@ class Experiment:
             async with fault.victim() as worker:
                 injection.began_s = time.monotonic()
                 self._ledger.begin(injection)
-                if kind is RedisKilled:
+                if kind.empties_redis:
                     self._emptied_s = float("inf")
                 try:
                     await fault.run(worker)
@@ -200,7 +207,7 @@ class Experiment:
                 self._ledger.mended(injection, time.monotonic())
                 problem = await fleet.until_whole(RECOVERY_S_MAX, fault.part if worker is None else worker.name)
                 self._ledger.end(injection, time.monotonic(), problem)
-                if kind is RedisKilled:
+                if kind.empties_redis:
                     self._emptied_s = time.monotonic()
             self._tell(injection, began_s)
             for surprise in fleet.surprises[self._num_surprises_told :]:
@@ -238,6 +245,7 @@ class Experiment:
                 await client.run(load.cases, rng)
                 for failure in client.table.failures[num_failures:]:
                     self._say(f"!! batch: {failure}")
+                await asyncio.sleep(EVERY_S)
 
     async def _watch_ourselves(self) -> None:
         """The relays and the clients run here: when this process does not, everybody else seems to hang."""

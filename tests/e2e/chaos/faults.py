@@ -203,7 +203,7 @@ class ReplicaKilled(Fault):
 class RedisKilled(Fault):
     """SIGKILL, and an empty one in its place some time later."""
 
-    name, part = "Redis SIGKILL, empty restart", "redis"
+    name, part, empties_redis = "Redis SIGKILL, empty restart", "redis", True
 
     async def run(self, worker: Worker | None) -> None:
         seconds = self.rng.choice((0.0, 1.0, 4.0, 9.0))  # less and more than a lease

@@ -43,6 +43,17 @@ def test_a_wrong_text_is_found() -> None:
     assert judged(CASES, [result("a"), result("b", "xyz")], [], is_right) == ["line b: wrong: token 0"]
 
 
+def test_a_line_is_judged_as_of_the_time_at_which_it_was_asked_for() -> None:
+    asked: list[float] = []
+
+    def note(case: Case, answer: Answer) -> Verdict:
+        asked.append(answer.asked_s)
+        return is_right(case, answer)
+
+    assert not judged(CASES, [result("a"), result("b")], [], note, began_s=7.0)
+    assert asked == [7.0, 7.0], "other weights, which are gone by now, were right then"
+
+
 def test_a_line_may_fail_for_lost_processes_only() -> None:
     assert not judged(CASES, [result("a")], [failed("b", "poisonous_request")], is_right)
     found = judged(CASES, [result("a")], [failed("b", "internal_error")], is_right)

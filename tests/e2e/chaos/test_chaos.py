@@ -34,6 +34,8 @@ def test_no_fault_loses_repeats_or_changes_a_token(tmp_path: Path) -> None:
     total = report["faults"][-1]
     assert report["is_clean"]
     assert total["num_requests"] > 0, "no fault hit anybody, so this shows nothing"
+    batches = report["batches"]
+    assert batches["num_lines"] or batches["num_forgotten"], "no batch was run to its end"
 
 
 @needs_the_pair

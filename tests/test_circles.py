@@ -47,7 +47,7 @@ def test_it_has_what_is_quick_and_of_each_matrix_its_first_case(pytester: pytest
     assert names(items) == ["test_plain", "test_matrix[a]", "test_partly_slow[b]", "test_system"]
 
 
-@pytest.mark.parametrize("changed", ["k8s/base/target.yaml", "tests/k8s/test_it.py"])
+@pytest.mark.parametrize("changed", ["k8s/helm/outrider/values.yaml", "tests/k8s/test_it.py"])
 def test_manifests_are_tested_in_it_only_where_they_were_changed(pytester: pytest.Pytester, changed: str) -> None:
     items = collected(pytester, "tests/k8s/test_it.py")
     assert names(items, "coordinator/settings.py") == []

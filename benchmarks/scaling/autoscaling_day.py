@@ -2,7 +2,7 @@
 
 A day of traffic is replayed against a model of the fleet (`autoscaling_model`): random arrivals,
 targets with a fixed number of slots, draft workers that speed up their requests, starts that take minutes. Every
-15 s of that day the queries of `k8s/components/keda` are answered, and the autoscalers of these ScaledObjects
+15 s of that day the queries of the chart's ScaledObjects are answered, and the their autoscalers
 apply Kubernetes' formula (`horizontal_autoscaler`).
 
 There are two kinds of traffic. People, most of them in the afternoon, have outputs that are easy to draft. Batches, at
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
@@ -43,6 +43,8 @@ from command_line.bench.plot import Line, Panel
 from command_line.bench.plot import draw as chart
 from outrider.local.free_ports import free_ports
 
+OWN: Final = 'namespace="outrider",model_name="llama-3.3-70b"'
+
 
 def exposition(moments: Sequence[Moment], base_s: int) -> Iterator[str]:
     """Metrics of the fleet's processes, in OpenMetrics' text format with timestamps."""
@@ -54,14 +56,14 @@ def exposition(moments: Sequence[Moment], base_s: int) -> Iterator[str]:
 
     for moment in moments:
         for index in range(moment.targets):
-            labels = f'job="outrider-target",model_name="large",engine="target-{index}"'
+            labels = f'job="outrider-target",{OWN},engine="target-{index}"'
             own = moment.num_running // moment.targets + (index < moment.num_running % moment.targets)
             put("num_requests_running", labels, moment, own)
             put("num_requests_waiting", labels, moment, 0)
             put("kv_cache_usage_perc", labels, moment, own * KV_SHARE)
         # Two coordinators share the waiting and the speculating requests.
         for index in range(2):
-            labels = f'job="outrider-coordinator",model_name="large",engine="coordinator",instance="c-{index}"'
+            labels = f'job="outrider-coordinator",{OWN},engine="coordinator",instance="c-{index}"'
 
             def half(value: int, index: int = index) -> int:
                 return value // 2 + (value % 2 if index else 0)

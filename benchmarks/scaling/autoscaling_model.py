@@ -1,4 +1,4 @@
-"""Model of a fleet over a day of traffic, scaled by the manifests' autoscalers. Pure but for the manifests' file."""
+"""Model of a fleet over a day of traffic, scaled by the chart's autoscalers. Pure but for reading the chart."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Final
-
-import yaml
+from functools import cache
+from typing import Any, Final
 
 from benchmarks.scaling.horizontal_autoscaler import SYNC_S, Autoscaler
+from k8s.helm.chart import preset, render
 
-SCALED_OBJECTS: Final = Path(__file__).resolve().parents[2] / "k8s/components/keda/scaledobjects.yaml"
+PRESET: Final = "llama-70b"
 DAY_S: Final = 86_400
 LEAD_S: Final = 3600.0
 SLOTS: Final = 32  # sessions of a worker, of either kind
@@ -166,10 +165,14 @@ def _poisson(chance: random.Random, mean: float) -> int:
     return count
 
 
-def autoscalers(path: Path = SCALED_OBJECTS) -> dict[str, Autoscaler]:
-    """Autoscalers of the manifests, by the pool they scale."""
-    documents = yaml.safe_load_all(path.read_text(encoding="utf-8"))
-    return {each.name: each for each in map(Autoscaler.parse, documents)}
+@cache
+def _scaled_objects() -> list[dict[str, Any]]:
+    return [each for each in render(preset(PRESET)) if each["kind"] == "ScaledObject"]
+
+
+def autoscalers() -> dict[str, Autoscaler]:
+    """Autoscalers of the chart's preset for a 70B model, by the pool they scale."""
+    return {each.name.rpartition("-")[2]: each for each in map(Autoscaler.parse, _scaled_objects())}
 
 
 def totals_of(moment: Moment) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""`python -m k8s.dashboards [FOLDER]`: writes the dashboards' JSON, by default into the component `monitoring`."""
+"""`python -m k8s.dashboards [FOLDER]`: writes the dashboards' JSON, by default into the chart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from k8s.dashboards import pools, service, speculation
 from k8s.dashboards.panel import Dashboard
 
-FOLDER: Final = Path(__file__).resolve().parents[1] / "components" / "monitoring" / "dashboards"
+FOLDER: Final = Path(__file__).resolve().parents[1] / "helm" / "outrider" / "files" / "dashboards"
 DASHBOARDS: Final[dict[str, Dashboard]] = {
     "service": service.DASHBOARD,
     "speculation": speculation.DASHBOARD,

@@ -109,7 +109,9 @@ def test_the_entry_point_is_what_manifests_give_arguments_to() -> None:
 def test_the_registry_is_one_image_in_compose_and_in_manifests() -> None:
     compose = yaml.safe_load((ROOT / "k8s/images/compose.yaml").read_text(encoding="utf-8"))
     named = compose["services"]["redis"]["image"]
-    assert f"image: {named}\n" in (ROOT / "k8s/base/redis.yaml").read_text(encoding="utf-8")
+    assert (
+        yaml.safe_load((ROOT / "k8s/helm/outrider/values.yaml").read_text(encoding="utf-8"))["images"]["redis"] == named
+    )
 
 
 @pytest.mark.parametrize(

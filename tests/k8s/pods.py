@@ -8,8 +8,8 @@ from typing import Any, Final
 
 Object = Mapping[str, Any]
 
-WORKLOADS: Final = ("Deployment", "StatefulSet")
-NAME: Final = "app.kubernetes.io/name"
+WORKLOADS: Final = ("Deployment", "StatefulSet", "Job")
+NAME: Final = "app.kubernetes.io/component"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Pod:
 
 
 def pods(objects: Sequence[Object]) -> Iterator[Pod]:
-    """Every pod template of core workloads, of RayServices and of LeaderWorkerSets."""
+    """Every pod, and every pod template of core workloads, of RayServices and of LeaderWorkerSets."""
     for each in objects:
         name = f"{each['kind']}/{each['metadata']['name']}"
         templates = []
@@ -39,6 +39,8 @@ def pods(objects: Sequence[Object]) -> Iterator[Pod]:
         if each["kind"] in WORKLOADS:
             templates = [(name, each["spec"]["template"])]
             claims = frozenset(claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", ()))
+        elif each["kind"] == "Pod":
+            templates = [(name, each)]
         elif each["kind"] == "RayService":
             cluster = each["spec"]["rayClusterConfig"]
             templates = [(f"{name} head", cluster["headGroupSpec"]["template"])]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.k8s.pods import NAME, Object, matches, pods
+from tests.k8s.pods import Object, matches, pods
 
 OURS: Final = {"kubernetes.io/metadata.name": "outrider"}
 
@@ -36,20 +36,30 @@ OTHERS: Final = {
     "prometheus": labelled("outrider.dev/may-watch"),
     "operator": labelled("outrider.dev/may-operate"),
     "stranger": labelled("outrider.dev/nothing"),
+    "neighbour": Party({"app": "another"}),  # in the same namespace
+    "proxy": Party({"gateway.networking.k8s.io/gateway-name": "outrider"}),  # of the gateway, beside it
     "dns": Party({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"}),
 }
-# From, to, port. Pods are named by their label, `kuberay` is Ray's head; one that an overlay lacks is passed over.
+# From, to, port. Pods are named by their component; one that an installation lacks is passed over.
 NEEDED: Final = (
+    ("proxy", "stranger", 443),  # policies are for our own pods
+    ("stranger", "proxy", 443),
+    ("neighbour", "stranger", 443),
+    ("test", "coordinator", 8000),
+    ("test", "dns", 53),
+    ("fetch", "dns", 53),
+    ("fetch", "stranger", 443),
     ("gateway", "coordinator", 8000),
     ("gateway", "coordinator", 9000),
+    ("proxy", "coordinator", 8000),
+    ("proxy", "coordinator", 9000),
     ("prometheus", "coordinator", 9100),
     ("prometheus", "target", 9100),
     ("prometheus", "draft", 9100),
-    ("operator", "kuberay", 8265),
-    ("coordinator", "kuberay", 6379),
-    ("kuberay", "coordinator", 52365),
-    ("coordinator", "coordinator", 30000),  # HAProxy of one pod, a replica in another
-    ("kuberay", "ray-redis", 6379),
+    ("operator", "ray-head", 8265),
+    ("coordinator", "ray-head", 6379),
+    ("ray-head", "coordinator", 52365),
+    ("ray-head", "ray-redis", 6379),
     ("coordinator", "redis", 6379),
     ("target", "redis", 6379),
     ("draft", "redis", 6379),
@@ -59,29 +69,35 @@ NEEDED: Final = (
     ("target-follower", "target", 29500),
     ("target", "target-follower", 41234),  # NCCL chooses
     ("coordinator", "dns", 53),
-    ("kuberay", "dns", 53),
+    ("ray-head", "dns", 53),
     ("target", "dns", 53),
     ("target-follower", "dns", 53),
     ("draft", "dns", 53),
 )
+NEEDED_ON_RAY: Final = (("coordinator", "coordinator", 30000),)  # HAProxy of one pod, a replica in another
 FORBIDDEN: Final = (
+    ("neighbour", "coordinator", 8000),
+    ("neighbour", "target", 50051),
+    ("proxy", "target", 50051),
+    ("fetch", "redis", 6379),
+    ("test", "target", 50051),
     ("stranger", "coordinator", 8000),
     ("stranger", "target", 50051),
-    ("stranger", "kuberay", 8265),
+    ("stranger", "ray-head", 8265),
     ("stranger", "redis", 6379),
     ("gateway", "coordinator", 8404),  # HAProxy's statistics
     ("gateway", "coordinator", 9100),
     ("gateway", "coordinator", 9190),
-    ("gateway", "kuberay", 8265),
+    ("gateway", "ray-head", 8265),
     ("gateway", "target", 50051),
     ("prometheus", "coordinator", 8000),
     ("prometheus", "redis", 6379),
     ("operator", "coordinator", 8000),
     ("operator", "ray-redis", 6379),
-    ("target", "kuberay", 6379),
+    ("target", "ray-head", 6379),
     ("target", "draft", 50051),
     ("target", "coordinator", 8000),
-    ("draft", "kuberay", 6379),
+    ("draft", "ray-head", 6379),
     ("draft", "coordinator", 8000),
     ("draft", "draft", 50051),
     ("draft", "ray-redis", 6379),
@@ -96,7 +112,8 @@ FORBIDDEN: Final = (
 
 
 def hops_that_are_shut(objects: Sequence[Object]) -> Iterator[str]:
-    for source, destination, port, is_permitted in _asked(objects, NEEDED):
+    is_on_ray = any(pod.name == "ray-head" for pod in pods(objects))
+    for source, destination, port, is_permitted in _asked(objects, (*NEEDED, *(NEEDED_ON_RAY if is_on_ray else ()))):
         if not is_permitted:
             yield f"{source} cannot reach port {port} of {destination}"
 
@@ -118,7 +135,9 @@ def hops_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
 def _asked(objects: Sequence[Object], hops: Sequence[tuple[str, str, int]]) -> Iterator[tuple[str, str, int, bool]]:
     """Hops between parties that exist, and whether the policies permit each; nothing where there are no policies."""
     policies = [each["spec"] for each in objects if each["kind"] == "NetworkPolicy"]
-    parties = OTHERS | {pod.name: Party({NAME: pod.name}) for pod in pods(objects)}
+    has_gateway = any(each["kind"] == "Gateway" for each in objects)
+    parties = {name: party for name, party in OTHERS.items() if has_gateway or name != "proxy"}
+    parties |= {pod.name: Party(pod.labels) for pod in pods(objects)}
     for source, destination, port in hops:
         if policies and {source, destination} <= parties.keys():
             ends = parties[source], parties[destination]

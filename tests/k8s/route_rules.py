@@ -76,6 +76,20 @@ def gateways_that_are_not_there(objects: Sequence[Object]) -> Iterator[str]:
                 yield f"{name_of(route)} is for other hosts than the listener {listener['name']}"
 
 
+def routes_that_shut_each_other_out(objects: Sequence[Object]) -> Iterator[str]:
+    """A gateway accepts routes of one kind for a listener and host name: of the older one, or of the first by name.
+
+    https://gateway-api.sigs.k8s.io/reference/spec/#grpcroute
+    """
+    taken: dict[tuple[str, str, str], Object] = {}
+    for route in routes(objects):
+        for parent in route["spec"]["parentRefs"]:
+            for host in route["spec"].get("hostnames", ["*"]):
+                other = taken.setdefault((parent["name"], parent.get("sectionName", ""), host), route)
+                if other["kind"] != route["kind"]:
+                    yield f"{name_of(route)} and {name_of(other)} share the host name {host} of one listener"
+
+
 def certificates_that_nobody_declares(objects: Sequence[Object], secrets: Sequence[str]) -> Iterator[str]:
     """secrets: that whoever installs it makes. A listener without one is open to who listens on the way."""
     for each in objects:

@@ -34,6 +34,11 @@ def names_that_nobody_declares(
     declared |= {("Secret", name) for name in secrets}
     declared |= {("PersistentVolumeClaim", name) for name in claims}
     declared |= {("Secret", each["spec"]["secretName"]) for each in objects if each["kind"] == "Certificate"}
+    declared |= {
+        ("ResourceClaimTemplate", each["metadata"]["name"])
+        for each in objects
+        if each["kind"] == "ResourceClaimTemplate"
+    }
     for pod in pods(objects):
         account = pod.spec.get("serviceAccountName")
         if account and ("ServiceAccount", account) not in declared:
@@ -55,7 +60,11 @@ def _references(pod: Pod) -> Iterator[tuple[str, str]]:
             yield "ConfigMap", volume["configMap"]["name"]
         if "persistentVolumeClaim" in volume:
             yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
-    for container in pod.spec["containers"]:
+    for claim in pod.spec.get("resourceClaims", ()):
+        yield "ResourceClaimTemplate", claim["resourceClaimTemplateName"]
+    for container in pod.containers:
+        for source in container.get("envFrom", ()):
+            yield "Secret", source["secretRef"]["name"]
         for variable in container.get("env", ()):
             source = variable.get("valueFrom", {})
             for key, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
@@ -93,7 +102,7 @@ def ports_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
     for pod in pods(objects):
         for container in pod.spec["containers"]:
             names = {variable["name"] for variable in container.get("env", ())}
-            if container["name"].startswith("ray-") and "OUTRIDER_API_KEYS" not in names:
+            if pod.name in ("coordinator", "ray-head") and "OUTRIDER_API_KEYS" not in names:
                 yield f"{pod.owner}: {container['name']} asks for no key"
             if "OUTRIDER_INSECURE" in names:
                 yield f"{pod.owner}: {container['name']} would serve everybody if its keys were lost"
@@ -206,13 +215,13 @@ def ranks_without_shared_memory(objects: Sequence[Object]) -> Iterator[str]:
 def pools_that_an_apply_resets(objects: Sequence[Object]) -> Iterator[str]:
     """A number of replicas beside an autoscaler: every apply would bring it back, and end workers that are needed."""
     for scaled in objects:
-        if scaled["kind"] != "ScaledObject":
+        if scaled["kind"] not in ("ScaledObject", "HorizontalPodAutoscaler"):
             continue
         target = scaled["spec"]["scaleTargetRef"]
         kind = target.get("kind", "Deployment")
         found = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, target["name"])]
         if not found:
-            yield f"ScaledObject/{scaled['metadata']['name']}: there is no {kind} {target['name']}"
+            yield f"{scaled['kind']}/{scaled['metadata']['name']}: there is no {kind} {target['name']}"
         for each in found:
             if "replicas" in each["spec"]:
                 yield f"{kind}/{target['name']} says how many it is, which is its autoscaler's matter"
@@ -249,8 +258,21 @@ def sets_that_never_start(objects: Sequence[Object]) -> Iterator[str]:
 def policies_that_shut_out_all_others(objects: Sequence[Object]) -> Iterator[str]:
     """A policy permits something where nothing is permitted; alone it forbids everything else."""
     policies = {each["metadata"]["name"] for each in objects if each["kind"] == "NetworkPolicy"}
-    if policies and "nothing-by-default" not in policies:
-        yield f"the component networkpolicy is missing beside {', '.join(sorted(policies))}"
+    if policies and not any(name.endswith("nothing-by-default") for name in policies):
+        yield f"nothing is denied by default beside {', '.join(sorted(policies))}"
+
+
+def workers_that_may_fall_to_the_cpu(objects: Sequence[Object]) -> Iterator[str]:
+    """A worker that asks for a GPU and does not say so starts without one, and is a hundred times slower."""
+    for pod in pods(objects):
+        for container in pod.spec["containers"]:
+            resources = container.get("resources", {})
+            has_gpu = bool(resources.get("claims")) or any(
+                "nvidia.com/" in name for name in resources.get("limits", {})
+            )
+            words = container.get("args", ())
+            if {"target_worker", "draft_worker"} & set(words) and has_gpu is not ("--device=cuda" in words):
+                yield f"{pod.owner}: the GPUs of {container['name']} and its --device differ"
 
 
 def broken(
@@ -260,7 +282,11 @@ def broken(
     claims: Sequence[str],
     longest_s: Mapping[str, float],
 ) -> list[str]:
-    """Sentences about every rule that the objects break; empty if they break none."""
+    """Sentences about every rule that the objects break; empty if they break none.
+
+    secrets, claims: names of those that are not among the objects, because whoever installs them makes them.
+    """
+    secrets = [*secrets, *(each["metadata"]["name"] for each in objects if each["kind"] == "Secret")]
     rules: list[Callable[[Sequence[Object]], Iterator[str]]] = [
         probes_of_ports_that_are_not_there,
         lambda every: names_that_nobody_declares(every, secrets, claims),
@@ -271,6 +297,7 @@ def broken(
         monitors_that_find_nothing,
         lambda every: ranks_that_are_ended_too_soon(every, longest_s),
         ranks_without_shared_memory,
+        workers_that_may_fall_to_the_cpu,
         pools_that_an_apply_resets,
         ray_nodes_that_call_wget,
         sets_that_never_start,
@@ -286,6 +313,7 @@ def broken(
         lambda every: coordinator_rules.memories_that_are_not_there(every, secrets),
         route_rules.backends_that_are_not_there,
         route_rules.gateways_that_are_not_there,
+        route_rules.routes_that_shut_each_other_out,
         lambda every: route_rules.certificates_that_nobody_declares(every, secrets),
         route_rules.paths_without_a_route,
         route_rules.routes_that_open_too_much,

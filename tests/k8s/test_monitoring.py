@@ -19,9 +19,10 @@ from k8s.dashboards.__main__ import DASHBOARDS, FOLDER, write
 from tests.k8s import alerts, grafana, queries, rules
 from tests.k8s.custom_resources import check_custom_resource
 from tests.k8s.exporters import Exports, exports
-from tests.k8s.test_manifests import K8S, check, needs_kustomize, rendered
+from tests.k8s.pods import NAME
+from tests.k8s.test_manifests import K8S, check, rendered
 
-MONITORING = K8S / "components" / "monitoring"
+MONITORING = K8S / "monitoring"
 GUIDE = K8S.parent / "docs" / "operations" / "runbooks.md"
 TESTS = sorted((MONITORING / "tests").glob("*.yaml"))
 Json = dict[str, Any]
@@ -36,9 +37,8 @@ def all_of(path: Path) -> list[Json]:
 
 
 def prometheus_rules() -> Json:
-    """As Prometheus itself reads them: a PrometheusRule's spec."""
-    (rule,) = all_of(MONITORING / "rules.yaml")
-    found: Json = rule["spec"]
+    """As Prometheus itself reads them."""
+    (found,) = all_of(K8S / "helm" / "outrider" / "files" / "rules.yaml")
     return found
 
 
@@ -70,7 +70,9 @@ def committed_dashboards() -> list[Json]:
 
 
 def keda_queries() -> Iterator[tuple[str, str, str]]:
-    for each in all_of(K8S / "components" / "keda" / "scaledobjects.yaml"):
+    for each in rendered("llama-70b"):
+        if each["kind"] != "ScaledObject":
+            continue
         for trigger in each["spec"]["triggers"]:
             yield f"{each['metadata']['name']}: {trigger['name']}", trigger["metadata"]["query"], ""
 
@@ -302,17 +304,13 @@ class TestPromtool:
 
 
 class TestComponent:
-    @pytest.mark.parametrize("name", ["monitors.yaml", "rules.yaml"])
-    def test_what_the_operator_reads_is_valid_to_the_letter(self, name: str) -> None:
-        for each in all_of(MONITORING / name):
-            check_custom_resource(each)
-
     @pytest.mark.parametrize(
-        ("name", "place", "field"),
-        [("monitors.yaml", "podMetricsEndpoints", "ports"), ("rules.yaml", "groups", "rule")],
+        ("kind", "place", "field"),
+        [("PodMonitor", "podMetricsEndpoints", "ports"), ("PrometheusRule", "groups", "rule")],
     )
-    def test_a_misspelt_field_is_found(self, name: str, place: str, field: str) -> None:
-        spoilt = all_of(MONITORING / name)[0]
+    def test_a_misspelt_field_is_found(self, kind: str, place: str, field: str) -> None:
+        spoilt = next(each for each in rendered("llama-70b") if each["kind"] == kind)
+        check_custom_resource(spoilt)
         spoilt["spec"][place][0][field] = "x"
         with pytest.raises(AssertionError, match=field):
             check_custom_resource(spoilt)
@@ -320,7 +318,8 @@ class TestComponent:
     def test_jobs_are_those_that_rules_and_dashboards_select(self, exported: Exports) -> None:
         with_operator = {
             relabeling["replacement"]
-            for monitor in all_of(MONITORING / "monitors.yaml")
+            for monitor in rendered("llama-70b")
+            if monitor["kind"] == "PodMonitor"
             for endpoint in monitor["spec"]["podMetricsEndpoints"]
             for relabeling in endpoint["relabelings"]
             if relabeling["targetLabel"] == "job"
@@ -329,29 +328,26 @@ class TestComponent:
         without = {each["job_name"] for each in configuration["scrape_configs"]}
         assert with_operator == without == exported.keys()
 
-    @needs_kustomize
     def test_production_has_it_and_its_monitors_find_pods(self) -> None:
-        objects = rendered(K8S / "overlays" / "prod-gpu")
+        objects = rendered("llama-70b")
         kinds = {each["kind"] for each in objects}
         assert {"PodMonitor", "PrometheusRule"} <= kinds
         assert list(rules.monitors_that_find_nothing(objects)) == []
         (boards,) = [each for each in objects if "grafana_dashboard" in each["metadata"].get("labels", {})]
-        assert {name.removesuffix(".json") for name in boards["data"]} == set(DASHBOARDS)
+        assert {name.removeprefix("outrider-").removesuffix(".json") for name in boards["data"]} == set(DASHBOARDS)
 
-    @needs_kustomize
     @pytest.mark.parametrize("mistake", ["port", "selector"])
     def test_a_monitor_that_finds_nothing_is_found(self, mistake: str) -> None:
-        objects = rendered(K8S / "overlays" / "prod-gpu")
+        objects = rendered("llama-70b")
         monitor = next(each for each in objects if each["kind"] == "PodMonitor")
         if mistake == "port":
             monitor["spec"]["podMetricsEndpoints"][0]["port"] = "replica"
         else:
-            monitor["spec"]["selector"]["matchLabels"] = {"app.kubernetes.io/name": "coordinators"}
+            monitor["spec"]["selector"]["matchLabels"] = {NAME: "coordinators"}
         assert len(list(rules.monitors_that_find_nothing(objects))) == 1
 
-    @needs_kustomize
     def test_with_certificates_monitors_show_theirs(self) -> None:
-        objects = rendered(K8S / "overlays" / "prod-gpu")
+        objects = rendered("llama-70b")
         assert any(each["kind"] == "Certificate" for each in objects)
         monitors = [each for each in objects if each["kind"] == "PodMonitor"]
         (configuration,) = all_of(MONITORING / "prometheus.yaml")
@@ -366,9 +362,8 @@ class TestComponent:
                 job = endpoint["relabelings"][0]["replacement"]
                 assert (endpoint["scheme"], endpoint["tlsConfig"]["serverName"]) == expected[job]
 
-    @needs_kustomize
     def test_each_replica_that_a_pod_has_room_for_is_scraped(self) -> None:
-        objects = rendered(K8S / "overlays" / "prod-gpu")
+        objects = rendered("llama-70b")
         (service,) = [each for each in objects if each["kind"] == "RayService"]
         serve = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
         (container,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
@@ -379,7 +374,9 @@ class TestComponent:
         named = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert [named.get(f"replica-{index}") for index in range(num_replicas)] == [*range(first, first + num_replicas)]
         (monitor,) = [
-            each for each in objects if (each["kind"], each["metadata"]["name"]) == ("PodMonitor", "coordinator")
+            each
+            for each in objects
+            if (each["kind"], each["metadata"]["name"]) == ("PodMonitor", "outrider-coordinator")
         ]
         scraped = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
         assert scraped == {name for name in named if name.startswith("replica-")}

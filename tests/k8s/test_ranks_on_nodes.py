@@ -14,15 +14,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.local.free_ports import free_ports
 from outrider.security.certificate_authority import CertificateAuthority
 from outrider.security.tls import Role
+from tests.k8s.test_manifests import rendered
 
 ROOT = Path(__file__).parents[2]
-SET = ROOT / "k8s" / "components" / "multinode-target" / "leaderworkerset.yaml"
 START_S = 90.0
 END_S = 30.0  # well below the shutdown timeout: nobody waits for it in vain
 
@@ -31,11 +30,13 @@ def commands(
     port: int, metrics_port: int, health_port: int, rendezvous_port: int, certificates: Path
 ) -> list[list[str]]:
     """The command lines of the leader and its follower, with this machine as both nodes."""
-    document = next(yaml.safe_load_all(SET.read_text(encoding="utf-8")))
+    document = next(each for each in rendered("llama-405b") if each["kind"] == "LeaderWorkerSet")
     (container,) = document["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
     whole: list[str] = [*container["command"], *container["args"]]
     assert whole[0] == "torchrun"
     here = {
+        "--nproc-per-node": "1",
+        "--device": "cpu",
         "--master-port": str(rendezvous_port),
         "--model": str(ROOT / "demo" / "target"),
         "--host": "127.0.0.1",
@@ -47,7 +48,6 @@ def commands(
     # There is no Redis here: nobody hears of the worker.
     names = {word: word.partition("=")[0] for word in whole[1:] if not word.startswith("--redis-url-file=")}
     words = [f"{name}={here[name]}" if name in here else word for word, name in names.items()]
-    words.append("--device=cpu")
     values = {each["name"]: each.get("value", "x") for each in container["env"]}
     values |= {
         "LWS_GROUP_SIZE": str(document["spec"]["leaderWorkerTemplate"]["size"]),

@@ -1,4 +1,4 @@
-"""A real Prometheus, configured as `k8s/components/monitoring` has it, beside a secured system."""
+"""A real Prometheus, configured as `k8s/monitoring` has it, beside a secured system."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import yaml
 
 from outrider.local.free_ports import free_ports
 from outrider.security.tls import Role
 from tests.e2e.secured import SecuredSystem
 
 START_TIMEOUT_S: Final = 30.0
-COMPONENT: Final = Path(__file__).resolve().parents[3] / "k8s" / "components" / "monitoring"
+K8S: Final = Path(__file__).resolve().parents[3] / "k8s"
 _INTERVALS: Final = ("scrape_interval: 15s", "scrape_timeout: 10s", "evaluation_interval: 15s")
 
 
@@ -32,9 +31,8 @@ class Prometheus:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         shutil.copytree(system.folder(Role.OPERATOR), folder / "tls")
-        rules = yaml.safe_load((COMPONENT / "rules.yaml").read_text(encoding="utf-8"))["spec"]
-        (folder / "rules.yaml").write_text(yaml.safe_dump(rules), encoding="utf-8")
-        config = (COMPONENT / "prometheus.yaml").read_text(encoding="utf-8")
+        shutil.copy(K8S / "helm" / "outrider" / "files" / "rules.yaml", folder / "rules.yaml")
+        config = (K8S / "monitoring" / "prometheus.yaml").read_text(encoding="utf-8")
         for interval in _INTERVALS:
             assert interval in config
             config = config.replace(interval, f"{interval.partition(':')[0]}: {scrape_s}s")

@@ -1,0 +1,105 @@
+{{/* Names begin with the release's, which contains the chart's name once. */}}
+{{- define "outrider.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 24 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" (.Release.Name | trunc 15 | trimSuffix "-") .Chart.Name }}{{ end }}
+{{- end }}
+
+{{- define "outrider.labels" -}}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/part-of: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{/* Labels by which pods of one part are selected. Not app.kubernetes.io/name, which KubeRay sets. Takes root, component
+and, for a pool, pair. */}}
+{{- define "outrider.selector" -}}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .pair }}
+outrider.dev/pair: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* An image of ours. Takes root, repository and suffix. */}}
+{{- define "outrider.image" -}}
+{{- if not .root.Values.images.registry }}
+{{- fail "images.registry is empty: name the registry that has Outrider's images (docs/operations/kubernetes.md, Images). A published chart names its own." }}
+{{- end -}}
+{{ .root.Values.images.registry }}/{{ .repository }}:{{ .root.Values.images.tag | default .root.Chart.AppVersion }}{{ .suffix }}
+{{- end }}
+
+{{- define "outrider.coordinator.image" -}}
+{{- .Values.coordinator.image | default (include "outrider.image" (dict "root" . "repository" .Values.images.coordinator "suffix" (ternary "" "-demo" (eq (include "outrider.models.isVolume" .) "true")))) }}
+{{- end }}
+
+{{- define "outrider.pod.security" -}}
+runAsNonRoot: true
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "outrider.container.security" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* What all pods begin with. Takes root and account. */}}
+{{- define "outrider.pod.common" -}}
+serviceAccountName: {{ include "outrider.fullname" .root }}-{{ .account }}
+automountServiceAccountToken: false
+{{- with include "outrider.priorityClass" .root }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A class is cluster-wide, so its name has the namespace. */}}
+{{- define "outrider.priorityClass" -}}
+{{- if .Values.priorityClass.create }}{{ .Release.Namespace }}-{{ include "outrider.fullname" . }}
+{{- else }}{{ .Values.priorityClass.name }}{{ end }}
+{{- end }}
+
+{{- define "outrider.spread" -}}
+- maxSkew: 1
+  topologyKey: kubernetes.io/hostname
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels: {{- include "outrider.selector" . | nindent 6 }}
+{{- end }}
+
+{{/* The address to listen on. */}}
+{{- define "outrider.host" -}}
+{{- ternary "::" "0.0.0.0" (eq .Values.network.family "ipv6") }}
+{{- end }}
+
+{{- define "outrider.redis.secret" -}}
+{{- .Values.redis.existingSecret | default (printf "%s-redis" (include "outrider.fullname" .)) }}
+{{- end }}
+
+{{- define "outrider.apiKeys.secret" -}}
+{{- .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "outrider.fullname" .)) }}
+{{- end }}
+
+{{/* The service that takes requests; KubeRay makes and names that of a RayService. */}}
+{{- define "outrider.coordinator.service" -}}
+{{- include "outrider.fullname" . }}-coordinator{{ if eq .Values.coordinator.hosting "ray" }}-serve-svc{{ end }}
+{{- end }}
+
+{{/* The settings of a pool of a pair: those of all pools, overridden by the pair's. Takes root, pair and role; YAML. */}}
+{{- define "outrider.pool" -}}
+{{- mergeOverwrite (deepCopy (get .root.Values .role)) (deepCopy (get .pair .role | default dict)) | toYaml }}
+{{- end }}
+
+{{- define "outrider.rayRedis.secret" -}}
+{{- .Values.coordinator.ray.faultTolerance.existingSecret | default (printf "%s-ray-redis" (include "outrider.fullname" .)) }}
+{{- end }}

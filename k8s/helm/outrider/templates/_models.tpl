@@ -1,0 +1,56 @@
+{{/* Whether a volume at /models has the models; otherwise the image has them. */}}
+{{- define "outrider.models.isVolume" -}}
+{{- $models := .Values.models }}
+{{- $given := compact (list $models.claim $models.create.size $models.image) }}
+{{- if gt (len $given) 1 }}{{ fail "models: give one of claim, create.size and image" }}{{ end -}}
+{{ gt (len $given) 0 }}
+{{- end }}
+
+{{- define "outrider.models.claim" -}}
+{{- .Values.models.claim | default (printf "%s-models" (include "outrider.fullname" .)) }}
+{{- end }}
+
+{{/* The volume, as an entry of `volumes`. */}}
+{{- define "outrider.models.volume" -}}
+{{- if .Values.models.image }}
+- name: models
+  image: {reference: {{ .Values.models.image | quote }}, pullPolicy: IfNotPresent}
+{{- else if eq (include "outrider.models.isVolume" .) "true" }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ include "outrider.models.claim" . }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "outrider.models.mount" -}}
+{{- if eq (include "outrider.models.isVolume" .) "true" }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* The folder of a model. A source has one of its own, so that pods of the previous source keep theirs during a rollout.
+Takes root, pair, role and model. */}}
+{{- define "outrider.models.folder" -}}
+{{- if contains "://" .model }}
+{{- if or .root.Values.models.image (ne (include "outrider.models.isVolume" .root) "true") }}
+{{- fail (printf "pairs: %s of %s is fetched from %s and needs a volume: set models.create.size or models.claim" .role .pair .model) }}
+{{- end -}}
+/models/{{ .pair }}-{{ .role }}-{{ .model | sha256sum | trunc 8 }}
+{{- else }}{{ .model }}{{ end }}
+{{- end }}
+
+{{/* The containers that wait until Jobs have fetched the models. Takes root and sources: a list of (source, folder). */}}
+{{- define "outrider.models.waits" -}}
+{{- range .sources }}
+- name: wait-for-{{ base .folder }}
+  image: {{ include "outrider.coordinator.image" $.root }}
+  imagePullPolicy: {{ $.root.Values.images.pullPolicy }}
+  args: [command_line, fetch, {{ .source | quote }}, {{ .folder }}, --wait-only, --wait-s={{ int $.root.Values.models.fetch.waitSeconds }}]
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+    limits: {memory: 512Mi}
+  securityContext: {{- include "outrider.container.security" nil | nindent 4 }}
+  volumeMounts:
+    - {name: models, mountPath: /models, readOnly: true}
+    - {name: scratch, mountPath: /tmp}
+{{- end }}
+{{- end }}

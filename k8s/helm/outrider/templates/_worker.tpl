@@ -1,0 +1,206 @@
+{{/* The pod of a worker of either kind, with metadata. Takes root, pair (the whole), role, pool and isFollower. A target on
+several nodes has one pod for each; they have the same command line, and only the leader (rank 0) serves. */}}
+{{- define "outrider.worker.pod" -}}
+{{- $root := .root }}
+{{- $pool := .pool }}
+{{- $role := .role }}
+{{- $isFollower := .isFollower }}
+{{- $fullname := include "outrider.fullname" $root }}
+{{- $hasTls := $root.Values.tls.enabled }}
+{{- $nodes := int ($pool.nodes | default 1) }}
+{{- $ranks := max 1 (int $pool.gpu.count) }}
+{{- $isGroup := gt $nodes 1 }}
+{{- $hasClaim := and $pool.gpu.deviceClass (gt (int $pool.gpu.count) 0) }}
+{{- $model := include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" $role "model" $pool.model) }}
+{{- $target := include "outrider.pool" (dict "root" $root "pair" .pair "role" "target") | fromYaml }}
+{{- $targetModel := include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" "target" "model" $target.model) }}
+{{- $sources := list }}
+{{- if contains "://" $pool.model }}{{ $sources = append $sources (dict "source" $pool.model "folder" $model) }}{{ end }}
+{{- if and (eq $role "draft") (contains "://" $target.model) }}{{ $sources = append $sources (dict "source" $target.model "folder" $targetModel) }}{{ end }}
+{{- $component := ternary (printf "%s-follower" $role) $role $isFollower }}
+{{- $healthPort := ternary 50052 50051 $hasTls }}
+{{- if and (eq $pool.device "cuda") (lt (int $pool.gpu.count) 1) }}
+{{- fail (printf "%s of %s: device cuda needs gpu.count" $role .pair.name) }}
+{{- end }}
+metadata:
+  labels:
+    {{- include "outrider.labels" $root | nindent 4 }}
+    {{- include "outrider.selector" (dict "root" $root "component" $component "pair" .pair.name) | nindent 4 }}
+    {{- with $pool.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with $pool.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "outrider.pod.common" (dict "root" $root "account" $role) | nindent 2 }}
+  terminationGracePeriodSeconds: {{ add (int $pool.drainSeconds) (ternary 30 60 (eq $role "draft")) }}
+  topologySpreadConstraints:
+    {{- include "outrider.spread" (dict "root" $root "component" $component "pair" .pair.name) | nindent 4 }}
+  {{- with $pool.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $pool.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if $pool.affinity }}
+  affinity: {{- toYaml $pool.affinity | nindent 4 }}
+  {{- else if eq $role "draft" }}
+  affinity:  # hints travel at every step
+    podAffinity:
+      preferredDuringSchedulingIgnoredDuringExecution:
+        - weight: 100
+          podAffinityTerm:
+            topologyKey: topology.kubernetes.io/zone
+            labelSelector:
+              matchLabels: {{- include "outrider.selector" (dict "root" $root "component" "target" "pair" .pair.name) | nindent 16 }}
+  {{- end }}
+  {{- if $hasClaim }}
+  resourceClaims:
+    - {name: gpus, resourceClaimTemplateName: {{ $fullname }}-{{ .pair.name }}-{{ $role }}-gpus}
+  {{- end }}
+  securityContext: {{- include "outrider.pod.security" (dict "user" 10001) | nindent 4 }}
+  {{- if $sources }}
+  initContainers:
+    {{- include "outrider.models.waits" (dict "root" $root "sources" $sources) | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: worker
+      image: {{ $pool.image | default (include "outrider.image" (dict "root" $root "repository" $root.Values.images.worker "suffix" (printf "-%s" (ternary $pool.device "demo" (eq (include "outrider.models.isVolume" $root) "true"))))) }}
+      imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+      {{- if $isGroup }}
+      # SIGTERM reaches every rank. Rank 0 needs the others to drain, so torchrun waits as long.
+      command:
+        - torchrun
+        - --nnodes=$(LWS_GROUP_SIZE)
+        - --node-rank=$(LWS_WORKER_INDEX)
+        - --nproc-per-node={{ $ranks }}
+        - --master-addr=$(LWS_LEADER_ADDRESS)
+        - --master-port=29500
+        - --shutdown-timeout={{ add (int $pool.drainSeconds) 30 }}
+        - -m
+      {{- else if gt $ranks 1 }}
+      # SIGTERM reaches every rank. Rank 0 needs the others to drain, so torchrun waits as long.
+      command: [torchrun, --standalone, --nproc-per-node={{ $ranks }}, --shutdown-timeout={{ add (int $pool.drainSeconds) 30 }}, -m]
+      {{- end }}
+      args:
+        - {{ $role }}_worker
+        - --model={{ $model }}
+        {{- if eq $role "target" }}
+        - --served-model-name={{ .pair.servedModelName }}
+        {{- else }}
+        - --target-tokenizer={{ $targetModel }}
+        {{- end }}
+        - --device={{ $pool.device }}
+        - --host={{ include "outrider.host" $root }}
+        - --port=50051
+        - --announce=$(POD_IP)
+        - --metrics-port=9100
+        - --worker-id=$(POD_NAME)
+        - --drain-grace-s={{ int $pool.drainSeconds }}
+        - --max-num-seqs={{ int $pool.maxNumSeqs }}
+        {{- with $pool.maxModelLen }}
+        - --max-model-len={{ . }}
+        {{- end }}
+        {{- with $pool.memoryUtilization }}
+        - --memory-utilization={{ . }}
+        {{- end }}
+        - --redis-url-file=/etc/outrider/redis/url
+        - --log-format=json
+        {{- if $hasTls }}
+        - --tls-dir=/etc/outrider/tls
+        - --health-port=50052
+        {{- else }}
+        - --insecure
+        {{- end }}
+        {{- range $pool.args }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        # Draft workers in the target's zone are chosen first. Kubernetes copies the label from the node from 1.35 on.
+        - name: OUTRIDER_ZONE
+          {{- if $root.Values.zone }}
+          value: {{ $root.Values.zone | quote }}
+          {{- else }}
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}}
+          {{- end }}
+        {{- if $isGroup }}
+        - {name: GLOO_SOCKET_IFNAME, value: {{ $root.Values.network.interface | quote }}}
+        - {name: NCCL_SOCKET_IFNAME, value: {{ $root.Values.network.interface | quote }}}
+        {{- end }}
+        {{- with $pool.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      ports:
+        - {name: grpc, containerPort: 50051}
+        - {name: metrics, containerPort: 9100}
+        {{- if $isGroup }}
+        - {name: rendezvous, containerPort: 29500}
+        {{- end }}
+        {{- if $hasTls }}
+        - {name: health, containerPort: 50052}
+        {{- end }}
+      {{- if not $isFollower }}
+      # The worker is alive when its model is loaded.
+      startupProbe:
+        grpc: {port: {{ $healthPort }}, service: liveness}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (int $pool.startupSeconds) 5 }}
+      # This restarts a worker whose model hangs. It also ends by itself, after --stall-exit-s.
+      livenessProbe:
+        grpc: {port: {{ $healthPort }}, service: liveness}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      readinessProbe:
+        grpc: {port: {{ $healthPort }}}
+        periodSeconds: 5
+        timeoutSeconds: 3
+      {{- end }}
+      resources:
+        {{- $limits := deepCopy ($pool.resources.limits | default dict) }}
+        {{- $requests := deepCopy ($pool.resources.requests | default dict) }}
+        {{- if and (gt (int $pool.gpu.count) 0) (not $hasClaim) }}
+        {{- $_ := set $limits $pool.gpu.resource (toString (int $pool.gpu.count)) }}
+        {{- $_ := set $requests $pool.gpu.resource (toString (int $pool.gpu.count)) }}
+        {{- end }}
+        {{- with $pool.rdma }}{{ if .resource }}
+        {{- $_ := set $limits .resource (toString (int .count)) }}
+        {{- $_ := set $requests .resource (toString (int .count)) }}
+        {{- end }}{{ end }}
+        requests: {{- toYaml $requests | nindent 10 }}
+        limits: {{- toYaml $limits | nindent 10 }}
+        {{- if $hasClaim }}
+        claims: [{name: gpus}]
+        {{- end }}
+      securityContext: {{- include "outrider.container.security" nil | nindent 8 }}
+      volumeMounts:
+        {{- include "outrider.models.mount" $root | nindent 8 }}
+        - {name: scratch, mountPath: /tmp}
+        {{- if or $isGroup (gt $ranks 1) }}
+        - {name: shared-memory, mountPath: /dev/shm}
+        {{- end }}
+        - {name: redis, mountPath: /etc/outrider/redis, readOnly: true}
+        {{- if $hasTls }}
+        - {name: tls, mountPath: /etc/outrider/tls, readOnly: true}
+        {{- end }}
+  volumes:
+    {{- include "outrider.models.volume" $root | nindent 4 }}
+    - name: scratch
+      emptyDir: {sizeLimit: 2Gi}
+    {{- if or $isGroup (gt $ranks 1) }}
+    - name: shared-memory  # ranks of a node need more than the default of 64 MiB; counts as memory
+      emptyDir: {medium: Memory, sizeLimit: 2Gi}
+    {{- end }}
+    - name: redis
+      secret:
+        secretName: {{ include "outrider.redis.secret" $root }}
+        defaultMode: 0440
+        items:
+          - {key: url-{{ $role }}, path: url}
+    {{- if $hasTls }}
+    - name: tls
+      secret: {secretName: {{ $fullname }}-{{ $role }}-tls, defaultMode: 0440}
+    {{- end }}
+{{- end }}

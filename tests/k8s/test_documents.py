@@ -6,17 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from command_line import app
-from tests.k8s.test_manifests import SECRETS
+from k8s.helm.chart import render
+from tests.k8s.test_manifests import SECURED
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ROOT / "docs" / "operations"
 THREATS = OPERATIONS / "threat-model.md"
 GUIDE = OPERATIONS / "kubernetes.md"
 CANARY = OPERATIONS / "canary.md"
+SECRETS = ("outrider-api-keys", "outrider-redis", "outrider-ray-redis")
 TEST = re.compile(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py)?)(?:::(test_\w+))?`")
 
 
@@ -50,10 +51,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_guide_says_what_to_make_and_whom_to_let_in() -> None:
     text = GUIDE.read_text()
-    policies = ROOT / "k8s" / "components" / "networkpolicy" / "policies.yaml"
     labels = {
         name
-        for policy in yaml.safe_load_all(policies.read_text())
+        for policy in render(SECURED | {"coordinator": {"hosting": "ray"}})
+        if policy["kind"] == "NetworkPolicy"
         for rule in policy["spec"].get("ingress", ())
         for peer in rule["from"]
         for name in peer.get("namespaceSelector", {}).get("matchLabels", {})
@@ -61,7 +62,7 @@ def test_the_guide_says_what_to_make_and_whom_to_let_in() -> None:
     assert len(labels) == 3
     for label in labels:
         assert re.search(rf"kubectl label namespace \w+ {re.escape(label)}=true", text), label
-    for secret in set(SECRETS) - {"outrider-gateway-tls"}:  # whoever makes that one knows how
+    for secret in ("hugging-face", *SECRETS):
         assert f"create secret generic {secret} " in text, secret
 
 

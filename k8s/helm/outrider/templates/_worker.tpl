@@ -90,7 +90,7 @@ spec:
         - --target-tokenizer={{ $targetModel }}
         {{- end }}
         - --device={{ $pool.device }}
-        - --host={{ include "outrider.host" $root }}
+        - "--host={{ include "outrider.host" $root }}"
         - --port=50051
         - --announce=$(POD_IP)
         - --metrics-port=9100

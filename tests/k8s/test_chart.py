@@ -1,0 +1,291 @@
+"""The Helm chart: what it refuses, what it makes of its values, and that two installations do not meet."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python import Chart, HelmError
+from helm_python.chart import lint, package
+
+from coordinator.access.api_keys import KeyRing
+from k8s.helm.chart import FOLDER, PRESETS, REGISTRY, chart, merged, notes, preset, render
+from tests.k8s.pods import NAME, pods
+from tests.k8s.test_manifests import SECURED, container_of, first, spec_of
+
+ROOT = Path(__file__).parents[2]
+CLUSTER_SCOPED = (
+    "PriorityClass",
+    "Namespace",
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "ClusterIssuer",
+    "PersistentVolume",
+)
+EVERYTHING = merged(merged(preset("llama-70b"), SECURED), {"autoscaling": {"enabled": True}})
+FETCHED = {"pairs": [{"name": "a", "servedModelName": "a", "target": {"model": "hf://org/a@1234567"}}]}
+
+
+class TestValues:
+    def test_the_chart_is_clean(self) -> None:
+        report = lint(FOLDER, {"images": {"registry": REGISTRY}}, strict=True)
+        assert report["errors"] == []
+        assert [each for each in report["messages"] if each["severity"] > 1] == []
+
+    def test_it_can_be_packaged_and_the_package_renders_the_same(self, tmp_path: Path) -> None:
+        with Chart.load(package(FOLDER, destination=tmp_path)) as packaged:
+            given = {
+                "images": {"registry": REGISTRY},
+                "apiKeys": {"existingSecret": "a"},
+                "redis": {"existingSecret": "b"},
+            }
+            assert packaged.render(given, name="outrider") == chart().render(given, name="outrider")
+
+    @pytest.mark.parametrize(
+        ("values", "reason"),
+        [
+            ({"tragets": {}}, "tragets"),
+            ({"pairs": []}, "pairs"),
+            ({"pairs": [{"name": "a", "servedModelName": "a", "target": {"modle": "/a"}}]}, "modle"),
+            ({"pairs": [{"name": "A b", "servedModelName": "a", "target": {}}]}, "name"),
+            ({"target": {"device": "gpu"}}, "device"),
+            ({"target": {"model": "hf://org/name"}}, "model"),  # no revision
+            ({"target": {"device": "cuda"}}, "gpu.count"),
+            (FETCHED, "models.create.size"),
+            ({"models": {"claim": "a", "image": "b"}}, "one of claim"),
+            ({"gateway": {"enabled": True}}, "className"),
+            ({"coordinator": {"hosting": "serve"}}, "hosting"),
+        ],
+    )
+    def test_a_mistake_is_refused_by_its_name(self, values: dict[str, Any], reason: str) -> None:
+        with pytest.raises(HelmError, match=reason):
+            render(values)
+
+    def test_a_registry_has_to_be_named(self) -> None:
+        with pytest.raises(HelmError, match=r"images\.registry is empty"):
+            chart().render({}, name="outrider", namespace="outrider")
+
+    def test_every_value_is_in_the_schema_and_every_value_of_the_schema_has_a_default(self) -> None:
+        schema = chart().schema
+        assert schema is not None
+        assert set(schema["properties"]) - {"global"} == set(chart().values)
+
+    def test_manifests_are_written_without_helm_and_without_secrets(self, tmp_path: Path) -> None:
+        own = tmp_path / "values.yaml"
+        own.write_text("target: {maxNumSeqs: 7}\n")
+        words = [sys.executable, "-m", "k8s.helm", "demo", str(own)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+        objects = list(yaml.safe_load_all(done.stdout))
+        assert "--max-num-seqs=7" in container_of(objects, "target")["args"]
+        assert {each["kind"] for each in objects}.isdisjoint({"Secret", "Pod"})
+
+    def test_a_preset_that_there_is_not_is_refused(self) -> None:
+        words = [sys.executable, "-m", "k8s.helm", "llama"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+        assert done.returncode == 2
+        assert "llama-405b" in done.stderr
+
+
+class TestDemo:
+    def test_it_needs_nothing_but_the_images(self) -> None:
+        objects = render()
+        assert {each["apiVersion"] for each in objects} == {"v1", "apps/v1", "policy/v1"}
+        for pod in pods(objects):
+            volumes = {kind for volume in pod.spec.get("volumes", ()) for kind in volume} - {"name"}
+            assert volumes <= {"secret", "configMap", "emptyDir"}
+        images = {container["image"] for pod in pods(objects) for container in pod.containers}
+        assert {image.partition("@")[0].rpartition("-")[2] for image in images} == {"demo", "alpine"}
+
+    def test_the_key_that_the_notes_show_is_one_that_coordinators_take(self) -> None:
+        objects = render()
+        key = first(objects, "Secret", "first-api-key")["stringData"]["key"]
+        ring = KeyRing.parse(first(objects, "Secret", "api-keys")["stringData"]["keys.toml"])
+        assert ring.find(key, datetime.datetime.now(datetime.UTC)) is not None
+        assert "outrider-first-api-key" in notes()
+
+    def test_notes_name_the_service_and_the_model(self) -> None:
+        text = notes(EVERYTHING)
+        assert "https://outrider.example.com" in text
+        assert '"model": "llama-3.3-70b"' in text
+        assert "service/outrider-coordinator 8000" in notes()
+
+
+class TestTwoInstallations:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def both(cls) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return render(EVERYTHING, namespace="one"), render(EVERYTHING, namespace="two")
+
+    def test_share_nothing_that_belongs_to_the_cluster(
+        self, both: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    ) -> None:
+        shared = [
+            {(each["kind"], each["metadata"]["name"]) for each in objects if each["kind"] in CLUSTER_SCOPED}
+            for objects in both
+        ]
+        assert shared[0]
+        assert shared[0].isdisjoint(shared[1])
+        for objects in both:
+            assert {each["metadata"].get("namespace") for each in objects} == {None}  # where they are installed
+
+    def test_ask_prometheus_for_their_own_namespace_alone(
+        self, both: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    ) -> None:
+        for objects, namespace in zip(both, ("one", "two"), strict=True):
+            queries = list(_queries(objects))
+            assert len(queries) > 30
+            for query in queries:
+                selectors = re.findall(r"\{([^{}]*)\}", query)
+                assert selectors, query
+                assert all(f'namespace="{namespace}"' in selector for selector in selectors), query
+
+    def test_of_one_namespace_select_their_own_pods(self) -> None:
+        one, two = render(EVERYTHING, release="outrider-one"), render(EVERYTHING, release="outrider-two")
+        names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (one, two)]
+        assert names[0].isdisjoint(names[1])
+        assert {pod.labels["app.kubernetes.io/instance"] for pod in pods(one)} == {"outrider-one"}
+        for each in one:
+            if each["kind"] in ("Deployment", "PodDisruptionBudget", "PodMonitor"):
+                assert each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/instance"] == "outrider-one"
+
+
+def _queries(objects: list[dict[str, Any]]) -> Iterator[str]:
+    for each in objects:
+        if each["kind"] == "ScaledObject":
+            yield from (trigger["metadata"]["query"] for trigger in each["spec"]["triggers"])
+        elif each["kind"] == "PrometheusRule":
+            yield from (rule["expr"] for group in each["spec"]["groups"] for rule in group["rules"])
+
+
+class TestColdStart:
+    def test_prometheus_that_sees_no_worker_yet_answers_0_and_one_that_sees_nothing_nothing(self) -> None:
+        for each in render(EVERYTHING):
+            if each["kind"] == "ScaledObject":
+                for trigger in each["spec"]["triggers"]:
+                    for part in re.split(r"\)\s*\+ ", trigger["metadata"]["query"]):
+                        assert 'or 0 * count(up{namespace="outrider",job="outrider-coordinator"} == 1)' in part
+                    assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+    def test_without_an_answer_the_number_of_workers_stays(self) -> None:
+        scaled = [each["spec"] for each in render(EVERYTHING) if each["kind"] == "ScaledObject"]
+        assert {each["fallback"]["behavior"] for each in scaled} == {"currentReplicas"}
+        assert {each["fallback"]["replicas"] for each in scaled} == {1}
+
+    def test_a_model_that_loads_for_two_hours_may(self) -> None:
+        probe = container_of(render(preset("llama-405b")), "target")["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == 7200
+
+
+class TestModels:
+    @pytest.fixture
+    def values(self) -> dict[str, Any]:
+        return merged(FETCHED, {"models": {"create": {"size": "1Gi"}}})
+
+    def test_a_source_is_fetched_once_and_waited_for(self, values: dict[str, Any]) -> None:
+        objects = render(values)
+        (job,) = [each for each in objects if each["kind"] == "Job"]
+        (fetch,) = job["spec"]["template"]["spec"]["containers"]
+        assert fetch["args"][:3] == ["command_line", "fetch", "hf://org/a@1234567"]
+        folder = fetch["args"][3]
+        assert f"--model={folder}" in container_of(objects, "target")["args"]
+        for part in ("target", "coordinator"):
+            (wait,) = spec_of(objects, part)["initContainers"]
+            assert wait["args"][:4] == fetch["args"][:4]
+            assert "--wait-only" in wait["args"]
+        assert folder in first(objects, "ConfigMap", "models")["data"]["models.toml"]
+
+    def test_another_commit_has_another_folder(self, values: dict[str, Any]) -> None:
+        other = merged(values, {})
+        other["pairs"] = [merged(values["pairs"][0], {"target": {"model": "hf://org/a@7654321"}})]
+        folders = {container_of(render(each), "target")["args"][1] for each in (values, other)}
+        assert len(folders) == 2
+
+    def test_a_volume_that_is_there_is_used_as_it_is(self) -> None:
+        objects = render({"models": {"claim": "weights"}})
+        assert {"PersistentVolumeClaim", "Job"}.isdisjoint(each["kind"] for each in objects)
+        (volume,) = [each for each in spec_of(objects, "draft")["volumes"] if each["name"] == "models"]
+        assert volume["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
+
+    def test_an_image_of_models_is_a_volume(self) -> None:
+        objects = render({"models": {"image": "registry.example.com/models:1"}})
+        (volume,) = [each for each in spec_of(objects, "target")["volumes"] if each["name"] == "models"]
+        assert volume["image"]["reference"] == "registry.example.com/models:1"
+
+
+class TestPlacement:
+    def test_a_worker_learns_its_zone_from_its_own_label(self) -> None:
+        variables = {each["name"]: each for each in container_of(render(), "draft")["env"]}
+        path = variables["OUTRIDER_ZONE"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert path == "metadata.labels['topology.kubernetes.io/zone']"
+        fixed = {each["name"]: each for each in container_of(render({"zone": "a"}), "draft")["env"]}
+        assert fixed["OUTRIDER_ZONE"]["value"] == "a"
+
+    def test_draft_workers_run_near_their_targets(self) -> None:
+        objects = render()
+        (term,) = spec_of(objects, "draft")["affinity"]["podAffinity"][
+            "preferredDuringSchedulingIgnoredDuringExecution"
+        ]
+        wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        labels = next(pod.labels for pod in pods(objects) if pod.labels[NAME] == "target")
+        assert wanted.items() <= labels.items()
+
+    def test_ipv6_is_listened_to_everywhere(self) -> None:
+        objects = render(merged(EVERYTHING, {"network": {"family": "ipv6"}}))
+        for name in ("target", "draft"):
+            assert "--host=::" in container_of(objects, name)["args"]
+            assert "--announce=$(POD_IP)" in container_of(objects, name)["args"]
+        serve = yaml.safe_load(first(objects, "RayService", "coordinator")["spec"]["serveConfigV2"])
+        assert serve["http_options"]["host"] == "::"
+
+    def test_ranks_on_several_nodes_name_their_interface(self) -> None:
+        objects = render(merged(preset("llama-405b"), {"target": {"exclusiveTopology": "rack"}}))
+        names = {each["name"]: each.get("value") for each in container_of(objects, "target-follower")["env"]}
+        assert names["GLOO_SOCKET_IFNAME"] == names["NCCL_SOCKET_IFNAME"] == "eth0"
+        (group,) = [each for each in objects if each["kind"] == "LeaderWorkerSet"]
+        assert group["metadata"]["annotations"]["leaderworkerset.sigs.k8s.io/exclusive-topology"] == "rack"
+
+    def test_rdma_is_a_resource(self) -> None:
+        objects = render({"target": {"rdma": {"resource": "rdma/ib", "count": 2}}})
+        assert container_of(objects, "target")["resources"]["limits"]["rdma/ib"] == "2"
+
+
+class TestGateway:
+    def test_addresses_of_a_load_balancer_can_be_let_in(self) -> None:
+        peer = {"ipBlock": {"cidr": "35.191.0.0/16"}}
+        objects = render(merged(SECURED, {"networkPolicy": {"clients": [peer]}}))
+        assert peer in first(objects, "NetworkPolicy", "coordinator")["spec"]["ingress"][0]["from"]
+
+    def test_without_a_name_for_grpc_there_is_no_route_for_it(self) -> None:
+        objects = render(merged(SECURED, {"gateway": {"grpcHostname": ""}}))
+        assert "GRPCRoute" not in {each["kind"] for each in objects}
+        assert len(next(each for each in objects if each["kind"] == "Gateway")["spec"]["listeners"]) == 1
+
+    def test_routes_lead_to_the_service_of_either_hosting(self) -> None:
+        for hosting, service in (("plain", "outrider-coordinator"), ("ray", "outrider-coordinator-serve-svc")):
+            objects = render(merged(SECURED, {"coordinator": {"hosting": hosting}}))
+            (route,) = [each for each in objects if each["kind"] == "HTTPRoute"]
+            assert {ref["name"] for rule in route["spec"]["rules"] for ref in rule["backendRefs"]} == {service}
+
+
+def test_users_of_redis_have_the_passwords_of_their_addresses() -> None:
+    secret: Mapping[str, str] = first(render(), "Secret", "redis")["stringData"]
+    for user in ("coordinator", "target", "draft"):
+        password = re.fullmatch(rf"redis://{user}:(\w+)@outrider-redis:6379/0", secret[f"url-{user}"])
+        assert password is not None
+        assert f"user {user} on #{hashlib.sha256(password[1].encode()).hexdigest()} " in secret["users.conf"]
+    encrypted = first(render(SECURED), "Secret", "redis")["stringData"]["url-target"]
+    assert encrypted.startswith("rediss://")
+    assert "ssl_ca_certs=/etc/outrider/tls/ca.crt" in encrypted
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_what_it_needs(name: str) -> None:
+    assert (FOLDER / "presets" / f"{name}.yaml").read_text(encoding="utf-8").startswith("# ")

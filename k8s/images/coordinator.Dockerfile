@@ -2,8 +2,11 @@
 # commands. It has no torch. From the root of the repository:
 #
 #   docker build --file k8s/images/coordinator.Dockerfile --tag outrider-coordinator .
+#   docker build --file k8s/images/coordinator.Dockerfile --build-arg MODELS=demo --tag outrider-coordinator:demo .
 #
 # For linux/amd64, as the lock. `docker buildx imagetools inspect python:3.11-slim-bookworm` shows the digest of today's base.
+ARG MODELS=none
+
 FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
 
 # --build-arg PIP_INDEX_URL=… names a mirror; its packages must have the lock's hashes.
@@ -19,11 +22,23 @@ COPY coordinator /app/coordinator
 COPY command_line /app/command_line
 RUN python -m compileall -q /app
 
+# The demo's pair of models, or none.
+FROM base AS models-none
+RUN mkdir /models
+
+FROM base AS models-demo
+COPY demo/target /models/target
+COPY demo/draft /models/draft
+
+# hadolint ignore=DL3006
+FROM models-${MODELS} AS models
+
 FROM base
 RUN groupadd --gid 10001 outrider \
     && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin outrider
 COPY --from=packages /venv /venv
 COPY --from=packages /app /app
+COPY --from=models /models /models
 # The variable names tokenizers, not secret tokens.
 # hadolint ignore=DL3064
 ENV PATH=/venv/bin:/usr/local/bin:/usr/bin:/bin \

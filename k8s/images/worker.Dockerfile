@@ -2,11 +2,13 @@
 #
 #   docker build --file k8s/images/worker.Dockerfile --tag outrider-worker:cpu .
 #   docker build --file k8s/images/worker.Dockerfile --build-arg VARIANT=cuda --tag outrider-worker:cuda .
+#   docker build --file k8s/images/worker.Dockerfile --build-arg MODELS=demo --tag outrider-worker:demo .
 #
 # The variants differ in the lock file alone: torch brings the CUDA libraries that it was built with, the driver comes
 # with the node. For linux/amd64, as the locks. The tag of a base image is the one it had when it was pinned;
 # `docker buildx imagetools inspect python:3.11-slim-bookworm` shows the digest of today's.
 ARG VARIANT=cpu
+ARG MODELS=none
 
 # The CPU kernels need a compiler, so this stage uses the large image; only /app is kept.
 FROM python:3.11-bookworm@sha256:b99029c95d3d37fb1e4e76d287f7984373dca77c665885986e31b2c95260c13c AS build
@@ -41,12 +43,24 @@ RUN python -m venv --without-pip /venv \
     && pip --python /venv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
         --requirement /locks/worker.txt
 
+# The demo's pair of models, or none.
+FROM base AS models-none
+RUN mkdir /models
+
+FROM base AS models-demo
+COPY demo/target /models/target
+COPY demo/draft /models/draft
+
+# hadolint ignore=DL3006
+FROM models-${MODELS} AS models
+
 # The image has no compiler and no pip, and only /tmp is writable.
 FROM base
 RUN groupadd --gid 10001 outrider \
     && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin outrider
 COPY --from=packages /venv /venv
 COPY --from=build /app /app
+COPY --from=models /models /models
 # The variable names tokenizers, not secret tokens.
 # hadolint ignore=DL3064
 ENV PATH=/venv/bin:/usr/local/bin:/usr/bin:/bin \

@@ -56,10 +56,12 @@ def pip_settings() -> dict[str, str]:
 
 
 def local_folders(settings: Mapping[str, str]) -> list[Path]:
-    """Folders of packages that the settings name; of an index on disk the one above, where its files may lie."""
+    """Folders of packages and of constraints that the settings name; of an index on disk the one above, where its files may
+    lie."""
     words = [word for value in settings.values() for word in value.split()]
     paths = [Path(word) for word in words if word.startswith("/")]
     paths += [Path(word.removeprefix("file://")).parent for word in words if word.startswith("file://")]
+    paths += [path.parent for path in paths if path.is_file()]
     return [path for path in paths if path.is_dir()]
 
 

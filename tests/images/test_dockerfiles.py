@@ -96,8 +96,18 @@ def test_the_variants_differ_in_their_lock_alone() -> None:
     text = (ROOT / "k8s/images/worker.Dockerfile").read_text(encoding="utf-8")
     cpu, cuda = (parse(text, {"VARIANT": variant})[-1] for variant in ("cpu", "cuda"))
     assert cpu == cuda
-    copied = [step.value for step in parse(text, {"VARIANT": "cuda"})[-2].of("COPY")]
+    (packages,) = [stage for stage in parse(text, {"VARIANT": "cuda"}) if stage.name == "packages"]
+    copied = [step.value for step in packages.of("COPY")]
     assert copied == ["k8s/images/locks/worker-cuda.txt /locks/worker.txt"]
+
+
+@pytest.mark.parametrize(("models", "wanted"), [("none", set()), ("demo", {"/models/target", "/models/draft"})])
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_has_the_models_of_the_demo_where_that_is_asked_for(path: Path, models: str, wanted: set[str]) -> None:
+    stages = parse(path.read_text(encoding="utf-8"), {"VARIANT": "cpu", "MODELS": models})
+    (chosen,) = lineage(stages, next(stage for stage in stages if stage.name == "models"))[-2:-1]
+    assert {step.words[1] for step in chosen.of("COPY")} == wanted
+    assert "/models /models" in [step.value for step in stages[-1].of("COPY") if step.flags == {"from": "models"}]
 
 
 def test_the_entry_point_is_what_manifests_give_arguments_to() -> None:

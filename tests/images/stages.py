@@ -56,8 +56,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def local_folders(settings: Mapping[str, str]) -> list[Path]:
-    """Folders of packages and of constraints that the settings name; of an index on disk the one above, where its files may
-    lie."""
+    """Folders of packages and constraints that the settings name; of an index on disk the one above, for its files."""
     words = [word for value in settings.values() for word in value.split()]
     paths = [Path(word) for word in words if word.startswith("/")]
     paths += [Path(word.removeprefix("file://")).parent for word in words if word.startswith("file://")]

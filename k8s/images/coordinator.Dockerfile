@@ -10,17 +10,19 @@ ARG MODELS=none
 FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
 
 # --build-arg PIP_INDEX_URL=… names a mirror; its packages must have the lock's hashes.
+# Bytecode is compiled without times, so that builds of one commit are equal. Some packages have files of other Pythons.
 FROM base AS packages
 ARG PIP_INDEX_URL
 COPY k8s/images/locks/coordinator.txt /locks/
 RUN python -m venv --without-pip /venv \
-    && pip --python /venv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
-        --requirement /locks/coordinator.txt
+    && pip --python /venv/bin/python install --no-cache-dir --no-compile --require-hashes --only-binary :all: \
+        --requirement /locks/coordinator.txt \
+    && { python -m compileall -q --invalidation-mode unchecked-hash /venv/lib || :; }
 COPY outrider /app/outrider
 COPY protos /app/protos
 COPY coordinator /app/coordinator
 COPY command_line /app/command_line
-RUN python -m compileall -q /app
+RUN python -m compileall -q --invalidation-mode unchecked-hash /app
 
 # The demo's pair of models, or none.
 FROM base AS models-none

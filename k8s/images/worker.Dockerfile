@@ -24,7 +24,7 @@ COPY target_worker ./target_worker
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel . \
     && python -m zipfile -e /wheel/outrider-*.whl /app \
     && test -f /app/outrider/engine/compiled/_kernels.*.so \
-    && python -m compileall -q /app
+    && python -m compileall -q --invalidation-mode unchecked-hash /app
 
 FROM python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b AS base
 
@@ -34,14 +34,16 @@ ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 FROM base AS packages-cuda
 
 # --build-arg PIP_INDEX_URL=… names a mirror; its packages must have the lock's hashes.
+# Bytecode is compiled without times, so that builds of one commit are equal. Some packages have files of other Pythons.
 # hadolint ignore=DL3006
 FROM packages-${VARIANT} AS packages
 ARG VARIANT
 ARG PIP_INDEX_URL
 COPY k8s/images/locks/worker-${VARIANT}.txt /locks/worker.txt
 RUN python -m venv --without-pip /venv \
-    && pip --python /venv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
-        --requirement /locks/worker.txt
+    && pip --python /venv/bin/python install --no-cache-dir --no-compile --require-hashes --only-binary :all: \
+        --requirement /locks/worker.txt \
+    && { python -m compileall -q --invalidation-mode unchecked-hash /venv/lib || :; }
 
 # The demo's pair of models, or none.
 FROM base AS models-none

@@ -16,6 +16,9 @@ REGISTRY: Final = "registry.example.com/outrider"
 """Registry of the images, in renderings of a chart that has not been published."""
 
 
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML has libyaml
+
+
 @cache
 def chart() -> Chart:
     return Chart.load(FOLDER)
@@ -53,7 +56,7 @@ def render(
     objects = []
     for path in sorted(files):
         if path.endswith(".yaml"):
-            objects += [each for each in yaml.safe_load_all(files[path]) if each]
+            objects += [each for each in yaml.load_all(files[path], Loader=_LOADER) if each]
     return objects
 
 

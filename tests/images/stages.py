@@ -228,6 +228,8 @@ def build(dockerfile: Path, context: Path, folder: Path, arguments: Mapping[str,
         name = stage.name or "last"
         if name in made:
             return made[name]
+        if stage.base in by_name and not stage.instructions:  # another name for it
+            return make(by_name[stage.base])
         origin = lineage(stages, stage)[0].base
         is_slim = "slim" in origin
         base = Path(os.environ.get("OUTRIDER_SLIM_ROOT", "/")) if is_slim else Path("/")

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -35,6 +34,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from outrider.addresses import PORT_MAX, bound_socket, is_unspecified, join_address, with_port
 from outrider.concurrency import time_slices
 from outrider.concurrency.background import end_tasks, keep_going
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
@@ -161,11 +161,11 @@ class WorkerProcess:
         # Checks that take milliseconds come before the model is loaded, which may take minutes.
         if self.options.redis_url is not None:
             if self.options.announce is not None:
-                _check_announced(self.options.announce)
-            elif self.options.host in ("0.0.0.0", "::"):
+                _check_announced(self.options.announce, self.options.port)
+            elif is_unspecified(self.options.host):
                 raise ConfigurationError(
                     f"--host {self.options.host} cannot be announced: name the address where others reach this worker "
-                    "with --announce HOST:PORT"
+                    "with --announce HOST, or HOST:PORT"
                 )
             await check_redis(self.options.redis_url)
             self._registry = Registry(self.options.redis_url)
@@ -178,7 +178,7 @@ class WorkerProcess:
 
     def _listen(self, server: grpc.aio.Server, port: int, flag: str, files: TlsFiles | None) -> int:
         """Binds a port and returns it; 0 binds a free one."""
-        address = f"{self.options.host}:{port}"
+        address = join_address(self.options.host, port)
         _check_port(self.options.host, port, flag)
         try:
             if files is None:
@@ -197,7 +197,9 @@ class WorkerProcess:
     @property
     def address(self) -> str:
         """The address at which others reach it, host:port."""
-        return self.options.announce or f"{self.options.host}:{self.port}"
+        if self.options.announce is None:
+            return join_address(self.options.host, self.port)
+        return with_port(self.options.announce, self.port)
 
     def serve_metrics(self, registry: CollectorRegistry) -> int:
         """Serves `/metrics` with what is in the registry; returns the port. Raises ConfigurationError."""
@@ -323,24 +325,24 @@ def record_from_info(
     )
 
 
-def _check_announced(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--announce {address} is not HOST:PORT, such as 10.0.0.2:50051")
+def _check_announced(address: str, port: int) -> None:
+    """port: the worker's own, which the address has where it names none; 0: not known yet."""
+    try:
+        with_port(address, port or PORT_MAX)
+    except ValueError as error:
+        raise ConfigurationError(f"--announce {address} is not HOST or HOST:PORT: {error}") from error
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
     """Checks a port first, because gRPC's own error does not say which port or why."""
     if port == 0:
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"port {port} on {host} cannot be used ({error.strerror}); name another with {flag}"
-            ) from error
+    try:
+        bound_socket(host, port).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"port {port} on {host} cannot be used ({error.strerror}); name another with {flag}"
+        ) from error
 
 
 def run_worker(main: Callable[[], Any], cores: str | None = None, log_format: LogFormat = LogFormat.TEXT) -> int:

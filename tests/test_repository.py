@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("registry", "canary", "grammar", "hints"),
         *(
             "engine.options",
+            "engine.device",
             "engine.chunk_cost",
             "engine.kv",
             "engine.ranks",

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from outrider.engine.device import choose_device, read_facts
 from outrider.engine.device_steps import DeviceSteps
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
@@ -45,9 +46,8 @@ def device_for(choice: str) -> str:
 
 
 def check_device(choice: str) -> None:
-    """Raises ModelLoadError if there is no such device here."""
-    if device_for(choice) != "cpu" and not torch.cuda.is_available():
-        raise ModelLoadError("torch sees no CUDA device here: set --device cpu, or look at nvidia-smi")
+    """Raises DeviceError if there is no such device here."""
+    choose_device(choice, read_facts())
 
 
 class Engine:

@@ -96,11 +96,11 @@ class RankGroup:
         return torch.cat([each[..., :width] for each, width in zip(parts, widths, strict=True)], dim=-1)
 
 
-def join_ranks(timeout_s: float) -> RankGroup | None:
+def join_ranks(timeout_s: float, device: str | None = None) -> RankGroup | None:
     """Joins the group that torchrun's variables name; None without it, or with one rank. Waits for all ranks.
 
-    timeout_s: the most that one operation may wait for the other ranks, once the model is loaded. Raises
-    ConfigurationError.
+    timeout_s: the most that one operation may wait for the other ranks, once the model is loaded. device: where this
+    rank's model runs, by torch's name; None: on its GPU, if there is one. Raises ConfigurationError.
     """
     try:
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,7 +108,7 @@ def join_ranks(timeout_s: float) -> RankGroup | None:
         raise ConfigurationError(f"RANK and WORLD_SIZE must be numbers, as torchrun sets them: {error}") from error
     if size == 1:
         return None
-    if not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         backend = "gloo"
     else:
         backend = "cpu:gloo,cuda:nccl"

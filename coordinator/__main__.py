@@ -252,7 +252,7 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
         KeyFile(Path(settings.api_keys_file))
     if settings.batch_files is not None:
         open_store(settings.batch_files)
-    asyncio.run(check_redis(settings.redis_url))
+    asyncio.run(check_redis(settings.redis_url, listen.redis_wait_s))
     for name, port in (("--port", listen.port), ("--grpc-port", listen.grpc_port)):
         try:
             bound_socket(listen.host, port).close()

@@ -229,6 +229,7 @@ class Listen:
     )  # fmt: skip
     num_replicas: int = setting(1, "coordinator replicas", CAPACITY, "replicas", at_least=1)
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
+    redis_wait_s: float = same_as(RedisSettings, "redis_wait_s")
     ray_temp_dir: Path | None = setting(
         None, "folder of Ray's files; its path must be short", NETWORK, "folder", shows="a new folder in /tmp"
     )

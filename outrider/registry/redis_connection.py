@@ -51,6 +51,11 @@ class RedisSettings:
         "and an environment",
         NETWORK, "file", variable="OUTRIDER_REDIS_URL_FILE", reads_variable=False,
     )  # fmt: skip
+    redis_wait_s: float = setting(
+        60.0, "time to wait at the start for a Redis that does not answer yet, because the parts of a system start in "
+        "any order; a Redis that refuses the password is not waited for",
+        NETWORK, "seconds", at_least=0,
+    )  # fmt: skip
 
 
 def open_redis(url: str, timeout_s: float) -> redis.asyncio.Redis:

@@ -65,6 +65,12 @@ class WorkerOptions:
         SECURITY, flag="--insecure",
     )  # fmt: skip
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
+    redis_wait_s: float = same_as(RedisSettings, "redis_wait_s")
+    load_stall_exit_s: float = setting(
+        600.0, "loading of the model that neither computes nor reads for this long ends the process, so that it is "
+        "restarted; not of a model between several ranks, which wait for each other",
+        CAPACITY, "seconds", above=0,
+    )  # fmt: skip
     otlp_endpoint: str | None = setting(
         None, "OpenTelemetry collector to send traces to, such as http://127.0.0.1:4317",
         SECURITY, "URL", shows="no traces",

@@ -32,13 +32,13 @@ from outrider.security.certificate_authority import CertificateAuthority
 from outrider.security.tls import Dialer, Role, TlsFiles
 from outrider.worker import worker_process
 from outrider.worker.rpc import OPEN_METHODS, abort
+from outrider.worker.worker_facts import record_from_info
 from outrider.worker.worker_options import WorkerOptions
 from outrider.worker.worker_process import (
     EXIT_STALLED,
     LIVENESS,
     WorkerProcess,
     pin_to_cores,
-    record_from_info,
     report_cause,
 )
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, hints_pb2, target_pb2
@@ -202,7 +202,8 @@ STALLING = """
 import argparse, asyncio, sys, time
 from outrider.worker.worker_options import WorkerOptions
 from outrider.registry.worker_record import WorkerLoad
-from outrider.worker.worker_process import WorkerProcess, record_from_info, run_worker
+from outrider.worker.worker_facts import record_from_info
+from outrider.worker.worker_process import WorkerProcess, run_worker
 from protos.outrider.v1 import common_pb2
 
 class Core:

@@ -1,4 +1,4 @@
-"""Where a model runs: on a GPU or on the CPU, and why.
+"""Chooses the device of a model, a GPU or the CPU, and says why.
 
 `read_facts` looks at the machine, `choose_device` decides from what it found. A GPU that was asked for and cannot be
 used is refused with the cause and the way out, before any weight is read; nothing falls back to the CPU but `auto`.
@@ -36,7 +36,7 @@ class DeviceError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What is known of this machine's GPUs, and of this process among the ranks of the machine."""
+    """Facts about this machine's GPUs, and about this process among the ranks of the machine."""
 
     torch_version: str = ""
     torch_cuda: str | None = None  # the version of CUDA that torch was built with; None: it was built without
@@ -69,7 +69,7 @@ def find_device(choice: str) -> str:
 
 
 def choose_device(choice: str, facts: DeviceFacts) -> DeviceChoice:
-    """Decides where a rank runs, for a choice of `--device`: auto, cpu or cuda. Raises DeviceError."""
+    """Decides on the device of a rank, for a choice of `--device`: auto, cpu or cuda. Raises DeviceError."""
     if choice == "cpu":
         return DeviceChoice("cpu", "--device cpu")
     obstacle = _obstacle(facts)

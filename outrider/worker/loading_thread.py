@@ -58,7 +58,7 @@ async def watch_progress(longest_idle_s: float, interval_s: float = LOOK_EVERY_S
 
 
 def work_done(folder: Path = Path("/proc/self")) -> WorkDone:
-    """What this process has done; where the system does not tell, nothing."""
+    """Reads what this process has done; nothing where the system does not tell."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     num_bytes = 0
     with contextlib.suppress(OSError, ValueError):

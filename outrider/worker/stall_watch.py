@@ -36,7 +36,7 @@ LEAST_FAULTS_PER_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """What a process has done since its start."""
+    """Work that a process has done since its start."""
 
     cpu_s: float
     num_bytes_read: int

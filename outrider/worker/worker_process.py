@@ -113,7 +113,7 @@ class WorkerProcess:
         self._service_names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._health = health_aio.HealthServicer()
         self.services = cast(grpc.aio.Server, LateServices())
-        """What services are added to when the model is loaded."""
+        """Takes the services that are added when the model is loaded."""
         self._is_listening = False
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None

@@ -223,7 +223,7 @@ async def test_a_rank_that_waits_for_others_is_not_stuck(ends: list[int]) -> Non
 
 
 def looks(*works: WorkDone) -> list[float]:
-    """What a watch says that looks at these, ten seconds apart."""
+    """Idle seconds by a watch that looks at these, ten seconds apart."""
     watch = LoadWatch(10.0, WorkDone(0.0, 0, 0), 0.0)
     return [watch.look(work, 10.0 * number) for number, work in enumerate(works, 1)]
 
@@ -294,5 +294,5 @@ async def test_a_wrong_password_is_refused_at_once(redis_url: str) -> None:
     address = redis_url.rpartition("@")[2]
     for wrong in (f"redis://:wrong@{address}", f"redis://{address}"):
         async with asyncio.timeout(20):
-            with pytest.raises(RegistryUnavailable, match="WRONGPASS|invalid|authenticated"):
+            with pytest.raises(RegistryUnavailable, match=r"WRONGPASS|invalid|authenticated"):
                 await check_redis(wrong, 600.0)

@@ -144,7 +144,7 @@ def answers(query: str, series: Mapping[str, int], folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("pool", ["target", "draft"])
 def test_where_no_request_was_yet_the_answer_is_nothing_to_do_and_not_no_answer(pool: str, tmp_path: Path) -> None:
-    """At a cold start workers load, and coordinators have counted nothing: without an answer KEDA would add workers."""
+    """Workers load at a cold start, and coordinators have counted nothing: without an answer KEDA would add workers."""
     metrics = TargetMetrics("m", "target-0")
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     loading = {

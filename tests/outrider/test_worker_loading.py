@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import signal
 import socket
 import subprocess
@@ -33,8 +34,10 @@ from outrider.worker.worker_facts import record_from_info
 from outrider.worker.worker_options import WorkerOptions
 from outrider.worker.worker_process import EXIT_STALLED, LIVENESS, WorkerProcess
 from protos.outrider.v1 import common_pb2, draft_pb2_grpc
+from tests.models import model_dir
 from tests.outrider.test_worker_process import health
 
+ROOT = Path(__file__).parents[2]
 INFO = common_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, max_model_len=1, vocab_size=1)
 GET_INFO = "/outrider.v1.Draft/GetInfo"
 
@@ -176,6 +179,31 @@ def test_a_signal_ends_a_worker_that_loads(
     said = worker.stderr.read()
     assert "stopped before the worker was ready" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "status"), [(0, 0), (1, -signal.SIGTERM)])
+def test_a_signal_ends_a_rank_that_waits_for_the_others(tmp_path: Path, rank: int, status: int) -> None:
+    """A group is stopped by a signal to every process. The other rank is not even there yet."""
+    port, metrics_port = free_ports(2)
+    words = [*("--model", str(model_dir("llama"))), *("--metrics-port", str(metrics_port))]
+    group = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (tmp_path / "said").open("wb") as said:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "target_worker", *words], cwd=ROOT, env=os.environ | group, stderr=said
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "the model runs on cpu" not in (tmp_path / "said").read_text():  # from here on it waits
+            assert worker.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        worker.terminate()
+        assert worker.wait(20) == status
+    finally:
+        worker.kill()
+        worker.wait()
+    assert "Traceback" not in (tmp_path / "said").read_text()
 
 
 @pytest.fixture

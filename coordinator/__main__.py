@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -31,6 +30,7 @@ from coordinator.hosting.ingress import Chosen, Ingress, ProxyUnusable, choose
 from coordinator.hosting.ray_environment import ray_environment
 from coordinator.hosting.ray_processes import RayProcesses, kill_descendants
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings, Listen, Proxy
+from outrider.addresses import bound_socket, is_unspecified, join_address
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry.redis_connection import redis_url_from
 from outrider.registry.registry import check_redis
@@ -218,11 +218,11 @@ def _stop_on_signals(stop: threading.Event) -> None:
 
 
 def _announce(settings: CoordinatorSettings, listen: Listen, proxy: Proxy) -> None:
-    host = "127.0.0.1" if listen.host in ("0.0.0.0", "::") else listen.host
+    host = LOOPBACK if is_unspecified(listen.host) else listen.host
     line = {
         "event": "ready",
-        "http": f"{'http' if listen.tls_dir is None else 'https'}://{host}:{listen.port}",
-        "grpc": f"{host}:{listen.grpc_port}",
+        "http": f"{'http' if listen.tls_dir is None else 'https'}://{join_address(host, listen.port)}",
+        "grpc": join_address(host, listen.grpc_port),
         "metrics_port": settings.metrics_port,  # of the first replica
         "proxy": proxy,
         "num_replicas": listen.num_replicas,
@@ -252,14 +252,12 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
         KeyFile(Path(settings.api_keys_file))
     if settings.batch_files is not None:
         open_store(settings.batch_files)
-    asyncio.run(check_redis(settings.redis_url))
+    asyncio.run(check_redis(settings.redis_url, listen.redis_wait_s))
     for name, port in (("--port", listen.port), ("--grpc-port", listen.grpc_port)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((listen.host, port))
-            except OSError as error:
-                raise ConfigurationError(f"{name} {port} on {listen.host} is not free: {error.strerror}") from error
+        try:
+            bound_socket(listen.host, port).close()
+        except OSError as error:
+            raise ConfigurationError(f"{name} {port} on {listen.host} is not free: {error.strerror}") from error
     if listen.ray_temp_dir is not None and len(os.fsencode(listen.ray_temp_dir)) > _RAY_TEMP_DIR_BYTES_MAX:
         raise ConfigurationError(
             f"--ray-temp-dir {listen.ray_temp_dir} is longer than {_RAY_TEMP_DIR_BYTES_MAX} bytes; Ray's sockets "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
+from outrider.addresses import bare_host
 from outrider.observability.logs import LogFormat
 from outrider.observability.vllm_names import MetricsNames
 from outrider.registry.redis_connection import RedisSettings
@@ -186,7 +187,7 @@ class CoordinatorSettings:
         NETWORK,
     )  # fmt: skip
     metrics_host: str = setting(
-        "127.0.0.1", "address of metrics_port; as a flag, --host", NETWORK, "address", flag=None
+        "127.0.0.1", "address of metrics_port; as a flag, --host", NETWORK, "address", flag=None, parse=bare_host
     )
     is_metrics_insecure: bool = setting(
         False, "permit metrics_port without certificates, because the network itself protects it; as a flag, "
@@ -215,9 +216,9 @@ class Listen:
     """Settings of the process that starts the replicas of a machine. Raises ValueError that names the flag."""
 
     host: str = setting(
-        "127.0.0.1", "address of the HTTP and gRPC listeners; other ports are on the loopback, except Ray's, which "
-        "require its token",
-        NETWORK, "address",
+        "127.0.0.1", "address of the HTTP and gRPC listeners; :: is all addresses, IPv6 and IPv4; other ports are on "
+        "the loopback, except Ray's, which require its token",
+        NETWORK, "address", parse=bare_host,
     )  # fmt: skip
     port: int = setting(8000, "HTTP port (the OpenAI API)", NETWORK, "port")
     grpc_port: int = setting(9000, "gRPC port (outrider.v1.Generation)", NETWORK, "port")
@@ -228,6 +229,7 @@ class Listen:
     )  # fmt: skip
     num_replicas: int = setting(1, "coordinator replicas", CAPACITY, "replicas", at_least=1)
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
+    redis_wait_s: float = same_as(RedisSettings, "redis_wait_s")
     ray_temp_dir: Path | None = setting(
         None, "folder of Ray's files; its path must be short", NETWORK, "folder", shows="a new folder in /tmp"
     )

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from draft_worker.limits import DraftLimits, Vocabulary
 from outrider.engine.options import EngineOptions
 from outrider.errors import TokenizerMismatch
+from outrider.observability.telemetry import DraftMetrics
 from outrider.registry.worker_record import WorkerLoad
 from outrider.security.tls import ANY_ROLE, Role
 from outrider.settings import from_flags
+from outrider.worker.worker_facts import worker_info
 from outrider.worker.worker_main import WorkerKind, grammar_compiler, serve_until_stopped
 from outrider.worker.worker_options import WorkerOptions
-from outrider.worker.worker_process import leave, worker_info
+from outrider.worker.worker_process import leave
+from protos.outrider.v1 import draft_pb2_grpc
 
 if TYPE_CHECKING:
     from outrider.engine.model import Engine
@@ -58,28 +62,30 @@ def use_vocabulary(engine: Engine, arguments: argparse.Namespace) -> Path:
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = from_flags(DraftLimits, arguments)
-    # Imported late, so that --help and bad arguments do not wait for torch.
-    from draft_worker.links import TargetDialer
-    from draft_worker.runner import DraftCore
-    from draft_worker.scheduler import DraftScheduler
-    from draft_worker.server import DraftServicer
-    from outrider.observability.telemetry import DraftMetrics
-    from protos.outrider.v1 import draft_pb2_grpc
+    name = arguments.model.resolve().name
+    async with KIND.opened(arguments, partial(DraftMetrics, name)) as worker:
+        process, metrics = worker.process, worker.metrics
+        engine = await worker.load()
+        # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
+        from draft_worker.links import TargetDialer
+        from draft_worker.runner import DraftCore
+        from draft_worker.scheduler import DraftScheduler
+        from draft_worker.server import DraftServicer
 
-    async with KIND.loaded(arguments) as (process, engine, tracing):
-        tokenizer_dir = use_vocabulary(engine, arguments)
+        tokenizer_dir = await worker.beside(lambda: use_vocabulary(engine, arguments))
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
-        name = arguments.model.resolve().name
-        metrics = DraftMetrics(name, process.options.worker_id)
-        info = worker_info(
-            *(engine, process.options, name, process.incarnation),
-            max_num_seqs=scheduler.num_slots,  # its memory may have room for fewer than it was allowed
-            tokenizer_dir=tokenizer_dir,
+        info = await worker.beside(
+            lambda: worker_info(
+                *(engine, process.options, name, process.incarnation),
+                max_num_seqs=scheduler.num_slots,  # its memory may have room for fewer than it was allowed
+                tokenizer_dir=tokenizer_dir,
+            )
         )
-        grammars, dialer = grammar_compiler(engine, tokenizer_dir), TargetDialer(process.dialer)
-        servicer = DraftServicer(info, scheduler, metrics, grammars, dialer, tracing)
-        draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.server)
+        grammars = await worker.beside(lambda: grammar_compiler(engine, tokenizer_dir))
+        await worker.beside(engine.lead)
+        servicer = DraftServicer(info, scheduler, metrics, grammars, TargetDialer(process.dialer), worker.tracing)
+        draft_pb2_grpc.add_DraftServicer_to_server(servicer, process.services)
 
         def load() -> WorkerLoad:
             return WorkerLoad(
@@ -88,7 +94,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
         try:
             core = DraftCore(scheduler, engine, metrics, servicer.has_events)
-            await serve_until_stopped(process, engine, core, servicer, metrics, load)
+            await serve_until_stopped(worker, engine, core, servicer, load)
         finally:
             await servicer.close()
 

@@ -21,6 +21,7 @@ from draft_worker.messages import (
     Subscribe,
 )
 from draft_worker.scheduler import DraftScheduler
+from outrider.addresses import split_address
 from outrider.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -166,10 +167,12 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
             raise Unavailable("this worker is draining")
         check_session(request)
         self._check_free(request.session_id)
-        if ":" not in request.target_address:
+        try:
+            split_address(request.target_address)
+        except ValueError as error:
             raise InvalidRequest(
                 "target_address", f"target_address is {request.target_address!r}; host:port is required"
-            )
+            ) from error
         ours, theirs = self.info.tokenizer_fingerprint, request.tokenizer_fingerprint
         if theirs and theirs != ours:
             raise TokenizerMismatch(ours, theirs, "the target")

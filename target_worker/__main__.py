@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import logging
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from outrider.engine.options import EngineOptions
+from outrider.observability.telemetry import TargetMetrics
 from outrider.registry.worker_record import WorkerLoad
 from outrider.security.tls import ANY_ROLE, Role
 from outrider.settings import from_flags
+from outrider.worker.worker_facts import worker_info
 from outrider.worker.worker_main import WorkerKind, grammar_compiler, serve_until_stopped
 from outrider.worker.worker_options import WorkerOptions
-from outrider.worker.worker_process import leave, worker_info
+from outrider.worker.worker_process import leave
+from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
 from target_worker.limits import SchedulerLimits, Service
+
+if TYPE_CHECKING:
+    from outrider.engine.model import Engine
 
 logger = logging.getLogger("target_worker")
 
@@ -32,37 +39,42 @@ KIND: Final = WorkerKind(
 parse_arguments = KIND.parse_arguments
 
 
+def lead_and_test(engine: Engine) -> None:
+    """Makes the engine lead its ranks, if there are others, and tests it: from here on they must hear of it often."""
+    from outrider.engine.loading.self_test import batch_invariance_failures
+
+    engine.lead()
+    if failures := batch_invariance_failures(engine):
+        logger.warning("NOT batch-invariant here, output may depend on the batch composition: %s", "; ".join(failures))
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = from_flags(SchedulerLimits, arguments)
-    # Imported late, so that --help and bad arguments do not wait for torch.
-    from outrider.engine.loading.self_test import batch_invariance_failures
-    from outrider.observability.telemetry import TargetMetrics
-    from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
-    from target_worker.runner import TargetCore
-    from target_worker.scheduling.scheduler import Scheduler
-    from target_worker.serving.server import TargetServicer
+    name = arguments.served_model_name or arguments.model.resolve().name
+    async with KIND.opened(arguments, partial(TargetMetrics, name, names=arguments.metrics_names)) as worker:
+        process, metrics = worker.process, worker.metrics
+        engine = await worker.load()
+        # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
+        from target_worker.runner import TargetCore
+        from target_worker.scheduling.scheduler import Scheduler
+        from target_worker.serving.server import TargetServicer
 
-    async with KIND.loaded(arguments) as (process, engine, tracing):
-        if failures := batch_invariance_failures(engine):
-            logger.warning(
-                "NOT batch-invariant here, output may depend on the batch composition: %s",
-                "; ".join(failures),
-            )
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
-        name = arguments.served_model_name or arguments.model.resolve().name
-        metrics = TargetMetrics(name, process.options.worker_id, arguments.metrics_names)
-        info = worker_info(
-            *(engine, process.options, name, process.incarnation),
-            max_num_seqs=limits.max_num_seqs,
-            max_num_waiting=limits.max_num_waiting,
-            num_speculative_tokens=limits.num_speculative_tokens,
+        info = await worker.beside(
+            lambda: worker_info(
+                *(engine, process.options, name, process.incarnation),
+                max_num_seqs=limits.max_num_seqs,
+                max_num_waiting=limits.max_num_waiting,
+                num_speculative_tokens=limits.num_speculative_tokens,
+            )
         )
-        grammars = grammar_compiler(engine, arguments.model)
-        servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=tracing)
-        target_pb2_grpc.add_TargetServicer_to_server(servicer, process.server)
-        hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, process.server)
+        grammars = await worker.beside(lambda: grammar_compiler(engine, arguments.model))
+        await worker.beside(lambda: lead_and_test(engine))
+        servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=worker.tracing)
+        target_pb2_grpc.add_TargetServicer_to_server(servicer, process.services)
+        hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, process.services)
 
         def load() -> WorkerLoad:
             num_waiting = scheduler.num_waiting + servicer.num_compiling
@@ -71,7 +83,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             )
 
         core = TargetCore(scheduler, engine, metrics)
-        await serve_until_stopped(process, engine, core, servicer, metrics, load, servicer.end_calls)
+        await serve_until_stopped(worker, engine, core, servicer, load, servicer.end_calls)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Inside a package: the rooms from the lowest to the highest. A module imports only its own room and lower ones.
 ROOMS: dict[str, tuple[str, ...]] = {
     "outrider": (
-        *("errors", "settings", "concurrency", "audit", "sampling_params", "local", "security", "text"),
+        *("errors", "settings", "addresses", "concurrency", "audit", "sampling_params", "local", "security", "text"),
         "observability",
         *("registry", "canary", "grammar", "hints"),
         *(
             "engine.options",
+            "engine.device",
             "engine.chunk_cost",
             "engine.kv",
             "engine.ranks",

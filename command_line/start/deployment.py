@@ -24,8 +24,9 @@ from outrider.security.tls import AUTHORITY, Role
 from outrider.settings import CAPACITY, SECURITY, SettingError, check, same_as, setting, words_for
 from target_worker.limits import SchedulerLimits, Service
 
-# Loading and packing gigabytes of weights takes minutes; a worker that hangs should still be noticed.
-WORKER_READY_TIMEOUT_S = 600.0
+# Loading and packing weights takes minutes, and hours from a slow disk. A worker that is stuck ends itself
+# (--load-stall-exit-s), but not one of several ranks.
+WORKER_READY_TIMEOUT_S = 4 * 3600.0
 COORDINATOR_READY_TIMEOUT_S = 120.0
 WORKER_DRAIN_S = 5.0  # the coordinator stops first, so what is left to finish belongs to nobody
 WORKER_GRACE_S = 10.0

@@ -13,6 +13,7 @@ from pathlib import Path
 from command_line.checkout import check_installed
 from command_line.start.deployment import Deployment
 from coordinator.access.api_keys import KeyFile
+from outrider.addresses import bound_socket, join_address
 from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
@@ -143,26 +144,12 @@ def check_port(host: str, port: int, flag: str) -> None:
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"{flag} {port}: a port is a number from 0 to 65535")
     try:
-        with _listener(host, port):
-            pass
+        with bound_socket(host, port) as listener:
+            listener.listen(1)
     except socket.gaierror as error:
         raise ConfigurationError(f"--host {host}: not an address of this machine ({error.strerror})") from error
     except OSError as error:
         raise ConfigurationError(
-            f"{flag} {port}: cannot listen on {host}:{port} ({error.strerror}). Stop the program that uses it "
-            f"or choose another with {flag}."
+            f"{flag} {port}: cannot listen on {join_address(host, port)} ({error.strerror}). Stop the program that "
+            f"uses it or choose another with {flag}."
         ) from error
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # As servers do: connections of a former server that linger in TIME_WAIT do not count.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1)
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -4,7 +4,8 @@
 
 Serve writes the configuration. Its public, statistics and Prometheus listeners all use the replicas' address, or all
 addresses. Here only the two public listeners, on the ports that FRONTENDS names ("8000,9000"), use HOST, and the others
-the loopback. They reveal nothing of Serve to strangers. Anything unknown in the configuration is an error: no proxy is
+the loopback. HOST is `*` for all addresses, IPv6 and IPv4, which HAProxy's own `*` is not; an IPv6 address is in
+brackets. They reveal nothing of Serve to strangers. Anything unknown in the configuration is an error: no proxy is
 better than one open to more than was asked for.
 
 With a TLS_FOLDER ("" for none) the public listeners accept only TLS, with its `tls.crt` and `tls.key`; if VERIFY is
@@ -45,6 +46,7 @@ import sys
 import time
 
 LOOPBACK = "127.0.0.1"
+_ALL = "[::]"
 LOOK_EVERY_S = 2.0
 _ADMIN_TIMEOUT_S = 5.0
 _BIND = re.compile(r"^(\s*bind\s+)(\S*):(\d+)(.*)$", re.MULTILINE)
@@ -158,6 +160,8 @@ def rewritten(
     if not lines or not all(_BIND.fullmatch(line) for line in lines):
         raise ValueError(f"cannot read HAProxy's listeners: {lines}")
 
+    families = "v4v6 " if host == _ALL else ""
+
     def listener(found: re.Match[str]) -> str:
         before, _, port, after = found.groups()
         if int(port) not in public_ports:
@@ -168,7 +172,7 @@ def rewritten(
             after = after.replace(_HTTP2, "") + (
                 f" ssl crt {tls_folder}/tls.crt ca-file {tls_folder}/ca.crt verify {verify} alpn {protocols}"
             )
-        return f"{before}{host}:{port}{after} {_UNREAD}\n{_GRPC_RULES if is_grpc else _HTTP_RULES}"
+        return f"{before}{host}:{port}{after} {families}{_UNREAD}\n{_GRPC_RULES if is_grpc else _HTTP_RULES}"
 
     pages = "\n".join(f"    http-error {_json_page(status)}" for status in _OWN_PAGES)
     configuration = _OWN.sub("", _SPLICE.sub("", configuration))
@@ -189,6 +193,21 @@ def rewritten(
     if not num_changed:
         raise ValueError("HAProxy's configuration has no global section")
     return configuration
+
+
+def all_addresses(host: str) -> str:
+    """The host for `rewritten`: `*` is IPv6 and IPv4, where this machine has both."""
+    return _ALL if host == "*" and has_ipv6() else host
+
+
+def has_ipv6() -> bool:
+    """Whether this machine can listen on IPv6: a kernel may be without it."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
 
 
 def keep_handing_over(folder: str, admin_socket: str) -> None:
@@ -258,7 +277,7 @@ def main(arguments: list[str]) -> None:
     path = rest[rest.index("-f") + 1]
     with open(path, encoding="utf-8") as file:
         given = file.read()
-    configuration = rewritten(given, host, frozenset(map(int, ports.split(","))), tls_folder, verify)
+    configuration = rewritten(given, all_addresses(host), frozenset(map(int, ports.split(","))), tls_folder, verify)
     with open(path, "w", encoding="utf-8") as file:
         file.write(configuration)
     _die_with(os.getppid())

@@ -28,6 +28,7 @@ from typing import Final
 from coordinator.hosting import haproxy_launcher
 from coordinator.hosting.haproxy_launcher import LOOPBACK
 from coordinator.settings import Proxy
+from outrider.addresses import is_unspecified
 from outrider.local.free_ports import free_ports
 
 # HAProxy's limit for a socket's path. Serve puts it into a subfolder of ours named by the node's id.
@@ -41,7 +42,6 @@ _CONNECTIONS_MAX: Final = 4096
 _DESCRIPTORS_ASIDE: Final = 200
 # Time that the proxy keeps a connection beyond the longest generation.
 _MARGIN_S: Final = 60
-_LISTEN_ON_ALL: Final = ("0.0.0.0", "::")
 _LISTENERS_HOOK: Final = "coordinator.hosting.listeners.listen_on_one_address"
 GRPC_HOST_VARIABLE: Final = "OUTRIDER_GRPC_LISTEN_HOST"  # for that hook
 
@@ -172,7 +172,7 @@ def haproxy_environment(
 def python_environment(ingress: Ingress) -> dict[str, str]:
     """Serve's settings for its own proxy."""
     settings = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
-    if ingress.host not in _LISTEN_ON_ALL:  # else Serve's default is right
+    if not is_unspecified(ingress.host):  # else Serve's default is right
         settings |= {
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": _LISTENERS_HOOK,
             GRPC_HOST_VARIABLE: ingress.host,
@@ -190,8 +190,8 @@ def _bundled() -> str | None:
 
 
 def _haproxy_host(host: str) -> str:
-    """The host as HAProxy's `bind` writes it."""
-    return "*" if host in _LISTEN_ON_ALL else host
+    """The host as the launcher takes it, which is how HAProxy's `bind` writes it."""
+    return "*" if host == "::" else f"[{host}]" if ":" in host else host
 
 
 def _connections_max() -> int:

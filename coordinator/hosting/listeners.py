@@ -21,6 +21,7 @@ from typing import Any, Final
 from ray.serve._private import default_impl, grpc_util
 
 from coordinator.hosting.ingress import GRPC_HOST_VARIABLE
+from outrider.addresses import join_address, split_address
 
 _REUSE_PORT: Final = "grpc.so_reuseport"
 _RECEIVE_MAX: Final = "grpc.max_receive_message_length"
@@ -44,7 +45,7 @@ def listen_on_one_address() -> list[Any]:
     if host is not None:
 
         def add_address(server: Any, address: str) -> None:
-            server.add_insecure_port(f"{host}:{address.rpartition(':')[2]}")
+            server.add_insecure_port(join_address(host, split_address(address)[1]))
 
         default_impl.add_grpc_address = add_address
     return []

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self
 
+from outrider.addresses import split_address
 from outrider.concurrency.background import end_tasks, keep_going
 from outrider.registry.worker_record import Snapshot, WorkerRecord
 from outrider.security.tls import Role, TlsFiles, names_of_certificate, worker_name, workers_named
@@ -151,12 +152,12 @@ class WorkerIdentities:
     async def _names_at(self, worker: WorkerRecord) -> tuple[frozenset[str] | None, str]:
         """DNS names of the certificate shown at the worker's address; None and the reason if none could be seen."""
         assert self._files is not None
-        host, _, port = worker.address.rpartition(":")
         try:
+            host, port = split_address(worker.address)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(
-                    host.strip("[]"),
-                    int(port),
+                    host,
+                    port,
                     ssl=self._files.client_context(),
                     server_hostname=Role[worker.pool.upper()].value,
                 )

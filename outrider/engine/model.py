@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from outrider.engine.device import choose_device, read_facts
 from outrider.engine.device_steps import DeviceSteps
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
@@ -45,9 +46,8 @@ def device_for(choice: str) -> str:
 
 
 def check_device(choice: str) -> None:
-    """Raises ModelLoadError if there is no such device here."""
-    if device_for(choice) != "cpu" and not torch.cuda.is_available():
-        raise ModelLoadError("torch sees no CUDA device here: set --device cpu, or look at nvidia-smi")
+    """Raises DeviceError if there is no such device here."""
+    choose_device(choice, read_facts())
 
 
 class Engine:
@@ -71,6 +71,7 @@ class Engine:
         self.device = device_for(config.device)
         self.group = group
         self._is_leading = False
+        self._has_met = False  # the other ranks, once their models were loaded
         hf_config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
         self.vocab_size: int = hf_config.vocab_size
         self.max_model_len = longest_sequence(hf_config, config.max_model_len)
@@ -132,6 +133,7 @@ class Engine:
     def capture_graphs(self) -> None:
         """Captures small steps as graphs. Raises RuntimeError where the model does not permit it."""
         assert self._device_steps is not None
+        self._meet_first()
         self._device_steps.capture()
 
     def set_vocabulary(self, vocabulary: VocabularyMap, end_of_sequence_ids: frozenset[int]) -> None:
@@ -154,6 +156,7 @@ class Engine:
             chunks = [self._foreign.translated(chunk) for chunk in chunks]
         if self._is_leading:
             self._send(RankMessage.FORWARD, encode_step(chunks))
+        self._meet_first()
         logits = self._forward(chunks)
         return logits if self._foreign is None else self._foreign.selected(logits)
 
@@ -202,8 +205,16 @@ class Engine:
         assert self.group is not None
         self.group.send(kind, numbers)
 
+    def _meet_first(self) -> None:
+        """Waits for ranks that load more slowly, before the first operation that has no time for that."""
+        if self.group is not None and not self._has_met:
+            self.group.meet()
+            self._has_met = True
+
     def lead(self) -> None:
-        """Makes the other ranks repeat every call on this one; they must have called `follow`."""
+        """Makes the other ranks repeat every call on this one; waits until they have called `follow`."""
+        if self.group is not None:
+            self.group.meet()
         self._is_leading = self.group is not None
 
     def idle(self) -> None:
@@ -221,6 +232,7 @@ class Engine:
     def follow(self) -> None:
         """Repeats rank 0's calls until `dismiss`. Raises RuntimeError when rank 0 is gone."""
         assert self.group is not None
+        self.group.meet()
         while True:
             kind, numbers = self.group.receive()
             match kind:

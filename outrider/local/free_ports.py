@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Collection
 from typing import Final
+
+from outrider.addresses import bound_socket
 
 _PORTS: Final = range(21_000, 30_000)
 """Below Linux' range for outgoing connections (32768 to 60999), which might take a port before its listener binds,
@@ -18,16 +19,14 @@ def free_ports(count: int, host: str = "127.0.0.1", *, besides: Collection[int] 
 
     besides: ports that are reserved for listeners that have not bound yet.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found: list[int] = []
     refusal: OSError | None = None
     for port in random.SystemRandom().sample(_PORTS, min(_TRIES_MAX, len(_PORTS))):
-        with socket.socket(family) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                refusal = error
-                continue
+        try:
+            bound_socket(host, port, is_reusing=False).close()
+        except OSError as error:
+            refusal = error
+            continue
         if port not in besides:
             found.append(port)
         if len(found) == count:

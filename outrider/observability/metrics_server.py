@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import ssl
 import threading
 import time
@@ -18,6 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from outrider.addresses import bound_socket
 from outrider.errors import ConfigurationError
 from outrider.security.tls import TlsFiles
 
@@ -34,16 +34,15 @@ class _Handler(WSGIRequestHandler):
 
 
 class _MetricsServer(WSGIServer):
-    def __init__(self, address: tuple[str, int], files: TlsFiles | None) -> None:
+    def __init__(self, host: str, port: int, files: TlsFiles | None) -> None:
         self._files = files
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
+        super().__init__((host, port), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = bound_socket(host, port)
         # Without the base class' lookup of this machine's name, which asks the network.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
+        self.server_activate()
 
     def serve(self) -> None:
         """Serves one connection after the other, whatever happens."""
@@ -73,7 +72,7 @@ class _MetricsServer(WSGIServer):
 def serve_metrics(registry: CollectorRegistry, host: str, port: int, files: TlsFiles | None = None) -> int:
     """Serves `/metrics` on threads of its own; returns the port (0 picks a free one). Raises ConfigurationError."""
     try:
-        server = _MetricsServer((host, port), files)
+        server = _MetricsServer(host, port, files)
     except OSError as error:
         raise ConfigurationError(
             f"metrics port {port} on {host} cannot be used ({error.strerror}); name another with --metrics-port"

@@ -1,8 +1,12 @@
 """Metrics of the worker processes, under names that people already graph (vLLM's, with our prefix), and those that
-every process exports."""
+every process exports.
+
+A worker serves its metrics before it loads its model: all of them are there from the start, with 0 where nothing has
+happened yet, so that sums over a pool in which no worker is ready are 0 and not missing."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,6 +18,7 @@ MILLISECOND_BUCKETS = (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 5
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 LABELS = ("model_name", "engine")
+STATES = ("loading", "ready", "stalled", "draining")
 
 
 def show_expiry(files: TlsFiles, registry: CollectorRegistry) -> None:
@@ -49,7 +54,7 @@ def show_loop_lag(registry: CollectorRegistry, engine: str) -> Callable[[float, 
     return observe
 
 
-class _Metrics:
+class WorkerMetrics:
     """A registry whose metrics all carry the labels `model_name` and `engine` (the worker id)."""
 
     def __init__(self, model_name: str, worker_id: str, registry: CollectorRegistry) -> None:
@@ -60,7 +65,27 @@ class _Metrics:
             "kv_cache_integrity_failures",
             "Times that an idle worker found KV blocks lost or owned twice; anything but 0 is a defect",
         )
-        self.max_num_seqs = self._gauge("max_num_seqs", "Sessions that run, or are drafted for, at once at most")
+        self.max_num_seqs = self._gauge(
+            "max_num_seqs", "Sessions that run, or are drafted for, at once at most; 0 until the worker is ready"
+        )
+        self._state = Gauge(
+            "outrider_worker_state",
+            "1 for the state that the worker is in, 0 for the others",
+            (*LABELS, "state"),
+            registry=registry,
+        )
+        self._began_s, self._load_s = time.monotonic(), 0.0
+        self._gauge(
+            "model_load_seconds", "Time from the start until the worker was ready; while it loads its model, so far"
+        ).set_function(lambda: self._load_s or time.monotonic() - self._began_s)
+        self.show_state("loading")
+
+    def show_state(self, state: str) -> None:
+        """Sets the state: one of STATES."""
+        if state != "loading" and not self._load_s:
+            self._load_s = time.monotonic() - self._began_s
+        for each in STATES:
+            self._state.labels(*self._values, each).set(each == state)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"outrider_{name}", text, LABELS, registry=self.registry).labels(*self._values)
@@ -73,7 +98,7 @@ class _Metrics:
         return histogram.labels(*self._values)
 
 
-class TargetMetrics(_Metrics):
+class TargetMetrics(WorkerMetrics):
     def __init__(self, model_name: str, worker_id: str, names: MetricsNames = MetricsNames.BOTH) -> None:
         super().__init__(model_name, worker_id, AliasingRegistry(TARGET_ALIASES, names))
         self.num_drafts = self._counter("spec_decode_num_drafts", "Steps that verified hints, by session")
@@ -147,7 +172,7 @@ class TargetMetrics(_Metrics):
             self.num_accepted_tokens_per_pos.labels(*self._values, str(position)).inc()
 
 
-class DraftMetrics(_Metrics):
+class DraftMetrics(WorkerMetrics):
     def __init__(self, model_name: str, worker_id: str) -> None:
         super().__init__(model_name, worker_id, CollectorRegistry())
         self.num_sessions = self._gauge("draft_sessions", "Sessions attached")

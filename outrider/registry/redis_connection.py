@@ -11,10 +11,11 @@ needs no intervention; they share the password unless `?sentinel_password=` name
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio
 import redis.exceptions
@@ -23,6 +24,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
+from outrider.addresses import split_address
 from outrider.errors import ConfigurationError
 from outrider.registry.redis_tls import SharedContext
 from outrider.settings import NETWORK, setting
@@ -48,6 +50,11 @@ class RedisSettings:
         None, "file with the URL and its password, instead of --redis-url: other processes can see a command line "
         "and an environment",
         NETWORK, "file", variable="OUTRIDER_REDIS_URL_FILE", reads_variable=False,
+    )  # fmt: skip
+    redis_wait_s: float = setting(
+        60.0, "time to wait at the start for a Redis that does not answer yet, because the parts of a system start in "
+        "any order; a Redis that refuses the password is not waited for",
+        NETWORK, "seconds", at_least=0,
     )  # fmt: skip
 
 
@@ -77,10 +84,10 @@ def _open(url: str, timeout_s: float) -> redis.asyncio.Redis:
         "retry": Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,)),
         "max_connections": MAX_CONNECTIONS,
     }
-    parts = urlsplit(url)
+    parts = _split(url)
     if not parts.scheme.endswith(_SENTINEL_SUFFIX):
         try:
-            _ = parts.port
+            _ = urlsplit(url).port
         except ValueError:  # its own message would quote the beginning of a password
             raise ValueError(
                 "its port is no number; in a password, percent-encode all but letters and digits, such as / as %2F"
@@ -177,12 +184,19 @@ def _url_in(file: Path, named_by: str) -> str:
 
 def without_password(url: str) -> str:
     """A URL without its credentials, for messages."""
-    parts = urlsplit(url)
+    parts = _split(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def _split(url: str) -> SplitResult:
+    """`urlsplit`, which refuses several hosts of which one is an IPv6 address in brackets."""
+    scheme, mark, rest = url.partition("://")
+    hosts = re.split("[/?#]", rest, maxsplit=1)[0]
+    return urlsplit(f"{scheme}{mark}{rest[len(hosts) :]}")._replace(netloc=hosts)
+
+
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":") if ":" in text else (text, "", str(_SENTINEL_PORT))
-    if not host or not port.isdigit():
-        raise ValueError(f"{text!r} is not host:port of a Sentinel")
-    return host, int(port)
+    try:
+        return split_address(text if ":" in text.rpartition("]")[2] else f"{text}:{_SENTINEL_PORT}")
+    except ValueError:
+        raise ValueError(f"{text!r} is not host:port of a Sentinel") from None

@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
 
 from outrider.errors import RegistryUnavailable
 from outrider.registry import scripts
@@ -51,6 +53,10 @@ LOSSES_S: Final = 3600.0
 LOSSES_MAX: Final = 2048
 """Most facts about lost workers that are told `once`, in about 200 KiB, and as many that are told `anew`."""
 _CALL_TIMEOUT_S: Final = 1.0
+_ASK_AGAIN_S: Final = 0.5
+_TELL_EVERY_S: Final = 15.0
+_REFUSALS: Final = (AuthenticationError, AuthorizationError, ResponseError)
+"""Answers of a Redis that waiting does not change."""
 START_TIMEOUT_S: Final = 5.0
 """The timeout while a process starts: it has no earlier data to go on with, so a slow answer is worth waiting for."""
 
@@ -308,11 +314,23 @@ class Registry:
         return answer
 
 
-async def check_redis(url: str) -> None:
-    """Returns when a Redis answers. Raises ConfigurationError for an invalid URL, RegistryUnavailable otherwise."""
+async def check_redis(url: str, wait_s: float = 0.0) -> None:
+    """Returns when a Redis answers; waits for one for up to `wait_s`. Raises ConfigurationError for an invalid URL,
+    RegistryUnavailable otherwise, at once where Redis refuses the password."""
     registry = Registry(url, START_TIMEOUT_S)
+    give_up_at_s, told_at_s = time.monotonic() + wait_s, -math.inf
     try:
-        await registry.ping()
+        while True:
+            try:
+                return await registry.ping()
+            except RegistryUnavailable as error:
+                now_s = time.monotonic()
+                if now_s >= give_up_at_s or isinstance(error.__cause__, _REFUSALS):
+                    raise
+                if now_s - told_at_s >= _TELL_EVERY_S:
+                    told_at_s = now_s
+                    _log.warning("waiting for Redis, for %.0f s at most: %s", give_up_at_s - now_s, error.message)
+            await asyncio.sleep(min(_ASK_AGAIN_S, max(give_up_at_s - now_s, 0.0)))
     finally:
         await registry.close()
 

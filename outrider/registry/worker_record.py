@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, Self, get_args
 
+from outrider.addresses import split_address
+
 Pool = Literal["target", "draft"]
 WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
@@ -59,8 +61,10 @@ class WorkerRecord:
             raise ValueError(f"pool must be one of {POOLS}, got {self.pool!r}")
         if self.state not in get_args(WorkerState):
             raise ValueError(f"state must be one of {get_args(WorkerState)}, got {self.state!r}")
-        if not self.address.rpartition(":")[2].isdigit():
-            raise ValueError(f"address must be host:port, got {self.address!r}")
+        try:
+            split_address(self.address)
+        except ValueError as error:
+            raise ValueError(f"address must be host:port: {error}") from error
         if self.max_num_seqs < 1 or self.max_model_len < 1:
             raise ValueError("max_num_seqs and max_model_len must be at least 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import grpc
@@ -10,7 +11,7 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import OutriderError, Overloaded, Unavailable
+from outrider.errors import AnotherLife, OutriderError, Overloaded, Unavailable
 from outrider.security.tls import ANY_ROLE
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -41,6 +42,37 @@ OPEN_METHODS: Final = dict.fromkeys(
     ANY_ROLE,
 )
 """Methods of every worker beside its own services, open to every role."""
+
+
+class LateServices(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Services of a server that has started, added as to a server itself: gRPC takes none any more by then.
+
+    Until they are opened every method is refused. Whoever calls one knows the worker from its earlier life, and goes to
+    another worker at once.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: list[Any] = []
+        self._is_open = False
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        self._handlers += handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Does nothing: they are among the generic ones."""
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        if not self._is_open:
+            return grpc.stream_stream_rpc_method_handler(_refuse_unready)
+        found = (handler.service(handler_call_details) for handler in self._handlers)
+        return next((method for method in found if method is not None), None)
+
+
+async def _refuse_unready(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await abort(context, AnotherLife("this worker is loading its model; whatever it was before has ended"))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from outrider.engine.options import EngineOptions
+from outrider.observability.telemetry import WorkerMetrics
 from outrider.observability.tracing import Tracing
 from outrider.registry.worker_record import Pool, WorkerLoad
 from outrider.security.tls import Role
 from outrider.settings import make_parser
 from outrider.worker.engine_options import engine_config
 from outrider.worker.model_thread import ActionT, Core, EventT
+from outrider.worker.worker_facts import identity, record_from_info
 from outrider.worker.worker_options import worker_options
-from outrider.worker.worker_process import WorkerProcess, identity, record_from_info, run_worker
+from outrider.worker.worker_process import ResultT, WorkerProcess, leave, run_worker
 from outrider.worker.worker_ranks import follow, own_cores
 from outrider.worker.worker_servicer import WorkerServicer
 
 if TYPE_CHECKING:
     from outrider.engine.model import Engine
     from outrider.grammar import GrammarCompiler
-    from outrider.observability.telemetry import DraftMetrics, TargetMetrics
+
+MetricsT = TypeVar("MetricsT", bound=WorkerMetrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +52,63 @@ class WorkerKind:
         arguments = self.parse_arguments()
         if os.environ.get("RANK", "0") != "0":
             return follow(arguments)
+        # The first process of a container ignores signals without a handler. `listen` installs its own later.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: leave(0))
         return run_worker(lambda: serve(arguments), own_cores(arguments.cpu_affinity), arguments.log_format)
 
     @asynccontextmanager
-    async def loaded(self, arguments: argparse.Namespace) -> AsyncIterator[tuple[WorkerProcess, Engine, Tracing]]:
-        """Loads the model and opens the server, which does not listen yet. Raises OutriderError."""
-        # Imported late, so that --help and bad arguments do not wait for torch.
-        from outrider.engine.loading.loading import load_model
-        from outrider.engine.model import check_device
-        from outrider.engine.ranks.rank_group import join_ranks
-
+    async def opened(
+        self, arguments: argparse.Namespace, make_metrics: Callable[[str], MetricsT]
+    ) -> AsyncIterator[OpenedWorker[MetricsT]]:
+        """Opens the ports: metrics and health answer from here on. `make_metrics` gets the worker's id. Raises
+        OutriderError, and Stopped."""
         options, config = worker_options(arguments), engine_config(arguments)
-        check_device(config.device)  # before anything that takes time, or other ranks
         services = [*dict.fromkeys(method.split("/")[1] for method in self.permitted)]
         # Tracing is closed last: stopping the server ends the spans of calls that are cut off.
         async with (
             Tracing.to(arguments.otlp_endpoint, f"outrider-{self.role}", options.worker_id) as tracing,
             WorkerProcess(options, self.role, services, self.permitted) as process,
         ):
-            engine = load_model(config, join_ranks(options.stall_exit_s))
-            engine.lead()
-            yield process, engine, tracing
+            metrics = make_metrics(options.worker_id)
+            process.show_state = metrics.show_state
+            metrics_port = process.serve_metrics(metrics.registry)
+            await process.listen()
+            yield OpenedWorker(process, config, tracing, metrics, metrics_port)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedWorker(Generic[MetricsT]):
+    """A worker whose ports answer, and whose model is not loaded yet."""
+
+    process: WorkerProcess
+    config: EngineOptions
+    tracing: Tracing
+    metrics: MetricsT
+    metrics_port: int
+
+    async def load(self) -> Engine:
+        """Loads the model, after the device and Redis have been found. Raises OutriderError, and Stopped."""
+        device = await self.beside(self._find_device)
+        await self.process.find_redis()
+        return await self.beside(lambda: self._load(device))
+
+    async def beside(self, work: Callable[[], ResultT]) -> ResultT:
+        """Runs a part of loading beside the event loop (`WorkerProcess.beside`)."""
+        return await self.process.beside(work, is_watched=os.environ.get("WORLD_SIZE", "1") == "1")
+
+    # Imported late and beside the event loop: importing torch takes seconds.
+
+    def _find_device(self) -> str:
+        from outrider.engine.device import find_device
+
+        return find_device(self.config.device)
+
+    def _load(self, device: str) -> Engine:
+        from outrider.engine.loading.loading import load_model
+        from outrider.engine.ranks.rank_group import join_ranks
+
+        return load_model(self.config, join_ranks(self.process.options.stall_exit_s, device))
 
 
 def grammar_compiler(engine: Engine, tokenizer_dir: Path) -> GrammarCompiler:
@@ -78,18 +119,17 @@ def grammar_compiler(engine: Engine, tokenizer_dir: Path) -> GrammarCompiler:
 
 
 async def serve_until_stopped(
-    process: WorkerProcess,
+    worker: OpenedWorker[MetricsT],
     engine: Engine,
     core: Core[EventT, ActionT],
     servicer: WorkerServicer[EventT, ActionT],
-    metrics: TargetMetrics | DraftMetrics,
     load: Callable[[], WorkerLoad],
     on_grace_over: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs the core on the model thread and serves, then frees the model. The callbacks are `WorkerProcess.run`'s."""
-    info = servicer.info
-    metrics.max_num_seqs.set(info.max_num_seqs)
-    facts = {"metrics_port": process.serve_metrics(metrics.registry), **identity(info)}
+    process, info = worker.process, servicer.info
+    worker.metrics.max_num_seqs.set(info.max_num_seqs)
+    facts = {"metrics_port": worker.metrics_port, **identity(info)}
     thread = process.make_thread(core, servicer.dispatch)
     servicer.bind(thread)
     thread.start()

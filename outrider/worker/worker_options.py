@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from outrider.addresses import bare_host
 from outrider.errors import ConfigurationError
 from outrider.observability.logs import LogFormat
 from outrider.registry.redis_connection import RedisSettings, redis_url_from
@@ -21,7 +22,9 @@ ZONE_CHARS_MAX: Final = 64
 class WorkerOptions:
     """Settings that both kinds of worker share. Raises ConfigurationError, naming the flag."""
 
-    host: str = setting("127.0.0.1", "address to serve on", NETWORK, "address")
+    host: str = setting(
+        "127.0.0.1", "address to serve on; :: is all addresses, IPv6 and IPv4", NETWORK, "address", parse=bare_host
+    )
     port: int = setting(0, "gRPC port; 0 picks a free one", NETWORK, "port")
     redis_url: str | None = same_as(
         RedisSettings,
@@ -39,13 +42,14 @@ class WorkerOptions:
         30.0, "a step longer than this ends the process, so that it is restarted", CAPACITY, "seconds"
     )
     announce: str | None = setting(
-        None, "address at which others reach this worker, if it is behind a proxy or serves on 0.0.0.0",
-        NETWORK, "host:port", shows="host and port",
+        None, "address at which others reach this worker, if it is behind a proxy or serves on all addresses: a host, "
+        "or host:port if the port is another one; an IPv6 address before a port stands in brackets",
+        NETWORK, "host[:port]", shows="host and port",
     )  # fmt: skip
     zone: str = setting(
         "", "location of the worker, such as a rack or a zone of the cloud: draft workers in the target's zone "
-        "are chosen first, until their round trip is known",
-        NETWORK, "name", variable="OUTRIDER_ZONE",
+        "are chosen first, until their round trip is known; empty or blank: unknown, which is no zone",
+        NETWORK, "name", variable="OUTRIDER_ZONE", parse=str.strip,
     )  # fmt: skip
     tls_dir: Path | None = setting(
         None, "with tls.crt, tls.key and ca.crt: mutual TLS on all ports; the files may be replaced at any time",
@@ -61,6 +65,12 @@ class WorkerOptions:
         SECURITY, flag="--insecure",
     )  # fmt: skip
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
+    redis_wait_s: float = same_as(RedisSettings, "redis_wait_s")
+    load_stall_exit_s: float = setting(
+        600.0, "loading of the model that neither computes nor reads for this long ends the process, so that it is "
+        "restarted; not of a model between several ranks, which wait for each other",
+        CAPACITY, "seconds", above=0,
+    )  # fmt: skip
     otlp_endpoint: str | None = setting(
         None, "OpenTelemetry collector to send traces to, such as http://127.0.0.1:4317",
         SECURITY, "URL", shows="no traces",

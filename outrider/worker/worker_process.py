@@ -1,10 +1,14 @@
 """The server of a worker process of either kind: gRPC with health and reflection, metrics, a lease, a graceful end.
 
 async with WorkerProcess(options, "target", ["outrider.v1.Target"]) as process:
-    add_TargetServicer_to_server(servicer, process.server)
+    process.serve_metrics(registry)
+    await process.listen()  # health and metrics answer
+    engine = await process.beside(load_model)
+    add_TargetServicer_to_server(servicer, process.services)
     await process.run(record, load, on_drain, ready_facts)
 
-Ready means that the model's thread answers between two steps. Order of a graceful end: the lease says "draining",
+Ready means that the model's thread answers between two steps. While the model loads, the worker is alive and not ready;
+if loading gets stuck, or SIGTERM comes, the process ends. Order of a graceful end: the lease says "draining",
 health says NOT_SERVING, running sessions finish within the grace period, the others are aborted, the server stops, the
 lease ends.
 """
@@ -17,15 +21,14 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -35,9 +38,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from outrider.addresses import PORT_MAX, bound_socket, is_unspecified, join_address, with_port
 from outrider.concurrency import time_slices
 from outrider.concurrency.background import end_tasks, keep_going
-from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.observability import logs
 from outrider.observability.logs import LogFormat
@@ -46,16 +49,13 @@ from outrider.observability.metrics_server import serve_metrics
 from outrider.observability.telemetry import show_expiry, show_loop_lag
 from outrider.registry.registry import Registry, check_redis
 from outrider.registry.worker_lease import WorkerLease
-from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord
+from outrider.registry.worker_record import Pool, WorkerLoad, WorkerRecord, WorkerState
 from outrider.security.tls import Dialer, Role, RoleCheck, TlsFiles, check_role, check_worker_id
+from outrider.worker.loading_thread import start_beside, watch_progress
 from outrider.worker.model_thread import ActionT, Core, EventT, ModelThread
-from outrider.worker.rpc import OPEN_METHODS, SERVER_OPTIONS
+from outrider.worker.rpc import OPEN_METHODS, SERVER_OPTIONS, LateServices
 from outrider.worker.stall_watch import StallWatch
 from outrider.worker.worker_options import WorkerOptions
-from protos.outrider.v1 import common_pb2
-
-if TYPE_CHECKING:
-    from outrider.engine.model import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -64,49 +64,11 @@ LIVENESS = "liveness"
 EXIT_STALLED = 70  # EX_SOFTWARE
 _PULSE_S = 1.0
 _CUT_OFF_S = 0.5  # for calls to end by themselves
+ResultT = TypeVar("ResultT")
 
 
-def worker_info(
-    engine: Engine,
-    options: WorkerOptions,
-    name: str,
-    incarnation: str,
-    *,
-    max_num_seqs: int,
-    max_num_waiting: int = 0,
-    num_speculative_tokens: int = 0,
-    tokenizer_dir: Path | None = None,
-) -> common_pb2.WorkerInfo:
-    """A worker's description of itself, for callers and the registry. tokenizer_dir: the tokenizer of its ids; None:
-    the model's own."""
-    from outrider.text.tokenizer import fingerprint
-
-    config = engine.config
-    return common_pb2.WorkerInfo(
-        worker_id=options.worker_id,
-        model_name=name,
-        tokenizer_fingerprint=fingerprint(tokenizer_dir or config.model),
-        vocab_size=engine.vocab_size,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_waiting=max_num_waiting,
-        num_speculative_tokens=num_speculative_tokens,
-        dtype=config.dtype if config.quantization == "none" else config.quantization,
-        incarnation=incarnation,
-        num_model_parameters=engine.num_parameters,
-        weights_fingerprint=checkpoint_fingerprint(config.model),
-        numerics=engine.numerics,
-    )
-
-
-def identity(info: common_pb2.WorkerInfo) -> dict[str, str]:
-    """Identifies what determines a worker's output, for its ready line."""
-    return {
-        "model": info.model_name,
-        "dtype": info.dtype,
-        "weights_fingerprint": info.weights_fingerprint,
-        "numerics": info.numerics,
-    }
+class Stopped(Exception):
+    """The worker was told to stop before it was ready."""
 
 
 def pin_to_cores(cores: str | None) -> None:
@@ -145,9 +107,14 @@ class WorkerProcess:
         self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.port = 0
         self.health_port = 0
+        self.show_state: Callable[[WorkerState | Literal["loading"]], None] = lambda state: None
+        """Is called with each new state."""
         self._health_server: grpc.aio.Server | None = None
         self._service_names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._health = health_aio.HealthServicer()
+        self.services = cast(grpc.aio.Server, LateServices())
+        """Takes the services that are added when the model is loaded."""
+        self._is_listening = False
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._registry: Registry | None = None
@@ -161,13 +128,12 @@ class WorkerProcess:
         # Checks that take milliseconds come before the model is loaded, which may take minutes.
         if self.options.redis_url is not None:
             if self.options.announce is not None:
-                _check_announced(self.options.announce)
-            elif self.options.host in ("0.0.0.0", "::"):
+                _check_announced(self.options.announce, self.options.port)
+            elif is_unspecified(self.options.host):
                 raise ConfigurationError(
                     f"--host {self.options.host} cannot be announced: name the address where others reach this worker "
-                    "with --announce HOST:PORT"
+                    "with --announce HOST, or HOST:PORT"
                 )
-            await check_redis(self.options.redis_url)
             self._registry = Registry(self.options.redis_url)
         self.port = self._listen(self.server, self.options.port, "--port", self.files)
         if self.options.health_port is not None:
@@ -178,7 +144,7 @@ class WorkerProcess:
 
     def _listen(self, server: grpc.aio.Server, port: int, flag: str, files: TlsFiles | None) -> int:
         """Binds a port and returns it; 0 binds a free one."""
-        address = f"{self.options.host}:{port}"
+        address = join_address(self.options.host, port)
         _check_port(self.options.host, port, flag)
         try:
             if files is None:
@@ -186,6 +152,57 @@ class WorkerProcess:
             return server.add_secure_port(address, files.server_credentials())
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on {address}: {error}") from error
+
+    async def listen(self) -> None:
+        """Answers health checks from now on: alive, and not ready. SIGTERM and SIGINT are obeyed from now on."""
+        if self._is_listening:
+            return
+        self._is_listening = True
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(is_ready=False)
+        self.server.add_generic_rpc_handlers((cast(LateServices, self.services),))
+        await self.server.start()
+        if self._health_server is not None:
+            await self._health_server.start()
+
+    async def find_redis(self) -> None:
+        """Waits for Redis, if there is to be one. Raises Stopped, and OutriderError when it stays away."""
+        if self.options.redis_url is not None:
+            await self._unless_stopped(check_redis(self.options.redis_url, self.options.redis_wait_s))
+
+    async def beside(self, work: Callable[[], ResultT], *, is_watched: bool = True) -> ResultT:
+        """Runs a part of loading on a thread of its own and returns its result. Raises what it raises, and Stopped when
+        the worker is told to stop, after which the process must end.
+
+        is_watched: end the process if it neither computes nor reads for long; not where it may wait for others.
+        """
+        watch = asyncio.create_task(self._end_when_stuck()) if is_watched else None
+        try:
+            return await self._unless_stopped(start_beside(work, f"{self.role}-loading"))
+        finally:
+            await end_tasks(watch)
+
+    async def _end_when_stuck(self) -> None:
+        await watch_progress(self.options.load_stall_exit_s)
+        logger.critical(
+            "loading has neither computed nor read anything for %.0f s (--load-stall-exit-s); this process ends",
+            self.options.load_stall_exit_s,
+        )
+        leave(EXIT_STALLED)
+
+    async def _unless_stopped(self, awaitable: Awaitable[ResultT]) -> ResultT:
+        work, stop = asyncio.ensure_future(awaitable), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise Stopped
+            return work.result()
+        finally:
+            work.cancel()
+            stop.cancel()
 
     async def __aexit__(self, *_: object) -> None:
         await self.server.stop(_CUT_OFF_S)
@@ -197,7 +214,9 @@ class WorkerProcess:
     @property
     def address(self) -> str:
         """The address at which others reach it, host:port."""
-        return self.options.announce or f"{self.options.host}:{self.port}"
+        if self.options.announce is None:
+            return join_address(self.options.host, self.port)
+        return with_port(self.options.announce, self.port)
 
     def serve_metrics(self, registry: CollectorRegistry) -> int:
         """Serves `/metrics` with what is in the registry; returns the port. Raises ConfigurationError."""
@@ -237,12 +256,8 @@ class WorkerProcess:
     ) -> None:
         """Serves until SIGTERM, SIGINT or `request_stop`; then drains. After `on_drain` the servicer must refuse new
         sessions; in `on_grace_over` it should abort the remaining ones."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.request_stop)
-        await self.server.start()
+        await self.listen()
         if self._health_server is not None:
-            await self._health_server.start()
             ready_facts = {**ready_facts, "health_port": self.health_port}
         record = replace(record, address=self.address, zone=self.options.zone)
         async with contextlib.AsyncExitStack() as stack:
@@ -252,8 +267,9 @@ class WorkerProcess:
             lease: WorkerLease | None = None
             if self._registry is not None:
                 lease = await stack.enter_async_context(WorkerLease(self._registry, record, load))
-            await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+            cast(LateServices, self.services).open()
             await self._set_health(is_ready=True)
+            self.show_state("ready")
             facts = {
                 "event": "ready",
                 "role": self.role,
@@ -289,19 +305,22 @@ class WorkerProcess:
             if is_ready != (stalled_s <= options.stall_s):
                 is_ready = not is_ready
                 logger.warning("the model %s", "responds again" if is_ready else f"has stalled for {stalled_s:.0f} s")
-                if lease is not None:
-                    lease.set_state("ready" if is_ready else "stalled")
+                self._enter("ready" if is_ready else "stalled", lease)
                 await self._set_health(is_ready=is_ready)
 
     async def _drain(self, lease: WorkerLease | None, load: Callable[[], WorkerLoad]) -> None:
         logger.info("draining: admitting nothing, at most %.0f s to finish", self.options.drain_grace_s)
-        if lease is not None:
-            lease.set_state("draining")
+        self._enter("draining", lease)
         await self._set_health(is_ready=False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.options.drain_grace_s):
                 while load().num_sessions:  # noqa: ASYNC110 - the count lives on the model's thread
                     await asyncio.sleep(0.05)
+
+    def _enter(self, state: WorkerState, lease: WorkerLease | None) -> None:
+        self.show_state(state)
+        if lease is not None:
+            lease.set_state(state)
 
     async def _set_health(self, *, is_ready: bool) -> None:
         kind = health_pb2.HealthCheckResponse
@@ -310,37 +329,24 @@ class WorkerProcess:
             await self._health.set(service, status)
 
 
-def record_from_info(
-    pool: Pool, info: common_pb2.WorkerInfo, address: str = "unknown:0", started_at_s: float | None = None
-) -> WorkerRecord:
-    """The registry record of a worker; the address is filled in when it listens. started_at_s: by default now."""
-    told = {each.name for each in fields(WorkerRecord)}.intersection(info.DESCRIPTOR.fields_by_name)
-    return WorkerRecord(
-        pool=pool,
-        address=address,
-        started_at_ms=int(1000 * (time.time() if started_at_s is None else started_at_s)),
-        **{name: getattr(info, name) for name in told},
-    )
-
-
-def _check_announced(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--announce {address} is not HOST:PORT, such as 10.0.0.2:50051")
+def _check_announced(address: str, port: int) -> None:
+    """port: the worker's own, which the address has where it names none; 0: not known yet."""
+    try:
+        with_port(address, port or PORT_MAX)
+    except ValueError as error:
+        raise ConfigurationError(f"--announce {address} is not HOST or HOST:PORT: {error}") from error
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
     """Checks a port first, because gRPC's own error does not say which port or why."""
     if port == 0:
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"port {port} on {host} cannot be used ({error.strerror}); name another with {flag}"
-            ) from error
+    try:
+        bound_socket(host, port).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"port {port} on {host} cannot be used ({error.strerror}); name another with {flag}"
+        ) from error
 
 
 def run_worker(main: Callable[[], Any], cores: str | None = None, log_format: LogFormat = LogFormat.TEXT) -> int:
@@ -350,6 +356,8 @@ def run_worker(main: Callable[[], Any], cores: str | None = None, log_format: Lo
         pin_to_cores(cores)
         time_slices.use_short_slices()
         uvloop.run(main())
+    except Stopped:
+        logger.info("stopped before the worker was ready")
     except OutriderError as error:
         report_cause(error.message)
         return 1

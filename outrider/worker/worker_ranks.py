@@ -30,28 +30,33 @@ def follow(arguments: argparse.Namespace) -> int:
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
     )
-    # A group is stopped by a signal to every process; rank 0 has sessions to finish and needs the others for it.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    # Nothing is lost while a group loads. The system ends the process even while it waits inside a library.
+    _on_stop(signal.SIG_DFL)
     try:
         pin_to_cores(own_cores(arguments.cpu_affinity))
         options, config = worker_options(arguments), engine_config(arguments)
+        from outrider.engine.device import find_device
         from outrider.engine.loading.loading import load_model
-        from outrider.engine.model import check_device
         from outrider.engine.ranks.rank_group import join_ranks
 
-        check_device(config.device)
-        group = join_ranks(options.stall_exit_s)
+        group = join_ranks(options.stall_exit_s, find_device(config.device))
         engine = load_model(config, group)
     except OutriderError as error:
         report_cause(f"rank {rank}: {error.message}")
         return 1
+    # A group is stopped by a signal to every process; rank 0 has sessions to finish and needs the others for it.
+    _on_stop(signal.SIG_IGN)
     try:
         engine.follow()
     except RuntimeError as error:
         logger.error("another rank has ended, so this one ends: %s", error)
         return EXIT_ALONE
     return 0
+
+
+def _on_stop(handler: signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def own_cores(cores: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import shlex
 import shutil
 import socket
 import ssl
@@ -22,8 +23,8 @@ import httpx
 import pytest
 from cryptography import x509
 
-from coordinator.hosting import ingress
-from coordinator.hosting.haproxy_launcher import _contents, hand_over, rewritten
+from coordinator.hosting import haproxy_launcher, ingress
+from coordinator.hosting.haproxy_launcher import _contents, all_addresses, hand_over, rewritten
 from coordinator.hosting.ingress import (
     FOLDER_BYTES_MAX,
     GRPC_HOST_VARIABLE,
@@ -171,6 +172,29 @@ class TestLauncher:
         assert "\ndefaults\n    timeout http-request 10s\n    timeout http-keep-alive 75s\n" in text
         with pytest.raises(ValueError, match="no defaults section"):
             rewritten(CONFIGURATION.replace("defaults", "default"), "*", frozenset({8000}))
+
+    @pytest.mark.parametrize(
+        ("host", "given", "bind"),
+        [
+            ("::", "*", "bind [::]:8000 v4v6 tcp-ut 2m"),
+            ("0.0.0.0", "0.0.0.0", "bind 0.0.0.0:8000 tcp-ut 2m"),
+            ("::1", "[::1]", "bind [::1]:8000 tcp-ut 2m"),
+        ],
+    )
+    def test_public_listeners_use_ipv6_where_it_is_asked_for(
+        self, folder: Path, program: Path, monkeypatch: pytest.MonkeyPatch, host: str, given: str, bind: str
+    ) -> None:
+        monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(program))
+        launcher = choose(None, replace(PUBLIC, host=host), folder, 2).launcher
+        assert launcher is not None
+        assert shlex.quote(given) in launcher.read_text().split()
+        monkeypatch.setattr(haproxy_launcher, "has_ipv6", lambda: True)
+        lines = [
+            line.strip() for line in rewritten(CONFIGURATION, all_addresses(given), frozenset({8000})).splitlines()
+        ]
+        assert bind in lines
+        monkeypatch.setattr(haproxy_launcher, "has_ipv6", lambda: False)
+        assert all_addresses("*") == "*", "HAProxy would not start"
 
     def test_strangers_are_not_told_which_applications_there_are(self) -> None:
         lines = [line.strip() for line in rewritten(CONFIGURATION, "*", frozenset({8000, 9000})).splitlines()]

@@ -112,7 +112,14 @@ class TestRefusalsAtStart:
         assert not _parse([*given, "--no-priors"])[0].uses_priors
 
     def test_an_unreachable_redis_is_named(self, clusters: ClusterFactory) -> None:
-        done = run("--tokenizer", str(clusters.model_dir), "--redis-url", "redis://:secret@127.0.0.1:1/0")
+        done = run(
+            "--tokenizer",
+            str(clusters.model_dir),
+            "--redis-url",
+            "redis://:secret@127.0.0.1:1/0",
+            "--redis-wait-s",
+            "0",
+        )
         assert done.returncode == 1
         assert "127.0.0.1:1" in done.stderr
         assert "secret" not in done.stderr

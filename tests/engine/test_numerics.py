@@ -15,8 +15,8 @@ from outrider.engine.compiled.numerics import Arithmetic, cpu_class, cpu_model, 
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.engine.loading.loading import load_model
 from outrider.registry.worker_record import WorkerRecord
+from outrider.worker.worker_facts import identity, record_from_info, worker_info
 from outrider.worker.worker_options import WorkerOptions
-from outrider.worker.worker_process import identity, record_from_info, worker_info
 from tests import models
 from tests.engine.quantized_checkpoints import ENCODERS, write_pair
 

@@ -159,7 +159,7 @@ def run_rank(environment: dict[str, str], task: str, folder: Path, *arguments: s
             os.dup2(said.fileno(), stream)
     joined = join_ranks(TIMEOUT_S)
     assert joined is not None
-    tasks: dict[str, Callable[..., None]] = {"speak": speak, "talk": talk, "weigh": weigh}
+    tasks: dict[str, Callable[..., None]] = {"speak": speak, "talk": talk, "weigh": weigh, "dawdle": dawdle}
     tasks[task](joined, folder, *arguments)
     leave(0)
 
@@ -325,6 +325,37 @@ def talk(group: RankGroup, folder: Path, model_dir: str) -> None:
             (folder / "talks").touch()
     except RuntimeError:
         leave(EXIT_ALONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.thorough), 1])
+def test_ranks_that_load_at_different_speeds_wait_for_each_other(tmp_path: Path, who: int) -> None:
+    """One takes longer than an operation may take, before its model runs for the first time and before it serves."""
+    with Ranks(2, tmp_path, "dawdle", models.model_dir("llama"), who) as ranks:
+        assert ranks.wait() == [0, 0], ranks.said()
+    assert (tmp_path / "has led").exists()
+
+
+def dawdle(group: RankGroup, folder: Path, model_dir: str, who: str) -> None:
+    def late(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            if group.rank == int(who):
+                time.sleep(TIMEOUT_S + 2.0)
+            return work(*arguments, **named)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "fuse", late(Engine.fuse))  # packing weights, for minutes where they are many
+        patch.setattr("outrider.engine.loading.loading._return_freed_memory", late(lambda: None))
+        engine = load_model(models.engine_config(Path(model_dir)), group)
+    if group.rank > 0:
+        engine.follow()
+        return
+    engine.lead()
+    feed(engine, engine.new_sequence(), [1, 2, 3], 1)
+    engine.dismiss()
+    (folder / "has led").touch()
 
 
 def test_heads_that_the_ranks_cannot_share_are_named(tmp_path: Path) -> None:

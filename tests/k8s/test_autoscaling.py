@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
+import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.scaling import autoscaling_model
 from benchmarks.scaling.autoscaling_day import check_with_prometheus, draw, exposition, summary
@@ -113,3 +120,42 @@ def test_what_prometheus_is_given_are_the_names_that_processes_export() -> None:
         for family in registry.collect()
     }
     assert given <= exported
+
+
+def answers(query: str, series: Mapping[str, int], folder: Path) -> list[float]:
+    """The values of a query's answer over these series, by promtool."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not in the PATH (Debian: apt-get install prometheus)")
+    case = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": f"{value}x8"} for name, value in series.items()],
+        "promql_expr_test": [
+            {"expr": query, "eval_time": "1m", "exp_samples": [{"labels": "{no='such'}", "value": 0}]}
+        ],
+    }
+    path = folder / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
+    done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    got = re.search(r"got:\s*(.*)", done.stdout + done.stderr)
+    assert got is not None, done
+    return [float(value) for value in re.findall(r"\{\} ([-+.\dE]+)", got[1])]
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_where_no_request_was_yet_the_answer_is_nothing_to_do_and_not_no_answer(pool: str, tmp_path: Path) -> None:
+    """Workers load at a cold start, and coordinators have counted nothing: without an answer KEDA would add workers."""
+    metrics = TargetMetrics("m", "target-0")
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
+    own = 'job="outrider-target",namespace="outrider",engine="target-0",model_name="llama-3.3-70b"'
+    loading = {
+        f"{sample.name}{{{own}}}": int(sample.value)
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(("outrider_num_requests", "outrider_kv_cache_usage"))
+    }
+    assert len(loading) == 3
+    coordinator = {'up{job="outrider-coordinator",namespace="outrider"}': 1}
+    for trigger in autoscalers()[pool].triggers:
+        assert answers(trigger.query, loading | coordinator, tmp_path) == [0.0]
+    assert answers(autoscalers()[pool].triggers[0].query, {"up": 0}, tmp_path) == [], "the pool must not shrink"

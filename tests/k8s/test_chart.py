@@ -180,8 +180,12 @@ class TestColdStart:
         assert {each["fallback"]["replicas"] for each in scaled} == {1}
 
     def test_a_model_that_loads_for_two_hours_may(self) -> None:
-        probe = container_of(render(preset("llama-405b")), "target")["startupProbe"]
-        assert probe["periodSeconds"] * probe["failureThreshold"] == 7200
+        """Only the worker itself judges how long loading takes: its liveness serves from the first seconds on."""
+        objects = render(EVERYTHING)
+        container = container_of(objects, "target")
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe]["grpc"]["service"] == "liveness"
+        assert first(objects, "Deployment", "target")["spec"]["progressDeadlineSeconds"] > 7200
 
 
 class TestModels:
@@ -238,6 +242,7 @@ class TestPlacement:
         assert wanted.items() <= labels.items()
 
     def test_ipv6_is_listened_to_everywhere(self) -> None:
+        assert "--host=::" in container_of(render(), "coordinator")["args"]
         objects = render(merged(EVERYTHING, {"network": {"family": "ipv6"}}))
         for name in ("target", "draft"):
             assert "--host=::" in container_of(objects, name)["args"]

@@ -18,6 +18,7 @@ from outrider.observability import metrics_server
 from outrider.observability.metrics_server import serve_metrics
 from outrider.security.certificate_authority import CertificateAuthority
 from outrider.security.tls import Role, TlsFiles
+from tests.ipv6 import needs_ipv6
 
 DAY = datetime.timedelta(days=1)
 
@@ -32,6 +33,15 @@ def registry() -> CollectorRegistry:
 def test_metrics_are_served_in_the_clear_where_there_are_no_certificates(registry: CollectorRegistry) -> None:
     port = serve_metrics(registry, "127.0.0.1", 0)
     assert "outrider_things_total 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
+def test_metrics_are_served_on_ipv6(registry: CollectorRegistry, host: str) -> None:
+    port = serve_metrics(registry, host, 0)
+    assert "outrider_things_total 3.0" in httpx.get(f"http://[::1]:{port}/metrics").text
+    if host == "::":
+        assert "outrider_things_total 3.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
 
 
 def test_with_certificates_metrics_are_for_those_who_have_one(registry: CollectorRegistry, tmp_path: Path) -> None:

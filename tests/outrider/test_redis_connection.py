@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import uvloop
 from redis.asyncio.connection import RedisSSLContext
+from redis.asyncio.sentinel import SentinelConnectionPool
 
 from outrider.errors import ConfigurationError, RegistryUnavailable
 from outrider.local.free_ports import free_ports
@@ -104,6 +105,28 @@ def test_a_file_without_a_url_is_named(tmp_path: Path, text: str) -> None:
 
 def test_no_password_is_shown() -> None:
     assert without_password("redis+sentinel://me:pw@a:1,b:2/name") == "redis+sentinel://a:1,b:2/name"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses"),
+    [
+        ("[fd00::1]:26380", [("fd00::1", 26380)]),
+        ("[fd00::1]", [("fd00::1", 26379)]),
+        ("a:1,[fd00::1]:2,b", [("a", 1), ("fd00::1", 2), ("b", 26379)]),
+    ],
+)
+async def test_sentinels_may_have_ipv6_addresses(hosts: str, addresses: list[tuple[str, int]]) -> None:
+    url = f"redis+sentinel://:{PASSWORD}@{hosts}/pool/0"
+    pool = open_redis(url, 1.0).connection_pool
+    assert isinstance(pool, SentinelConnectionPool)
+    found = [each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels]
+    assert [(each["host"], each["port"]) for each in found] == addresses
+    assert without_password(url) == f"redis+sentinel://{hosts}/pool/0"
+
+
+async def test_a_redis_may_have_an_ipv6_address() -> None:
+    found = open_redis(f"redis://:{PASSWORD}@[fd00::1]:6380/0", 1.0).connection_pool.connection_kwargs
+    assert (found["host"], found["port"]) == ("fd00::1", 6380)
 
 
 async def test_a_password_is_given_and_a_wrong_one_is_told(tmp_path: Path) -> None:

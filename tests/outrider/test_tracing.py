@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -229,6 +230,17 @@ async def test_closing_waits_a_moment_for_spans_that_are_about_to_end(
     calling.cancel()
 
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def ready(channel: grpc.aio.Channel) -> None:
+    """Returns once the worker has loaded its model."""
+    stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+    async with asyncio.timeout(60):
+        while (await stub.Check(request, wait_for_ready=True)).status != SERVING:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 SAMPLING = common_pb2.SamplingParams(temperature=0, top_p=1, max_tokens=4)
 
 
@@ -254,6 +266,7 @@ async def test_who_is_cut_off_at_the_end_of_a_drain_has_a_span_too(
         ]  # fmt: skip
         serving = asyncio.create_task(module.serve(module.parse_arguments(words)))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await ready(channel)
             call: Any = (
                 target_pb2_grpc.TargetStub(channel).Generate(
                     target_pb2.GenerateRequest(session_id="s", token_ids=[5], sampling=SAMPLING),

@@ -24,6 +24,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from draft_worker import __main__ as draft_main
+from outrider.addresses import join_address
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.observability.metrics_server import serve_metrics
 from outrider.registry.worker_record import WorkerLoad
@@ -31,17 +32,18 @@ from outrider.security.certificate_authority import CertificateAuthority
 from outrider.security.tls import Dialer, Role, TlsFiles
 from outrider.worker import worker_process
 from outrider.worker.rpc import OPEN_METHODS, abort
+from outrider.worker.worker_facts import record_from_info
 from outrider.worker.worker_options import WorkerOptions
 from outrider.worker.worker_process import (
     EXIT_STALLED,
     LIVENESS,
     WorkerProcess,
     pin_to_cores,
-    record_from_info,
     report_cause,
 )
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, hints_pb2, target_pb2
 from target_worker import __main__ as target_main
+from tests.ipv6 import needs_ipv6
 
 
 class Refusing(draft_pb2_grpc.DraftServicer):
@@ -155,7 +157,32 @@ async def test_an_address_given_is_announced_instead_of_the_one_it_listens_on() 
         assert process.port not in (0, 7000)
 
 
-@pytest.mark.parametrize("address", ["worker", "worker:", ":7000", "worker:port", "worker:0", "worker:65536"])
+@pytest.mark.parametrize("host", ["worker.internal", "fd00::1", "[fd00::1]"])
+async def test_an_address_without_a_port_is_announced_with_the_workers_own(host: str) -> None:
+    options = WorkerOptions("0.0.0.0", 0, None, 0, "w", 1.0, announce=host, is_insecure=True)
+    async with WorkerProcess(options, "draft", []) as process:
+        assert process.address == join_address(host, process.port)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "::"])
+async def test_a_worker_serves_on_ipv6(host: str) -> None:
+    options = WorkerOptions(host, 0, None, 0, "w", 1.0, health_port=0, is_insecure=True)
+    async with WorkerProcess(options, "draft", []) as process:
+        await process.server.start()
+        assert process.address == f"[{host}]:{process.port}"
+        for address in [f"[::1]:{process.port}", *([f"127.0.0.1:{process.port}"] if host == "::" else [])]:
+            async with grpc.aio.insecure_channel(address) as channel:
+                assert await health(channel, "") == "SERVING"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "worker:", ":7000", "worker:port", "worker:0", "worker:65536", "0.0.0.0", "[::]:7000"),
+        *("fd00::1:50051", "[fd00::1", "[fd00::1]:", "[fd00::1]7000"),
+    ],
+)
 async def test_what_nobody_can_dial_is_not_announced_by_name_either(address: str) -> None:
     options = WorkerOptions("127.0.0.1", 0, "redis://127.0.0.1:1/0", 0, "w", 1.0, announce=address)
     with pytest.raises(OutriderError, match=r"--announce .*HOST:PORT"):
@@ -175,7 +202,8 @@ STALLING = """
 import argparse, asyncio, sys, time
 from outrider.worker.worker_options import WorkerOptions
 from outrider.registry.worker_record import WorkerLoad
-from outrider.worker.worker_process import WorkerProcess, record_from_info, run_worker
+from outrider.worker.worker_facts import record_from_info
+from outrider.worker.worker_process import WorkerProcess, run_worker
 from protos.outrider.v1 import common_pb2
 
 class Core:

@@ -23,7 +23,7 @@ from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.observability.telemetry import DraftMetrics, TargetMetrics
 from outrider.registry.worker_lease import WorkerLease
 from outrider.registry.worker_record import Pool, WorkerLoad
-from outrider.worker.worker_process import record_from_info
+from outrider.worker.worker_facts import record_from_info
 from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2, target_pb2
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action as TargetAction

@@ -5,7 +5,8 @@ order. Rank 0 alone schedules, serves and samples. Before each operation on its 
 KiB to the others; nothing comes back but what the forward pass itself sums and gathers.
 
 A rank that dies closes its connections, and the next operation with it fails. One that hangs is detected because no
-message may take longer than `timeout_s`; while idle, rank 0 says so (`IDLE`). A rank that detects either ends: a group
+message may take longer than `timeout_s`; while idle, rank 0 says so (`IDLE`). Ranks load at their own pace: before the
+first operation with that bound, and before the first message, they `meet`. A rank that detects either ends: a group
 is whole or gone, and what started it (torchrun) ends the others and may start all of them again.
 """
 
@@ -26,8 +27,8 @@ from torch import distributed
 from outrider.engine.ranks.collectives import sum_over_ranks
 from outrider.errors import ConfigurationError
 
-LOADING_S: Final = 3600.0
-"""Most time by which one rank may finish loading before another."""
+LOADING_S: Final = 4 * 3600.0
+"""Most time by which one rank may begin, or finish loading, before another: one may read from a slow disk for hours."""
 _FIRST_NUMBERS: Final = 2048  # of a message's first broadcast; a longer one takes a second
 _HEADER: Final = 2
 
@@ -49,6 +50,10 @@ class RankGroup:
     size: int
     tensors: distributed.ProcessGroup  # for tensors on the device
     messages: distributed.ProcessGroup  # on CPUs
+
+    def meet(self) -> None:
+        """Waits until all ranks are here, as long as loading may take. Raises RuntimeError when one of them is gone."""
+        distributed.all_reduce(torch.zeros(1))  # on CPUs, in the group of all, whose bound is LOADING_S
 
     def send(self, kind: RankMessage, numbers: Sequence[int] | npt.NDArray[np.int32] = ()) -> None:
         """Sends a message to all other ranks, which must be in `receive`. Raises RuntimeError when one of them is
@@ -96,11 +101,11 @@ class RankGroup:
         return torch.cat([each[..., :width] for each, width in zip(parts, widths, strict=True)], dim=-1)
 
 
-def join_ranks(timeout_s: float) -> RankGroup | None:
+def join_ranks(timeout_s: float, device: str | None = None) -> RankGroup | None:
     """Joins the group that torchrun's variables name; None without it, or with one rank. Waits for all ranks.
 
-    timeout_s: the most that one operation may wait for the other ranks, once the model is loaded. Raises
-    ConfigurationError.
+    timeout_s: the most that one operation may wait for the other ranks, once the model is loaded. device: where this
+    rank's model runs, by torch's name; None: on its GPU, if there is one. Raises ConfigurationError.
     """
     try:
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,7 +113,7 @@ def join_ranks(timeout_s: float) -> RankGroup | None:
         raise ConfigurationError(f"RANK and WORLD_SIZE must be numbers, as torchrun sets them: {error}") from error
     if size == 1:
         return None
-    if not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         backend = "gloo"
     else:
         backend = "cpu:gloo,cuda:nccl"

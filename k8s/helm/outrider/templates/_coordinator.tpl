@@ -6,7 +6,7 @@ requests_max: {{ int .Values.coordinator.maxRequests }}
 log_format: json
 logs_requests: true
 metrics_port: 9100
-metrics_host: {{ include "outrider.host" . | quote }}
+metrics_host: "::"
 {{- if .Values.coordinator.batches.files }}
 batch_files: {{ ternary "/batches" .Values.coordinator.batches.files (not (empty .Values.coordinator.batches.claim)) }}
 {{- end }}

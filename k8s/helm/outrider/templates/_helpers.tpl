@@ -77,8 +77,8 @@ imagePullSecrets:
     matchLabels: {{- include "outrider.selector" . | nindent 6 }}
 {{- end }}
 
-{{/* The address to listen on. */}}
-{{- define "outrider.host" -}}
+{{/* The address that Ray's processes listen on. Workers and plain coordinators listen on `::`, which is both families. */}}
+{{- define "outrider.ray.host" -}}
 {{- ternary "::" "0.0.0.0" (eq .Values.network.family "ipv6") }}
 {{- end }}
 

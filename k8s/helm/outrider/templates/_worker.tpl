@@ -90,9 +90,9 @@ spec:
         - --target-tokenizer={{ $targetModel }}
         {{- end }}
         - --device={{ $pool.device }}
-        - "--host={{ include "outrider.host" $root }}"
+        - "--host=::"  # all addresses, of both families
         - --port=50051
-        - --announce=$(POD_IP)
+        - --announce=$(POD_IP)  # and the port; bare, because the address may be IPv6
         - --metrics-port=9100
         - --worker-id=$(POD_NAME)
         - --drain-grace-s={{ int $pool.drainSeconds }}
@@ -141,12 +141,13 @@ spec:
         - {name: health, containerPort: 50052}
         {{- end }}
       {{- if not $isFollower }}
-      # The worker is alive when its model is loaded.
+      # The worker is alive as soon as it listens, in seconds, and ready when its model is loaded, for which there is no limit.
+      # If loading gets stuck, it ends by itself, after --load-stall-exit-s.
       startupProbe:
         grpc: {port: {{ $healthPort }}, service: liveness}
         periodSeconds: 5
         timeoutSeconds: 5
-        failureThreshold: {{ div (int $pool.startupSeconds) 5 }}
+        failureThreshold: 120
       # This restarts a worker whose model hangs. It also ends by itself, after --stall-exit-s.
       livenessProbe:
         grpc: {port: {{ $healthPort }}, service: liveness}

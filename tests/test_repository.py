@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Inside a package: the rooms from the lowest to the highest. A module imports only its own room and lower ones.
 ROOMS: dict[str, tuple[str, ...]] = {
     "outrider": (
-        *("errors", "settings", "concurrency", "audit", "sampling_params", "local", "security", "text"),
+        *("errors", "buckets", "settings", "concurrency", "audit", "sampling_params", "local", "security", "text"),
         "observability",
         *("registry", "canary", "grammar", "hints"),
         *(

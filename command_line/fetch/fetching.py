@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -221,22 +221,29 @@ class Fetch:
         return sorted(wrong)
 
     def _at_once(self, call: Callable[[Any], T], items: Iterable[Any], finish: Callable[[T], None]) -> None:
-        """Calls for all items, several at once. The first error stops the others."""
-        with ThreadPoolExecutor(self._options.at_once, "fetch") as pool:
-            futures = [pool.submit(call, item) for item in items]
+        """Calls for all items, several at once. The first error stops the others, and is raised."""
+
+        def guarded(item: Any) -> T:
             try:
-                left = set(futures)
-                while left:
-                    ready, left = wait(left, return_when=FIRST_EXCEPTION, timeout=1.0)
-                    for future in ready:
-                        finish(future.result())
-                    if self._stop.is_set():
-                        raise Stopped
+                if self._stop.is_set():
+                    raise Stopped
+                return call(item)
             except BaseException:
                 self._stop.set()
-                for future in futures:
-                    future.cancel()
                 raise
+
+        with ThreadPoolExecutor(self._options.at_once, "fetch") as pool:
+            futures = [pool.submit(guarded, item) for item in items]
+            try:
+                for future in as_completed(futures):
+                    if future.exception() is None:
+                        finish(future.result())
+            except BaseException:  # a signal
+                self._stop.set()
+                raise
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+            raise error
 
     def _outcome(self, state: str, record: Record) -> Outcome:
         num_bytes = sum(transfer.num_bytes_read for transfer in self._transfers)

@@ -1,6 +1,6 @@
 """Files of a repository of the Hugging Face Hub, or of a mirror that HF_ENDPOINT names.
 
-`huggingface_hub` finds the token, the endpoint and the headers, as everybody's tools do. Listing and downloading are
+`huggingface_hub` finds the token and the endpoint, as everybody's tools do. Listing and downloading are
 our own, because its downloads (2.4) do not do what a pod needs:
 
 - a file that broke off is resumed inside one call only: it goes to a temporary name of the process, which is removed;
@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from command_line.fetch.sources import CHUNK_BYTES, FILES_MAX, Digest, Listing, SourceFile, without_secrets
+from command_line.fetch.sources import FILES_MAX, Digest, Listing, SourceFile, without_secrets
 from outrider import __version__
 from outrider.errors import ConfigurationError, Unavailable
 
@@ -45,7 +45,7 @@ class HubSource:
 
     def __init__(self, address: str) -> None:
         """Raises ConfigurationError for an address without organisation, name or revision."""
-        import huggingface_hub
+        from huggingface_hub import constants
 
         named, has_revision, revision = address.removeprefix(SCHEME).partition("@")
         parts = named.split("/")
@@ -58,12 +58,12 @@ class HubSource:
         self.address = address
         self.commit: str | None = revision if _COMMIT.fullmatch(revision) else None
         self._revision = revision
-        self._endpoint = (os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT).rstrip("/")
-        if huggingface_hub.constants.is_offline_mode():
+        self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        if constants.is_offline_mode():
             raise ConfigurationError(f"{address} cannot be fetched: HF_HUB_OFFLINE is set; unset it")
         self._host = urlsplit(self._endpoint).hostname or self._endpoint
         headers = _headers(address)
-        self._has_token = "authorization" in {name.lower() for name in headers}
+        self._has_token = "Authorization" in headers
         # Authorization is dropped by httpx when a redirect leaves the host.
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
         if not has_revision or not revision:
@@ -97,7 +97,7 @@ class HubSource:
                 if response.status_code == 206 and not _begins_at(response, start):
                     raise ConfigurationError(f"{self._host} answered with another part of {file.path} than was asked")
                 left = 0 if response.status_code == 206 else start  # a server without ranges sends it all again
-                for chunk in response.iter_raw(CHUNK_BYTES):
+                for chunk in response.iter_raw():  # as it comes: what waits for a larger chunk is lost in a break
                     kept = chunk[left:]
                     left = max(left - len(chunk), 0)
                     if kept:
@@ -185,15 +185,17 @@ class HubSource:
 
 def _headers(address: str) -> dict[str, str]:
     """Headers with the token, if there is one. Raises ConfigurationError if the file that holds it cannot be read."""
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub import constants, get_token
 
     if (path := os.environ.get("HF_TOKEN_PATH")) and not os.environ.get("HF_TOKEN"):
         try:
             Path(path).expanduser().read_bytes()
         except OSError as error:
             raise ConfigurationError(f"{address}: HF_TOKEN_PATH={path} cannot be read: {error.strerror}") from error
-    made: dict[str, str] = build_hf_headers(library_name="outrider", library_version=__version__)
-    return made | {"Accept-Encoding": "identity"}
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    # Not `build_hf_headers`: it asks the endpoint for a list of programs to recognise, to name one as the user agent.
+    made = {"User-Agent": f"outrider/{__version__}", "Accept-Encoding": "identity"}
+    return made | ({"Authorization": f"Bearer {token}"} if token else {})
 
 
 def _file(described: dict[str, Any]) -> SourceFile:

@@ -422,7 +422,8 @@ def test_every_import_is_a_declared_dependency() -> None:
     imported_as = {
         "google": "protobuf", "grpc": "grpcio", "grpc_health": "grpcio-health-checking",
         "grpc_reflection": "grpcio-reflection", "grpc_status": "grpcio-status",
-        "opentelemetry": "opentelemetry-sdk", "prometheus_client": "prometheus-client",
+        "huggingface_hub": "huggingface-hub", "opentelemetry": "opentelemetry-sdk",
+        "prometheus_client": "prometheus-client",
     }  # fmt: skip
     used = {name for package in MAY_IMPORT for path in modules(package) for name in imports(path)}
     third_party = used - set(sys.stdlib_module_names) - set(MAY_IMPORT) - {"__future__", "grpc_tools"}

@@ -28,6 +28,8 @@ PIECE_BYTES: Final = 64 << 20
 """Bytes of one request, whose time is bounded as a whole."""
 _TIMEOUT: Final = timedelta(minutes=5)
 _SMALL_BYTES: Final = 16 << 20  # of config.json and the record
+_STATUS: Final = re.compile(r"non-2xx status code: (\d{3})")
+_METADATA: Final = ("169.254.169.254", "metadata.google.internal")  # asked for a role where there are no credentials
 _MD5: Final = re.compile(r'"?([0-9a-f]{32})"?')
 
 
@@ -97,14 +99,26 @@ class BucketSource:
         errors = self._bucket.errors
         if isinstance(error, errors.PreconditionError):
             return ConfigurationError(f"{what} was changed while it was fetched; run the command again")
-        if isinstance(error, FileNotFoundError):
+        text = str(error).partition("\n\nDebug source:")[0]
+        # The client has no classes for refused listings.
+        found = _STATUS.search(text)
+        status = int(found[1]) if found else 0
+        if isinstance(error, FileNotFoundError) or status == 404:
             return ConfigurationError(f"{what} does not exist; are bucket and prefix right?")
-        if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError)):
+        if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)) or status in (401, 403):
             return ConfigurationError(
                 f"{what} may not be read with these credentials: give this pod's role, or the keys in its environment, "
-                f"the right to list and read it ({without_secrets(error)})"
+                f"the right to list and read it ({without_secrets(text)})"
             )
-        return Unavailable(f"{what}: {without_secrets(error)}", 2.0)
+        if any(host in text for host in _METADATA):
+            return ConfigurationError(
+                f"{what} needs credentials, and there are none: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or "
+                "GOOGLE_SERVICE_ACCOUNT, give the pod a role, or, for a public bucket, set AWS_SKIP_SIGNATURE=true or "
+                "GOOGLE_SKIP_SIGNATURE=true"
+            )
+        if 300 <= status < 500 and status not in (408, 429):
+            return ConfigurationError(f"{what}: {without_secrets(text)}")
+        return Unavailable(f"{what}: {without_secrets(text)}", 2.0)
 
 
 def _md5_of(file: SourceFile) -> str | None:

@@ -42,12 +42,12 @@ class Place:
     def __init__(self, folder: Path, lease_s: float = LEASE_S) -> None:
         """Raises ConfigurationError for a folder that cannot be renamed into being."""
         self.folder = folder.absolute()
+        if not self.folder.name:
+            raise ConfigurationError(f"FOLDER {folder} is the root of a file system; name a folder in it")
         self.partial = partial_folder(self.folder)
         self._lease_s = lease_s
         self._lock = self.folder.with_name(f".{self.folder.name}.lock")
         self._old = self.folder.with_name(f".{self.folder.name}.old")
-        if not self.folder.name:
-            raise ConfigurationError(f"FOLDER {folder} is the root of a file system; name a folder in it")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise ConfigurationError(f"FOLDER {folder} is no folder; name one, or a name that is free")
         if os.path.ismount(self.folder):

@@ -17,7 +17,7 @@ _SECRETS: Final = (
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"),
 )
-_SIGNED: Final = re.compile(r"\?[^\s\"'<>]*")  # the query of an address, which carries signatures
+_SIGNED: Final = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>]*")  # the query of an address carries signatures
 _SHOWN_CHARS: Final = 300
 
 
@@ -84,7 +84,7 @@ class Source(Protocol):
 
 def without_secrets(error: Any) -> str:
     """The text of an error, short, without credentials and signatures."""
-    text = _SIGNED.sub("?…", str(error) or type(error).__name__)
+    text = _SIGNED.sub(r"\1?…", str(error) or type(error).__name__)
     for name in _SECRETS:
         if value := os.environ.get(name, "").strip():
             text = text.replace(value, f"<{name}>")

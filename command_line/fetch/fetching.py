@@ -39,7 +39,7 @@ class Display(Watcher, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a fetch did."""
+    """The result of a fetch."""
 
     state: str  # FETCHED or PRESENT
     record: Record
@@ -126,7 +126,7 @@ class Fetch:
         return self._outcome(PRESENT, record)
 
     def _list_if_reachable(self) -> Listing | None:
-        """What the source has; None where it cannot be asked, which must not keep a pod from starting."""
+        """The files of the source; None where it cannot be asked, which must not keep a pod from starting."""
         try:
             return self._source.list_files()
         except Unavailable as error:

@@ -1,7 +1,7 @@
 """Files of a repository of the Hugging Face Hub, or of a mirror that HF_ENDPOINT names.
 
-`huggingface_hub` finds the token and the endpoint, as everybody's tools do. Listing and downloading are
-our own, because its downloads (2.4) do not do what a pod needs:
+`huggingface_hub` finds the token and the endpoint, as everybody's tools do. Listing and downloading are our own,
+because its downloads (2.4) do not do what a pod needs:
 
 - a file that broke off is resumed inside one call only: it goes to a temporary name of the process, which is removed;
 - a file is compared with its size, not with the checksum that the Hub states;
@@ -37,6 +37,7 @@ LISTING_BYTES_MAX: Final = 64 << 20
 _TIMEOUT: Final = httpx.Timeout(20.0, connect=10.0)  # of a connection, and of each wait for bytes
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _PART: Final = re.compile(r"[\w.-]+")
+_WAIT_MAX_S: Final = 300.0
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -76,8 +77,8 @@ class HubSource:
             commit = str(found["sha"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"{self._host} does not describe the files of {self.address} as the Hub does "
-                f"(no {without_secrets(error)}); HF_ENDPOINT must name the Hub or a full mirror"
+                f"{self._host} does not describe the files of {self.address} as the Hub does, with sizes and checksums "
+                f"({type(error).__name__}: {without_secrets(error)}); HF_ENDPOINT must name the Hub or a full mirror"
             ) from error
         if not _COMMIT.fullmatch(commit) or (self.commit or commit) != commit:
             raise ConfigurationError(f"{self._host} answered with commit {commit[:50]!r} for {self.address}")
@@ -135,11 +136,7 @@ class HubSource:
         status, code = response.status_code, response.headers.get("X-Error-Code", "")
         what = f"{self.address}{f': {path}' if path else ''}"
         if status in _BUSY:
-            try:
-                wait_s = min(max(float(response.headers.get("Retry-After", "1")), 1.0), 300.0)
-            except ValueError:
-                wait_s = 5.0
-            return Unavailable(f"{what}: {self._host} answers {status}", wait_s)
+            return Unavailable(f"{what}: {self._host} answers {status}", _wait_s(response))
         page = f"{self._endpoint}/{self.repository}"
         if code == "GatedRepo":
             way_out = (
@@ -203,6 +200,16 @@ def _file(described: dict[str, Any]) -> SourceFile:
     digest = Digest("sha256", str(lfs["sha256"])) if lfs else Digest("git-sha1", str(described["blobId"]))
     size = int(lfs["size"] if lfs else described["size"])
     return SourceFile(path, size, f"{digest.kind}:{digest.value}", digest)
+
+
+def _wait_s(response: httpx.Response) -> float:
+    """The time after which a busy server wants to be asked again, by the standard's header or the Hub's own."""
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+    limit = parse_ratelimit_headers(response.headers)
+    text = response.headers.get("Retry-After", "")
+    asked_s = float(text) if text.isdigit() else limit.reset_in_seconds if limit and not limit.remaining else 1.0
+    return min(max(asked_s, 1.0), _WAIT_MAX_S)
 
 
 def _begins_at(response: httpx.Response, start: int) -> bool:

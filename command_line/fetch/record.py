@@ -31,7 +31,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a fetched folder holds."""
+    """The contents of a fetched folder, and their origin."""
 
     source: str
     name: str  # the source without its revision

@@ -1,4 +1,4 @@
-"""What a source of files is: it lists them, and reads one from any byte on."""
+"""The interface of a source of files: it lists them, and reads one from any byte on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Listing:
 
 
 class Source(Protocol):
-    """Where files come from.
+    """A place that files come from.
 
     All calls raise Unavailable for what a later try may change, and ConfigurationError for what the operator must.
     """

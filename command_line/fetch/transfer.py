@@ -21,7 +21,7 @@ from outrider.errors import ConfigurationError, Unavailable
 TRIES_MAX: Final = 6
 """Tries in a row without progress, before a file is given up. They take half a minute and more."""
 PROGRESS_BYTES: Final = 1 << 20
-"""What a try must bring, or the rest of the file, to count as progress. With TRIES_MAX it bounds all tries together."""
+"""Bytes that a try must bring, or the rest of the file, to count as progress. That bounds all tries together."""
 SYNC_BYTES: Final = 64 << 20
 """Bytes after which the disk is waited for."""
 _WAIT_MAX_S: Final = 30.0

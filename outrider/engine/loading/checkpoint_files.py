@@ -152,7 +152,7 @@ def _whole_tensors(path: Path) -> list[Tensor]:
 
 
 def _gaps(tensors: list[Tensor]) -> Iterator[tuple[int, int]]:
-    """Where a tensor ends and the next one begins."""
+    """Ends of tensors, each with the beginning of the next one."""
     ordered = sorted(tensors, key=lambda tensor: (tensor.begin, tensor.num_bytes))
     for one, other in pairwise(ordered):
         yield one.begin + one.num_bytes, other.begin

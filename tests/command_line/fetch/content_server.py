@@ -27,7 +27,7 @@ class Asked:
 
 @dataclass
 class Faults:
-    """What goes wrong. Counters count down with each use."""
+    """Faults that occur. Counters count down with each use."""
 
     break_after: dict[str, int] = field(default_factory=dict)  # bytes of the next response; then the connection breaks
     corrupt: Counter[str] = field(default_factory=Counter)  # responses of this path whose last byte is wrong

@@ -13,6 +13,7 @@ import pytest
 from command_line.fetch import bucket as bucket_module
 from command_line.fetch import transfer
 from command_line.fetch.record import RECORD
+from command_line.fetch.sources import CHUNK_BYTES
 from outrider.buckets import open_bucket
 from outrider.errors import ConfigurationError, Unavailable
 from tests.command_line.fetch.bucket_server import BucketServer
@@ -67,7 +68,7 @@ def test_a_file_that_breaks_off_goes_on_where_it_ended(
     path = f"{PREFIX}/{SHARDS[0]}"
     first, second = server.starts(path)
     assert first == 0 < second
-    assert server.sent(path) <= len(files[SHARDS[0]]) + transfer.CHUNK_BYTES
+    assert server.sent(path) <= len(files[SHARDS[0]]) + CHUNK_BYTES
     assert (tmp_path / "model" / SHARDS[0]).read_bytes() == files[SHARDS[0]]
 
 

@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from command_line import app
-from command_line.fetch import place as place_module
 from command_line.fetch.place import Place
 from command_line.fetch.record import RECORD, Record
 from outrider.engine.loading.checkpoint_files import partial_folder
@@ -183,7 +182,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, renamed: Path) -> None:
             raise Killed
         rename(before, after)
 
-    monkeypatch.setattr(place_module.os, "rename", ending)
+    monkeypatch.setattr(os, "rename", ending)
 
 
 def test_a_journal_that_is_torn_is_read_as_far_as_it_goes(source: Path, fetch: Fetcher, tmp_path: Path) -> None:

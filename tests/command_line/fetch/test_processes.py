@@ -84,6 +84,7 @@ def test_a_killed_fetch_leaves_no_folder_and_the_next_one_goes_on(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".model", "model"))] == ["model"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_fetch_ends_in_order(
     held: HubServer, command: Command, tmp_path: Path, number: signal.Signals
@@ -99,6 +100,7 @@ def test_an_interrupted_fetch_ends_in_order(
     assert not (tmp_path / ".model.lock").exists(), "nobody need wait for its lease"
 
 
+@pytest.mark.thorough
 def test_two_at_once_end_right_and_fetch_once(
     held: HubServer, repository: Repository, command: Command, tmp_path: Path
 ) -> None:
@@ -114,6 +116,7 @@ def test_two_at_once_end_right_and_fetch_once(
     assert sorted(each.path for each in held.host.asked) == sorted(SHARDS)
 
 
+@pytest.mark.thorough
 def test_nobody_waits_for_ever(held: HubServer, command: Command, fetch: Fetcher, tmp_path: Path) -> None:
     first = command(ADDRESS, tmp_path / "model")
     until(lambda: len(held.host.asked) == 2, first)
@@ -121,6 +124,7 @@ def test_nobody_waits_for_ever(held: HubServer, command: Command, fetch: Fetcher
         fetch(ADDRESS, tmp_path / "model", max_wait_s=1.0)
 
 
+@pytest.mark.thorough
 def test_errors_are_one_paragraph_and_status_1(hub: HubServer, command: Command, tmp_path: Path) -> None:
     _, err = ended(command("hf://some-org/unknown@main", tmp_path / "model"), 1)
     assert err.startswith("outrider: hf://some-org/unknown@main: 127.0.0.1 knows no such model (401)")
@@ -172,6 +176,7 @@ def _of_another_machine(content: bytes) -> bytes:
     return b"\n".join(changed) + b"\n"
 
 
+@pytest.mark.thorough
 def test_an_engine_generates_the_same_with_a_fetched_model(hub: HubServer, fetch: Fetcher, tmp_path: Path) -> None:
     hub.add("outrider/draft", content_of(DEMO_DRAFT))
     hub.host.faults.break_after = {"model.safetensors": 3 << 20}
@@ -183,7 +188,7 @@ def test_an_engine_generates_the_same_with_a_fetched_model(hub: HubServer, fetch
 
 
 def continued(model_dir: Path, num_tokens: int = 12) -> str:
-    """What a model says after a few words, always the likeliest token."""
+    """The continuation of a few words by a model, always the likeliest token."""
     engine, tokenizer = models.load(models.engine_config(model_dir)), Tokenizer(model_dir)
     token_ids = tokenizer.encode("Once upon a time there was")
     kv, said, fed = engine.new_sequence(), list[int](), token_ids

@@ -126,10 +126,11 @@ class Fetch:
         return self._outcome(PRESENT, record)
 
     def _list_if_reachable(self) -> Listing | None:
-        """The files of the source; None where it cannot be asked, which must not keep a pod from starting."""
+        """The files of the source; None where it cannot be asked, which must not keep a pod from starting: the network
+        is down, the token has expired."""
         try:
             return self._source.list_files()
-        except Unavailable as error:
+        except (Unavailable, ConfigurationError) as error:
             self._display.note(f"{error.message}; {self._place.folder} is used as it was fetched")
             return None
 

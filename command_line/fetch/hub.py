@@ -18,6 +18,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -60,15 +61,24 @@ class HubSource:
         self.commit: str | None = revision if _COMMIT.fullmatch(revision) else None
         self._revision = revision
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        if constants.is_offline_mode():
-            raise ConfigurationError(f"{address} cannot be fetched: HF_HUB_OFFLINE is set; unset it")
         self._host = urlsplit(self._endpoint).hostname or self._endpoint
-        headers = _headers(address)
-        self._has_token = "Authorization" in headers
-        # Authorization is dropped by httpx when a redirect leaves the host.
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
         if not has_revision or not revision:
             raise self._unpinned()
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        """Made when it is needed: a folder that is complete needs neither token nor network. Raises
+        ConfigurationError."""
+        from huggingface_hub import constants
+
+        if constants.is_offline_mode():
+            raise ConfigurationError(f"{self.address} cannot be fetched: HF_HUB_OFFLINE is set; unset it")
+        # Authorization is dropped by httpx when a redirect leaves the host.
+        return httpx.Client(headers=_headers(self.address), timeout=_TIMEOUT, follow_redirects=True)
+
+    @property
+    def _has_token(self) -> bool:
+        return "Authorization" in self._client.headers
 
     def list_files(self) -> Listing:
         found = self._described(self._revision)
@@ -109,7 +119,8 @@ class HubSource:
             raise Unavailable(f"{file.path}: {type(error).__name__}: {without_secrets(error)}") from error
 
     def close(self) -> None:
-        self._client.close()
+        if "_client" in self.__dict__:
+            self._client.close()
 
     def _described(self, revision: str) -> dict[str, Any]:
         url = f"{self._endpoint}/api/models/{self.repository}/revision/{quote(revision, safe='')}"

@@ -27,7 +27,7 @@ class FetchOptions:
         False, "if FOLDER holds another model, another version of it, or a damaged one: replace it once the new one is "
         "complete", _HOW,
     )  # fmt: skip
-    verify: bool = setting(False, "compare the checksums of a folder that is already there, not only sizes", _RESULT)
+    verify: bool = setting(False, "compare the checksums of a folder that is already there, not only sizes", _HOW)
     at_once: int = setting(8, "files that are fetched at the same time", _HOW, "files", at_least=1, at_most=32)
     max_wait_s: float = setting(
         7200.0, "longest wait for another process that fetches the same folder", _HOW, "seconds", above=0,

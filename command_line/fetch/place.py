@@ -125,6 +125,10 @@ class Place:
         for path in [*self.partial.rglob("*")]:
             if path.is_file() and path.relative_to(self.partial).as_posix() not in keep:
                 path.unlink()
+        lines = [json.dumps(asdict(found)) + "\n" for found in whole.values()]
+        fresh = self.partial / f"{_JOURNAL}.new"
+        fresh.write_text("".join(lines), encoding="utf-8")  # without what a killed process tore
+        os.replace(fresh, self.partial / _JOURNAL)
         return whole
 
     def finish(self, file: RecordedFile) -> None:

@@ -184,7 +184,7 @@ def test_a_gated_repository_says_where_to_ask(
     assert all(each.headers["authorization"] == "Bearer hf_granted" for each in hub.asked)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigurationError, match=r"HF_TOKEN_PATH=.*nowhere cannot be read"):
-        fetch(ADDRESS, tmp_path / "model")
+        fetch(ADDRESS, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,19 @@ def test_an_address_without_a_revision_is_refused_with_the_commit_to_write(
         fetch(f"hf://{REPOSITORY}", tmp_path / "model")
 
 
-def test_offline_mode_is_named(
+def test_offline_mode_is_named_where_something_is_missing(
     repository: Repository, fetch: Fetcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pinned = f"hf://{REPOSITORY}@{repository.refs['main']}"
+    fetch(pinned, tmp_path / "complete")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "not-mounted"))
+    assert fetch(pinned, tmp_path / "complete").state == "present"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match="HF_HUB_OFFLINE is set"):
         fetch(ADDRESS, tmp_path / "model")
+    assert fetch(pinned, tmp_path / "complete").state == "present"
+    assert fetch(ADDRESS, tmp_path / "complete").state == "present"
+    assert any("is used as it was fetched" in note for note in fetch.shown.notes)
 
 
 def test_a_revision_that_moves_is_left_alone_until_replaced(

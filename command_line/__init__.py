@@ -18,6 +18,7 @@ from command_line.canary.command import canary
 from command_line.certificates import certificates
 from command_line.chat import chat
 from command_line.checkout import not_installed
+from command_line.fetch.command import fetch
 from command_line.keys import keys
 from command_line.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
 from command_line.plan import plan
@@ -54,6 +55,7 @@ else:
     one_machine = [demo, serve, chat, tune, plan, profile]
 for command in one_machine:
     app.command(rich_help_panel="One machine")(command)
+app.command(rich_help_panel="A fleet")(fetch)
 app.command(rich_help_panel="A fleet")(simulate)
 app.command(rich_help_panel="A running server")(audit)
 app.add_typer(batch, name="batch", rich_help_panel="A running server")

@@ -1,27 +1,22 @@
 """Files in a bucket of S3, or of a server that talks its protocol, through `obstore`.
 
-The address is `s3://BUCKET/PREFIX`. Credentials, region and endpoint come from the variables that AWS's own tools read:
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT (with AWS_ALLOW_HTTP=true for one without TLS), or
-from the machine's role.
+The address is `s3://BUCKET/PREFIX`; `outrider.buckets` says where credentials come from.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Final
 
 from coordinator.batches.file_store import PIECE_BYTES, check_name
-from outrider.errors import ConfigurationError, NotFound, Unavailable
+from outrider.buckets import S3, open_bucket
+from outrider.errors import NotFound, Unavailable
 
-SCHEME: Final = "s3://"
+SCHEME: Final = f"{S3}://"
 _PART_BYTES: Final = 8 << 20  # of an upload; S3 takes parts from 5 MiB
 _TIMEOUT: Final = timedelta(seconds=30)  # of one call
-_RETRIES: Final = 3
 
 
 class S3Store:
@@ -29,27 +24,8 @@ class S3Store:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigurationError for an address without a bucket, or without the package `obstore`."""
-        parts = urlsplit(url)
-        if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-            raise ConfigurationError(f"--batch-files {url} is no address of a bucket; write s3://BUCKET/PREFIX")
-        try:
-            self._obstore: Any = importlib.import_module("obstore")
-            store: Any = importlib.import_module("obstore.store")
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"--batch-files {url} needs the package obstore; install it with `pip install 'outrider[s3]'`"
-            ) from error
-        self._errors: Any = importlib.import_module("obstore.exceptions")
-        try:
-            self._store = store.S3Store(
-                parts.netloc,
-                prefix=parts.path.strip("/") or None,
-                # Options given here replace the variable of AWS's tools.
-                client_options={"timeout": _TIMEOUT, "allow_http": os.environ.get("AWS_ALLOW_HTTP") == "true"},
-                retry_config={"max_retries": _RETRIES, "retry_timeout": _TIMEOUT},
-            )
-        except self._errors.BaseError as error:
-            raise ConfigurationError(f"--batch-files {url} cannot be used: {error}") from error
+        bucket = open_bucket(url, f"--batch-files {url}", (S3,), _TIMEOUT)
+        self._store, self._obstore, self._errors = bucket.store, bucket.obstore, bucket.errors
 
     async def write(self, name: str, content: AsyncIterator[bytes]) -> int:
         path, num_bytes = check_name(name), 0

@@ -53,8 +53,30 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     directory = models.copy_of("llama", tmp_path / "model")
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ModelLoadError, match=str(directory)):
+    with pytest.raises(ModelLoadError, match=f"{file} .*cut off.*outrider fetch"):
         load_model(models.engine_config(directory))
+
+
+def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
+    directory = models.copy_of("llama", tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"one.safetensors": names[:-1], "two.safetensors": names[-1:]}
+    placed = {name: shard for shard, its in shards.items() for name in its}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    for shard, its in shards.items():
+        save_file({name: tensors[name] for name in its}, directory / shard, metadata={"format": "pt"})
+    load_model(models.engine_config(directory))
+    (directory / "two.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"lacks 1 of its 2 files of weights, such as two\.safetensors"):
+        load_model(models.engine_config(directory))
+
+
+def test_a_fetch_that_is_not_finished_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".model.partial").mkdir()
+    with pytest.raises(ModelLoadError, match=r"no model in .*model yet: `outrider fetch` runs or was broken off"):
+        load_model(models.engine_config(tmp_path / "model"))
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ ENTRIES = {
         *("coordinator.__main__", "coordinator.hosting.app"),
         *(f"coordinator.api.grpc.grpc_{name}" for name in ("ingress", "health", "reflection")),
         "command_line.canary.command",  # where the registry can be reached from
+        "command_line.fetch.command",  # in an init container or a job
     ],
     "worker": ["target_worker.__main__", "draft_worker.__main__"],
 }
@@ -43,6 +44,7 @@ IMPORTED_AS = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
+    "huggingface_hub": "huggingface-hub",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "starlette": "fastapi",
@@ -135,15 +137,26 @@ runpy.run_module("command_line", run_name="__main__")
 """
 
 
-def test_canaries_are_steered_with_what_the_coordinators_image_holds() -> None:
+def run_in_the_coordinators_image(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line without what that image lacks."""
     carried = {canonicalize_name(name) for name in PYPROJECT["tool"]["outrider"]["images"]["coordinator"]}
     known = {canonicalize_name(Requirement(text).name) for text in dependencies(PYPROJECT)}
     modules = {distribution: module for module, distribution in IMPORTED_AS.items()}
     absent = {modules.get(name, name) for name in known - carried}
     absent |= {"draft_worker", "target_worker", "demo", "benchmarks", "k8s"}
     assert {"torch", "grpc_status"} <= absent
-    command = [sys.executable, "-c", WITHOUT, ",".join(sorted(absent)), "canary", "start", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+    command = [sys.executable, "-c", WITHOUT, ",".join(sorted(absent)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
+
+
+def test_weights_are_fetched_with_what_the_coordinators_image_holds(tmp_path: Path) -> None:
+    result = run_in_the_coordinators_image("fetch", str(ROOT / "demo" / "draft"), str(tmp_path / "model"))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_canaries_are_steered_with_what_the_coordinators_image_holds() -> None:
+    result = run_in_the_coordinators_image("canary", "start", "--help")
     assert result.returncode == 0, result.stderr
     assert "--draft-model" in result.stdout
 

@@ -20,23 +20,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.engine.loading.checkpoint_files import ADAPTER_FILES, Tensor, read_json, tensors_of, weight_files
 from outrider.errors import ConfigurationError
 
 WHOLE_BYTES: Final = 64 << 20
 """Tensor bytes up to which a checkpoint is hashed whole."""
 NUM_WINDOWS: Final = 4096
 WINDOW_BYTES: Final = 4096
-MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors format."""
 NUM_DIGITS: Final = 32
 
-_SINGLE_FILE: Final = "model.safetensors"
-_INDEX_SUFFIX: Final = ".safetensors.index.json"
-_ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 # The model's location, the writer, the training, and the type that --dtype replaces.
 _WITHOUT_EFFECT: Final = frozenset(
     {
@@ -44,18 +39,6 @@ _WITHOUT_EFFECT: Final = frozenset(
         *("initializer_range", "attention_dropout", "hidden_dropout"),
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor's name, type, shape and location in a file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    begin: int  # offset of its bytes in the file
-    num_bytes: int
 
 
 def checkpoint_fingerprint(model_dir: Path) -> str:
@@ -66,15 +49,15 @@ def checkpoint_fingerprint(model_dir: Path) -> str:
 
     Raises ConfigurationError naming the file that is missing or damaged.
     """
-    config = _read_json(model_dir / "config.json")
+    config = read_json(model_dir / "config.json")
     generation_path = model_dir / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.is_file() else {}
     total = hashlib.sha256()
     total.update(_canonical(_effective(config)))
     total.update(_canonical({"eos_token_id": generation.get("eos_token_id")}))
-    if (adapter_config := model_dir / _ADAPTER_FILES[0]).is_file():
-        total.update(_canonical(_effective(_read_json(adapter_config))))
-    tensors = [tensor for path in _weight_files(model_dir, config) for tensor in _tensors_of(path)]
+    if (adapter_config := model_dir / ADAPTER_FILES[0]).is_file():
+        total.update(_canonical(_effective(read_json(adapter_config))))
+    tensors = [tensor for path in weight_files(model_dir, config) for tensor in tensors_of(path)]
     is_whole = sum(tensor.num_bytes for tensor in tensors) <= WHOLE_BYTES
     num_windows = max(NUM_WINDOWS // max(len(tensors), 1), 1)
     for line in sorted(_tensor_lines(tensors, None if is_whole else num_windows)):
@@ -82,49 +65,9 @@ def checkpoint_fingerprint(model_dir: Path) -> str:
     return total.hexdigest()[:NUM_DIGITS]
 
 
-def _weight_files(model_dir: Path, config: dict[str, Any]) -> list[Path]:
-    """The files that transformers reads from such a folder, each once."""
-    named = config.get("transformers_weights")
-    if named is None:
-        named = _SINGLE_FILE if (model_dir / _SINGLE_FILE).is_file() else f"model{_INDEX_SUFFIX}"
-    names = [str(named)]
-    if names[0].endswith(_INDEX_SUFFIX):
-        weight_map = _read_json(model_dir / names[0]).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigurationError(f"{model_dir / names[0]} has no weight_map")
-        names = sorted({str(name) for name in weight_map.values()})
-    if (model_dir / _ADAPTER_FILES[1]).is_file():
-        names.append(_ADAPTER_FILES[1])
-    return [model_dir / name for name in names]
-
-
-def _tensors_of(path: Path) -> list[_Tensor]:
-    """Reads the tensors from a safetensors file's header."""
-    try:
-        with path.open("rb") as file:
-            header_len = int.from_bytes(file.read(8), "little")
-            if header_len > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {header_len} bytes")
-            header = json.loads(file.read(header_len))
-        header.pop("__metadata__", None)
-        return [
-            _Tensor(
-                name,
-                str(each["dtype"]),
-                tuple(int(size) for size in each["shape"]),
-                path,
-                8 + header_len + int(each["data_offsets"][0]),
-                int(each["data_offsets"][1]) - int(each["data_offsets"][0]),
-            )
-            for name, each in header.items()
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def _tensor_lines(tensors: list[_Tensor], num_windows: int | None) -> Iterator[bytes]:
+def _tensor_lines(tensors: list[Tensor], num_windows: int | None) -> Iterator[bytes]:
     """One line per tensor, independent of the file that the tensor is in. None: hash all bytes."""
-    by_path: dict[Path, list[_Tensor]] = {}
+    by_path: dict[Path, list[Tensor]] = {}
     for tensor in tensors:
         by_path.setdefault(tensor.path, []).append(tensor)
     for path, its_tensors in by_path.items():
@@ -163,13 +106,3 @@ def _effective(config: Any) -> Any:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is not a JSON object")
-    return found

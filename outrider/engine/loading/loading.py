@@ -26,6 +26,7 @@ from outrider.engine.layers.kv_layout import UnsupportedModelError, find_layout,
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant, round_weights
 from outrider.engine.layers.paged_attention import why_not_paged
 from outrider.engine.layers.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
+from outrider.engine.loading.checkpoint_files import check_checkpoint, unfinished_fetch
 from outrider.engine.loading.machine import available_memory
 from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, check_memory, plan_memory
 from outrider.engine.model import DTYPES, Engine, ModelLoadError, check_device, device_for, longest_sequence
@@ -128,9 +129,21 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> Any:
 
 
 def _refuse_missing_files(model_dir: Path) -> None:
+    if not model_dir.is_dir() and (gathered := unfinished_fetch(model_dir)):
+        raise ModelLoadError(
+            f"no model in {model_dir} yet: `outrider fetch` runs or was broken off ({gathered}); the same command "
+            "goes on"
+        )
     if not (model_dir / "config.json").is_file():
         raise ModelLoadError(f"no model in {model_dir}: config.json is missing; name a folder in Hugging Face format")
-    if any(model_dir.glob("*.safetensors")):
+    if any(model_dir.glob("*.safetensors*")):
+        try:
+            check_checkpoint(model_dir)
+        except ConfigurationError as error:
+            raise ModelLoadError(
+                f"{error.message}. Fetch the model again: `outrider fetch` checks every file, and leaves no folder "
+                "that is not whole"
+            ) from error
         return
     if any(model_dir.glob("*.bin")):
         raise ModelLoadError(

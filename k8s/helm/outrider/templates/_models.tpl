@@ -44,7 +44,7 @@ Takes root, pair, role and model. */}}
 - name: wait-for-{{ base .folder }}
   image: {{ include "outrider.coordinator.image" $.root }}
   imagePullPolicy: {{ $.root.Values.images.pullPolicy }}
-  args: [command_line, fetch, {{ .source | quote }}, {{ .folder }}, --wait-only, --wait-s={{ int $.root.Values.models.fetch.waitSeconds }}]
+  args: [command_line, fetch, {{ .source | quote }}, {{ .folder }}, --wait-only, --max-wait-s={{ int $.root.Values.models.fetch.waitSeconds }}]
   resources:
     requests: {cpu: 100m, memory: 256Mi}
     limits: {memory: 512Mi}

@@ -32,6 +32,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from coordinator import __main__ as entry
 from coordinator.__main__ import _parse
+from coordinator.hosting import ray_serve
 from coordinator.hosting.ray_processes import NAMES as RAY_PROCESSES
 from coordinator.settings import Proxy
 from outrider.local import tether
@@ -67,8 +68,9 @@ class TestRefusalsAtStart:
         def time_out(**_: object) -> None:
             raise Exception("The node timed out\nduring startup.")  # as Ray raises it
 
-        for name in ("_check_before_start", "_stop_on_signals", "_prepare_ray_environment"):
-            monkeypatch.setattr(entry, name, lambda *_: None)
+        monkeypatch.setattr(entry, "_check_before_start", lambda *_: None)
+        for name in ("_stop_on_signals", "_prepare_ray_environment"):
+            monkeypatch.setattr(ray_serve, name, lambda *_: None)
         monkeypatch.setattr("ray.init", time_out)
         words = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
         assert entry.main(words) == 1

@@ -6,7 +6,6 @@ Exit status: 0 after a signal, 1 when it cannot start, 2 for a wrong command lin
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,7 +23,7 @@ from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry.redis_connection import redis_url_from
 from outrider.registry.registry import check_redis
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
-from outrider.settings import from_flags, make_parser, settings_of
+from outrider.settings import from_flags, make_parser
 from outrider.text.tokenizer import Tokenizer
 
 SETTINGS: Final = (CoordinatorSettings, Listen)
@@ -125,8 +124,6 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
     ):
         if is_given and given.tls_dir is None:
             parser.error(f"{flag} needs --tls-dir")
-    if refusal := _unfit_for_hosting(given):
-        parser.error(refusal)
     try:
         settings = from_flags(
             CoordinatorSettings,
@@ -140,26 +137,6 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         return settings, from_flags(Listen, given, tls_dir=tls_dir)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _unfit_for_hosting(given: argparse.Namespace) -> str | None:
-    """Names a flag that the chosen hosting does not have, and the way out."""
-    if given.hosting is not Hosting.PLAIN:
-        is_told = given.drain_notice_s != settings_of(Listen)["drain_notice_s"].initial
-        return "--drain-notice-s needs --hosting plain: Ray Serve leaves its proxy at once" if is_told else None
-    for flag, is_given, why in (
-        ("--num-replicas", given.num_replicas != 1, "a plain process is one replica; start one process for each"),
-        ("--proxy", given.proxy is not None, "a plain process has no proxy"),
-        ("--ray-temp-dir", given.ray_temp_dir is not None, "a plain process has no Ray"),
-        (
-            "--require-client-certificates",
-            given.needs_client_certificates,
-            "a plain process has no TLS on its public ports; let the load balancer in front ask for them",
-        ),
-    ):
-        if is_given:
-            return f"{flag} needs --hosting {Hosting.RAY_SERVE}: {why}"
-    return None
 
 
 def _log_path(hosting: Hosting) -> str | None:

@@ -21,9 +21,11 @@ from outrider.settings import (
     REQUIRED,
     SECURITY,
     SPECULATION,
+    SettingError,
     check,
     same_as,
     setting,
+    settings_of,
 )
 
 REFUSALS_AT_ONCE: Final = 128
@@ -267,8 +269,26 @@ class Listen:
 
     def __post_init__(self) -> None:
         check(self)
+        settings = settings_of(Listen)
+        for name, needed, why in _OF_ONE_HOSTING:
+            if getattr(self, name) != settings[name].initial and self.hosting is not needed:
+                raise SettingError(name, f"{settings[name].title} needs --hosting {needed}: {why}")
 
     @property
     def has_public_tls(self) -> bool:
         """Whether the HTTP and gRPC listeners accept TLS alone."""
         return self.tls_dir is not None and self.hosting is not Hosting.PLAIN
+
+
+_OF_ONE_HOSTING: Final = (
+    ("num_replicas", Hosting.RAY_SERVE, "a plain process is one replica; start a process for each"),
+    ("proxy", Hosting.RAY_SERVE, "a plain process has no proxy"),
+    ("ray_temp_dir", Hosting.RAY_SERVE, "a plain process has no Ray"),
+    (
+        "needs_client_certificates",
+        Hosting.RAY_SERVE,
+        "a plain process has no TLS on its public ports; let the load balancer in front ask for certificates",
+    ),
+    ("drain_notice_s", Hosting.PLAIN, "Ray Serve takes a replica that leaves from its proxy at once"),
+)
+"""Settings of `Listen` that one hosting has, and why the other has not."""

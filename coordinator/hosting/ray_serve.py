@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -43,6 +44,12 @@ class RayLost(Exception):
 
 def run(settings: CoordinatorSettings, listen: Listen, announce: Announce) -> int:
     """Serves until a signal; returns the exit status."""
+    if importlib.util.find_spec("ray") is None:
+        print(
+            "coordinator: Ray is not installed: pip install 'outrider[coordinator]', or give --hosting plain",
+            file=sys.stderr,
+        )
+        return 1
     stop = threading.Event()
     _stop_on_signals(stop)
     has_lost_ray = False

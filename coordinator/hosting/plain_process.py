@@ -34,6 +34,8 @@ from outrider.errors import ConfigurationError, OutriderError
 
 END_MARGIN_S: Final = 2.0
 """Time that the last errors have to reach clients."""
+_LOOK_EVERY_S: Final = 0.05
+"""Whether requests are left."""
 Announce = Callable[..., object]
 """Tells that requests can come in, with facts about how they do."""
 
@@ -79,17 +81,17 @@ class PlainProcess:
             gc.freeze()  # what is there now stays, and is not looked through again
             self._announce(port=port, grpc_port=grpc_port, metrics_port=replica.metrics_port)
             await self._stop.wait()
-            await self._drain(replica, http, rpc)
+            await self._drain(replica, limit, http, rpc)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
-    async def _drain(self, replica: Replica, http: HttpServer, rpc: grpc.aio.Server) -> None:
+    async def _drain(self, replica: Replica, limit: RequestLimit, http: HttpServer, rpc: grpc.aio.Server) -> None:
         await self._unless_hurried(asyncio.sleep(self._listen.drain_notice_s))
         grace_s = self._listen.drain_grace_s
-        stopping = asyncio.gather(http.stop(), rpc.stop(grace_s + END_MARGIN_S))
+        stopping = asyncio.gather(http.stop(), self._stop_rpc(rpc, limit))
         patience_s = max(grace_s - END_MARGIN_S, grace_s / 2)
         await self._unless_hurried(asyncio.wait((stopping,), timeout=patience_s))
         if not stopping.done():
@@ -98,6 +100,15 @@ class PlainProcess:
         if not stopping.done():
             await asyncio.gather(http.cut(), rpc.stop(None))
         await stopping
+
+    async def _stop_rpc(self, rpc: grpc.aio.Server, limit: RequestLimit) -> None:
+        """Takes no more calls, and returns when no request is left; watches and idle connections are not waited for."""
+        closing = asyncio.create_task(rpc.stop(self._listen.drain_grace_s + END_MARGIN_S))
+        while limit.num and not closing.done():  # noqa: ASYNC110 - it is asked, it does not tell
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.wait((closing,), timeout=END_MARGIN_S)  # the last statuses are on their way
+        await rpc.stop(None)
+        await closing
 
     async def _unless_hurried(self, waiting: Awaitable[object]) -> None:
         """Waits, at most until the second signal."""

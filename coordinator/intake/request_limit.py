@@ -18,6 +18,11 @@ class RequestLimit:
         self.num_max = num_max
         self._num = 0
 
+    @property
+    def num(self) -> int:
+        """The number of requests at present."""
+        return self._num
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Counts a request inside the block. Raises Overloaded if there are `num_max`."""

@@ -25,6 +25,7 @@ from protos.outrider.v1 import generation_pb2
 _log = logging.getLogger(__name__)
 
 _OPTIONS: Final = (
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # two coordinators on one port would share its connections at random
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", -1),

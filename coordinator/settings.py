@@ -40,7 +40,7 @@ DRAIN_GRACE_S: Final = 10.0
 
 
 class Hosting(StrEnum):
-    """What runs the replicas."""
+    """The host of the replicas."""
 
     RAY_SERVE = "ray-serve"
     PLAIN = "plain"
@@ -250,7 +250,8 @@ class Listen:
         CAPACITY, "seconds", at_least=0,
     )  # fmt: skip
     drain_grace_s: float = setting(
-        DRAIN_GRACE_S, "time to finish requests after that; what is left then ends with an error, and can be resumed",
+        DRAIN_GRACE_S, "time to finish requests after SIGTERM, or after that notice; what is left ends with an error, "
+        "and can be resumed",
         CAPACITY, "seconds", above=0,
     )  # fmt: skip
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")

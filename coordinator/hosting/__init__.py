@@ -1,4 +1,4 @@
-"""Who runs replicas: Ray Serve with a proxy in front, or a process by itself. No other room imports Ray or HAProxy.
+"""Hosting of replicas: by Ray Serve with a proxy in front, or by a plain process. No other room imports Ray or HAProxy.
 
 `replica` is what both host. With Ray, `ray_serve` starts everything, `app` is the Serve deployment, `ingress` chooses
 and configures the proxy, `ray_environment` and `ray_processes` manage Ray's own processes. Without Ray,

@@ -27,7 +27,7 @@ from outrider.observability import logs
 
 
 class Replica:
-    """What both hostings share; open it on the event loop that serves requests."""
+    """A replica as both hostings share it; open it on the event loop that serves requests."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         """Prepares this process, too: its logs, its turns on the processor. Raises ConfigurationError."""

@@ -61,7 +61,10 @@ class HttpServer:
         """Listens; returns the port, which the system chooses for 0. Raises OSError."""
         host, port = self._address
         listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),  # as gRPC does
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="HTTP server")
         while not self._server.started:

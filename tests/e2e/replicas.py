@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
 from coordinator.recovery.journal_entry import unpack
+from coordinator.settings import Hosting
 from outrider.local.free_ports import free_ports
 from outrider.local.redis_server import EmbeddedRedis
 from tests.e2e.system import START_TIMEOUT_S, Command, eventually
@@ -54,6 +56,7 @@ class Coordinator:
     http_port: int
     grpc_port: int
     ray_folder: Path
+    hosting: Hosting = Hosting.RAY_SERVE
     command: Command | None = None
     num_lives: int = 0
 
@@ -61,13 +64,22 @@ class Coordinator:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def trusted(self) -> ssl.SSLContext:
+        """Nothing is needed: its ports are plain."""
+        return ssl.create_default_context()
+
     def start(self) -> None:
         self.num_lives += 1
+        is_plain = self.hosting is Hosting.PLAIN
+        own = () if is_plain else ("--ray-temp-dir", self.ray_folder / f"{self.name}{self.num_lives}")
         self.command = Command.start(
             self.folder / f"{self.name}-{self.num_lives}",
             *("coordinator", "--tokenizer", DEMO_TARGET, "--redis-url", self.redis_url),
-            *("--port", self.http_port, "--grpc-port", self.grpc_port),
-            *("--ray-temp-dir", self.ray_folder / f"{self.name}{self.num_lives}"),
+            *("--port", self.http_port, "--grpc-port", self.grpc_port, "--hosting", self.hosting, *own),
         )
 
     def wait_until_ready(self) -> None:
@@ -164,7 +176,7 @@ class Replicas:
 
 
 @contextmanager
-def running_replicas(folder: Path, num_coordinators: int) -> Iterator[Replicas]:
+def running_replicas(folder: Path, num_coordinators: int, hosting: Hosting = Hosting.RAY_SERVE) -> Iterator[Replicas]:
     """Stopped on the way out, whatever happened to them."""
     server = EmbeddedRedis(folder)
     # Sockets of Ray lie below it, and their names are bounded.
@@ -176,7 +188,7 @@ def running_replicas(folder: Path, num_coordinators: int) -> Iterator[Replicas]:
         ports = free_ports(2 * num_coordinators)
         for index in range(num_coordinators):
             name = f"c{index}"
-            coordinators.append(Coordinator(name, folder, url, ports.pop(), ports.pop(), ray_folder))
+            coordinators.append(Coordinator(name, folder, url, ports.pop(), ports.pop(), ray_folder, hosting))
             # One after the other and before the workers: Ray gives up where it takes half a minute to start.
             coordinators[-1].start()
             coordinators[-1].wait_until_ready()

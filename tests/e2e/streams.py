@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 import httpx
 
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.e2e.load_balancers import Balancer
 from tests.e2e.system import eventually
 
 READ_TIMEOUT_S = 60.0
@@ -94,14 +94,25 @@ class Stream:
             self.error = error
 
 
-def http_stream(balancer: Balancer, request_id: str, body: dict[str, Any], *, http2: bool = False) -> Stream:
+class HttpServer(Protocol):
+    """A balancer, or a coordinator itself."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+
+    def trusted(self) -> ssl.SSLContext:
+        """By which its certificate is known."""
+
+
+def http_stream(server: HttpServer, request_id: str, body: dict[str, Any], *, http2: bool = False) -> Stream:
     """A stream of `/v1/completions`."""
     asked = {"temperature": 0, "stream": True, "stream_options": {"include_event_ids": True}} | body
 
     def read(seen: Piece | None) -> Generator[Piece]:
         with httpx.Client(
-            base_url=balancer.url,
-            verify=balancer.trusted(),
+            base_url=server.url,
+            verify=server.trusted(),
             http2=http2,
             timeout=READ_TIMEOUT_S,
             trust_env=False,

@@ -21,6 +21,7 @@ import httpx2
 import openai
 import pytest
 
+from coordinator.settings import Hosting
 from outrider.local.free_ports import free_ports
 from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.e2e.certificates import Authority
@@ -50,9 +51,9 @@ COMEBACK_S = 30.0  # it learns of its target and is asked for its health meanwhi
 QUIET_S = 0.7  # several times as often as the journal is written
 
 
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    with running_replicas(tmp_path_factory.mktemp("replicas"), num_coordinators=2) as running:
+@pytest.fixture(scope="module", params=[Hosting.RAY_SERVE, pytest.param(Hosting.PLAIN, marks=pytest.mark.long)])
+def replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    with running_replicas(tmp_path_factory.mktemp("replicas"), 2, request.param) as running:
         yield running
 
 

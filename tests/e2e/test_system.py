@@ -58,6 +58,7 @@ PEERS_TIMES = {
     params=[
         pytest.param((), id="one process"),
         pytest.param(("--tensor-parallel-size", 2), id="two ranks", marks=pytest.mark.long),
+        pytest.param(("--hosting", "plain"), id="no Ray", marks=pytest.mark.long),
     ],
 )
 def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:

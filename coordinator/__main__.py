@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from coordinator.access.api_keys import KeyFile
+from coordinator.access.authentication import Authentication
 from coordinator.api.http.batch_service import open_store
 from coordinator.hosting.haproxy_launcher import LOOPBACK
 from coordinator.hosting.ingress import Chosen, Ingress, ProxyUnusable, choose
@@ -61,7 +61,7 @@ class RayLost(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the coordinator; returns the exit status."""
     settings, listen = _parse(arguments)
-    if listen.host not in LOOPBACK_HOSTS and listen.tls_dir is None and settings.api_keys_file is not None:
+    if listen.host not in LOOPBACK_HOSTS and listen.tls_dir is None and settings.knows_callers:
         print(
             f"coordinator: keys and texts come to {listen.host} in the clear; give --tls-dir, or let only a "
             "load balancer with TLS reach that network",
@@ -147,7 +147,7 @@ def _serve(
                 "grpc_servicer_functions": [
                     *app.GRPC_SERVICER_FUNCTIONS,
                     # It knows nothing of keys.
-                    *([app.GRPC_REFLECTION_FUNCTION] if settings.api_keys_file is None else []),
+                    *([] if settings.knows_callers else [app.GRPC_REFLECTION_FUNCTION]),
                 ],
                 "enable_reflection": False,  # Serve's own has only the older version
             },
@@ -248,8 +248,7 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
     Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
     if settings.tls_dir is not None:
         check_role(TlsFiles(Path(settings.tls_dir)).current(), Role.COORDINATOR)
-    if settings.api_keys_file is not None:
-        KeyFile(Path(settings.api_keys_file))
+    Authentication.of(settings)
     if settings.batch_files is not None:
         open_store(settings.batch_files)
     asyncio.run(check_redis(settings.redis_url))
@@ -276,10 +275,11 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         parser.error(error.message)
     if not url:
         parser.error("--redis-url, --redis-url-file or OUTRIDER_REDIS_URL is required")
-    if given.host not in LOOPBACK_HOSTS and given.api_keys_file is None and not given.is_insecure:
+    is_open = given.api_keys_file is None and given.oidc_issuer is None
+    if given.host not in LOOPBACK_HOSTS and is_open and not given.is_insecure:
         parser.error(
-            f"--host {given.host} without --api-keys lets whoever reaches it in; give --api-keys, or --insecure where "
-            "the network itself keeps strangers out"
+            f"--host {given.host} without --api-keys lets whoever reaches it in; give --api-keys or --oidc-issuer, or "
+            "--insecure where the network itself keeps strangers out"
         )
     for flag, is_given in (
         ("--require-client-certificates", given.needs_client_certificates),

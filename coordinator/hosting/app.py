@@ -88,7 +88,7 @@ class Coordinator:
     ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
         """Serves outrider.v1.Generation.Generate."""
         with self._failing(grpc_context):
-            origin = self._origin(grpc_context)
+            origin = await self._origin(grpc_context)
             async with aclosing(grpc_api.generate(self._service, request, origin)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -98,7 +98,7 @@ class Coordinator:
     ) -> generation_pb2.ListModelsResponse:
         """Serves outrider.v1.Generation.ListModels."""
         with self._failing(grpc_context):
-            self._origin(grpc_context)
+            await self._origin(grpc_context)
         return grpc_api.list_models(self._service)
 
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
@@ -106,11 +106,11 @@ class Coordinator:
         status = health_pb2.HealthCheckResponse
         return status(status=status.SERVING if self._service.catalog.served() else status.NOT_SERVING)
 
-    def _origin(self, grpc_context: RayServegRPCContext) -> Origin:
-        """Authenticates a call by its metadata. Raises Unauthenticated or Forbidden."""
+    async def _origin(self, grpc_context: RayServegRPCContext) -> Origin:
+        """Authenticates a call by its metadata. Raises Unauthenticated, Forbidden or Unavailable."""
         metadata = dict(grpc_context.invocation_metadata() or ())
         return Origin(
-            self._service.authenticate(metadata.get("authorization"), Scope.GENERATE),
+            await self._service.authenticate(metadata.get("authorization"), Scope.GENERATE),
             metadata.get(TRACEPARENT),
             metadata.get(grpc_api.CANARY_KEY_METADATA, ""),
         )
@@ -154,7 +154,7 @@ def application(args: Mapping[str, Any]) -> Any:
 
     args: fields of `CoordinatorSettings`. What is a secret, or the same for all of an installation, comes from the
     environment where it is not given, by the variables of these fields; OUTRIDER_INSECURE=1, without which there have
-    to be API keys. Replicas are the configuration's (`deployments`). Raises ValueError.
+    to be API keys or an identity provider. Replicas are the configuration's (`deployments`). Raises ValueError.
     """
     try:
         given: dict[str, Any] = {"redis_url": redis_url_from()}
@@ -162,10 +162,11 @@ def application(args: Mapping[str, Any]) -> Any:
         is_insecure = from_environment(Listen).get("is_insecure")
     except ConfigurationError as error:
         raise ValueError(error.message) from error
-    if not given.get("api_keys_file") and not is_insecure:
+    if not given.get("api_keys_file") and not given.get("oidc_issuer") and not is_insecure:
         raise ValueError(
-            "without OUTRIDER_API_KEYS whoever reaches the coordinator may ask: name a file of keys (`outrider keys`), "
-            "or set OUTRIDER_INSECURE=1 where the network itself keeps strangers out"
+            "without OUTRIDER_API_KEYS whoever reaches the coordinator may ask: name a file of keys (`outrider keys`) "
+            "or an identity provider (OUTRIDER_OIDC_ISSUER), or set OUTRIDER_INSECURE=1 where the network itself "
+            "keeps strangers out"
         )
     if missing := [name for name in ("tokenizer_dir", "redis_url") if not given.get(name)]:
         raise ValueError(f"the coordinator's args lack {' and '.join(missing)}")

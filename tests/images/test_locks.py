@@ -43,6 +43,7 @@ IMPORTED_AS = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
+    "jwt": "pyjwt",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "starlette": "fastapi",

@@ -61,7 +61,7 @@ class TokenDesk:
             return self._verify(token)
         except TokenRefused as refusal:
             self._note(refusal)
-            if refusal.reason is Reason.UNKNOWN_KEY and self.provider.is_degraded:
+            if refusal.reason is Reason.UNKNOWN_KEY and self.provider.may_have_others:
                 raise _unavailable() from None
             raise InvalidToken(_TOLD.get(refusal.reason, "this token is not valid here")) from None
 

@@ -87,6 +87,11 @@ class IdentityProvider:
         """Whether the last look failed, or there are no keys."""
         return self._failure is not None
 
+    @property
+    def may_have_others(self) -> bool:
+        """Whether the provider may have keys that were not read: the last look failed, or a look goes on."""
+        return self.is_degraded or self._is_looking
+
     async def look_again(self) -> None:
         """Waits at most WAIT_S for the end of a look, which begins now unless the last one ended within AGAIN_S."""
         if not self._is_looking:

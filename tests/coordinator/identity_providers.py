@@ -32,13 +32,14 @@ def private_key(kind: str, name: str = "") -> Any:
             return rsa.generate_private_key(65537, 1024)
         case "Ed25519":
             return ed25519.Ed25519PrivateKey.generate()
-    return ec.generate_private_key({"P-256": ec.SECP256R1, "P-384": ec.SECP384R1, "P-521": ec.SECP521R1}[kind]())
+    curves = {"P-256": ec.SECP256R1(), "P-384": ec.SECP384R1(), "P-521": ec.SECP521R1()}
+    return ec.generate_private_key(curves[kind])
 
 
 def jwk(kind: str, kid: str | None, name: str = "", **changes: Any) -> dict[str, Any]:
     """A public key as a key set has it."""
     public = private_key(kind, name).public_key()
-    kinds = {"RSA": RSAAlgorithm, "weak RSA": RSAAlgorithm, "Ed25519": OKPAlgorithm}
+    kinds: dict[str, Any] = {"RSA": RSAAlgorithm, "weak RSA": RSAAlgorithm, "Ed25519": OKPAlgorithm}
     entry = dict(json.loads(kinds.get(kind, ECAlgorithm).to_jwk(public)))
     entry |= ({} if kid is None else {"kid": kid}) | changes
     return {name: value for name, value in entry.items() if value is not NONE}

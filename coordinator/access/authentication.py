@@ -29,7 +29,7 @@ LOG_EVERY_S: Final = 10.0
 """Least time between two lines of the log about one reason: strangers must not fill a disk."""
 _NEEDED: Final = "an API key or a token is needed: Authorization: Bearer KEY"
 _TOLD: Final = {Reason.EXPIRED: "this token has expired", Reason.NOT_YET_VALID: "this token is not valid yet"}
-"""What callers learn. Only whoever has a token with a valid signature gets these answers."""
+"""Causes that callers learn. Only whoever has a token with a valid signature gets these answers."""
 
 
 class TokenDesk:

@@ -63,6 +63,7 @@ class IdentityProvider:
         self._look_ended = asyncio.Event()  # replaced after each look
         self._num_waiters = 0
         self._task: asyncio.Task[None] | None = None
+        self._well_known = httpx.create_ssl_context() if ca_file is None else None  # which takes a while to make
         self._context()
 
     async def __aenter__(self) -> Self:
@@ -138,10 +139,8 @@ class IdentityProvider:
 
     async def _fetch(self) -> SigningKeys:
         is_own = urlsplit(self._jwks_url or self._issuer).hostname in LOOPBACK_HOSTS
-        # Made anew, since the file may have been replaced, and on a thread, since it takes milliseconds.
-        context = await asyncio.to_thread(self._context)
         async with httpx.AsyncClient(
-            verify=context,
+            verify=self._context(),
             trust_env=not is_own,  # a proxy does not reach this machine's own ports
             timeout=FETCH_TIMEOUT_S,
             headers={"Accept": "application/json", "Accept-Encoding": "identity"},
@@ -153,8 +152,9 @@ class IdentityProvider:
             return SigningKeys.parse(await _read(client, url))
 
     def _context(self) -> ssl.SSLContext:
-        if self._ca_file is None:
-            return httpx.create_ssl_context()
+        """Trusts the authorities of the file as it is now. Raises ConfigurationError."""
+        if self._well_known is not None:
+            return self._well_known
         try:
             return ssl.create_default_context(cafile=self._ca_file)
         except OSError as error:

@@ -70,7 +70,7 @@ class TokenRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedToken:
-    """What a valid token says."""
+    """The contents of a valid token."""
 
     tenant: str
     scopes: frozenset[Scope]  # empty: the token names none of ours
@@ -126,7 +126,7 @@ class SigningKeys:
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a token has to say to be valid here."""
+    """The claims that a token needs to be valid here."""
 
     issuer: str
     audience: str

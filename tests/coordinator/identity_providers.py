@@ -13,8 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import jwt
+import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+from coordinator.access import identity_provider
 
 AUDIENCE = "outrider"
 NONE: Any = object()
@@ -139,6 +142,13 @@ def local_provider(tls: ssl.SSLContext | None = None) -> Iterator[LocalProvider]
         yield provider
     finally:
         provider.close()
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for the provider as long as a busy machine needs, and asks it again at once."""
+    for name in ("START_WAIT_S", "FETCH_TIMEOUT_S", "WAIT_S"):
+        monkeypatch.setattr(identity_provider, name, HANG_MAX_S)
+    monkeypatch.setattr(identity_provider, "AGAIN_S", 0.02)
 
 
 def bearer(credential: str) -> dict[str, str]:

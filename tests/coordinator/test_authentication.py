@@ -14,7 +14,12 @@ from coordinator.access.identity_provider import IdentityProvider
 from coordinator.access.tokens import Reason, TokenRules, VerifiedToken
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidToken
-from tests.coordinator.identity_providers import AUDIENCE, LocalProvider, local_provider
+from tests.coordinator.identity_providers import AUDIENCE, LocalProvider, be_patient, local_provider
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 @pytest.fixture

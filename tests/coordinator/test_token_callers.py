@@ -20,7 +20,7 @@ from outrider.security.tenants import tenant_digest
 from protos.outrider.v1 import generation_pb2
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import eventually
-from tests.coordinator.identity_providers import NONE, LocalProvider, bearer, local_provider
+from tests.coordinator.identity_providers import NONE, LocalProvider, be_patient, bearer, local_provider
 from tests.coordinator.test_responses import keeping
 from tests.coordinator.test_resumption import run_of
 from tests.coordinator.token_clients import ask, code_of, generate, keys_file, opened, sample, stub_of
@@ -44,7 +44,7 @@ def provider() -> Iterator[LocalProvider]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity_provider, "AGAIN_S", 0.02)
+    be_patient(monkeypatch)
     monkeypatch.setattr(housekeeping, "EVERY_S", 0.01)
 
 
@@ -244,14 +244,14 @@ class TestProvider:
         name = "outrider_identity_provider_degraded"
         provider.status = 500
         async with opened(clusters, provider, path) as cluster, stub_of(cluster, monkeypatch) as stub:
-            await eventually(lambda: sample(cluster, name) == 1, "the metric tells it")
+            await eventually(lambda: sample(cluster, name) == 1, "the metric tells it", 20)
             refused = await ask(cluster, provider.token())
             assert refused.status_code == 503
             assert int(refused.headers["Retry-After"]) > 0
             assert await code_of(stub, provider.token()) is grpc.StatusCode.UNAVAILABLE
             assert (await ask(cluster, key)).status_code == 200
             provider.status = 200
-            await eventually(lambda: sample(cluster, name) == 0, "it is up")
+            await eventually(lambda: sample(cluster, name) == 0, "it is up", 20)
             assert (await ask(cluster, provider.token())).status_code == 200
             provider.status = 500
             await asyncio.sleep(0.03)
@@ -281,7 +281,7 @@ class TestProvider:
             await asyncio.sleep(0.03)
             known = provider.token()
             provider.rotate()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 waiting = asyncio.create_task(ask(cluster, provider.token()))
                 assert (await ask(cluster, key)).status_code == 200
                 assert (await ask(cluster, known)).status_code == 200

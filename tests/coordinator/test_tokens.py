@@ -6,8 +6,10 @@ import base64
 import functools
 import hmac
 import json
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.access.api_keys import Scope, new_key
+from coordinator.access.api_keys import KeyRing, Scope, new_key
 from coordinator.access.tokens import (
     ALGORITHMS,
     KEYS_MAX,
@@ -220,6 +222,44 @@ def test_the_operator_chooses_the_claim_of_the_tenant(claim: str, payload: dict[
         assert caught.value.reason is Reason.TENANT
     else:
         assert rules.verify(changed(**payload), keys()).tenant == tenant
+
+
+PROVIDERS: dict[str, tuple[str, dict[str, Any], str, set[Scope]]] = {
+    "Keycloak": (
+        "azp",
+        {"azp": "ranking", "aud": [AUDIENCE, "account"], "typ": "Bearer", "scope": "email outrider:generate profile"},
+        "ranking",
+        {Scope.GENERATE},
+    ),
+    "Entra, a user": ("oid", {"oid": "6e7e-1", "tid": "72f9", "scp": "outrider:generate"}, "6e7e-1", {Scope.GENERATE}),
+    "Entra, an application": ("azp", {"azp": "15cb", "roles": ["outrider:generate"]}, "15cb", {Scope.GENERATE}),
+    "Google": ("hd", {"hd": "example.com", "email_verified": True, "scope": NONE}, "example.com", set()),
+    "Kubernetes": (
+        "/kubernetes.io/namespace",
+        {
+            "aud": [AUDIENCE],
+            "sub": "system:serviceaccount:ml:ranker",
+            "kubernetes.io": {"namespace": "ml", "pod": {"name": "ranker-0"}, "serviceaccount": {"name": "ranker"}},
+            "scope": NONE,
+        },
+        "ml",
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_tokens_of_the_providers_in_the_documents_are_good(name: str) -> None:
+    claim, payload, tenant, scopes = PROVIDERS[name]
+    verified = TokenRules(ISSUER, AUDIENCE, claim).verify(changed(**payload), keys())
+    assert (verified.tenant, verified.scopes) == (tenant, frozenset(scopes))
+
+
+def test_the_file_of_the_documents_is_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations" / "security.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    limits = KeyRing.parse(example).limits_of("system:serviceaccount:ml:ranker")
+    assert (limits.token_scopes, limits.tokens_per_minute) == (frozenset({Scope.GENERATE}), 200000)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def keys(
         requests_per_minute = 600
         tokens_per_minute = 200000
         max_concurrent_sequences = 64
+
+    With --oidc-issuer coordinators accept tokens of an identity provider as well; the limits hold for both.
     """
     expires = None
     if expires_days is not None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.access.api_keys import KeyFile
+from coordinator.access.authentication import Authentication
 from coordinator.api.http.batch_service import open_store
 from coordinator.settings import CoordinatorSettings, Hosting, Listen
 from outrider.addresses import bound_socket, is_unspecified, join_address
@@ -35,7 +35,7 @@ _RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the coordinator; returns the exit status."""
     settings, listen = _parse(arguments)
-    if listen.host not in LOOPBACK_HOSTS and not listen.has_public_tls and settings.api_keys_file is not None:
+    if listen.host not in LOOPBACK_HOSTS and not listen.has_public_tls and settings.knows_callers:
         way_out = "" if listen.hosting is Hosting.PLAIN else "give --tls-dir, or "
         print(
             f"coordinator: keys and texts come to {listen.host} in the clear; {way_out}let only a load balancer with "
@@ -59,7 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _announce(settings: CoordinatorSettings, listen: Listen, **facts: Any) -> None:
     """Prints the ready line; `facts` are what the hosting knows better."""
-    known = {"port": listen.port, "grpc_port": listen.grpc_port, "metrics_port": settings.metrics_port, "proxy": None}
+    known: dict[str, Any] = {
+        "port": listen.port,
+        "grpc_port": listen.grpc_port,
+        "metrics_port": settings.metrics_port,
+        "proxy": None,
+    }
     known |= facts
     host = "127.0.0.1" if is_unspecified(listen.host) else listen.host
     line = {
@@ -85,8 +90,7 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
         Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
     if settings.tls_dir is not None:
         check_role(TlsFiles(Path(settings.tls_dir)).current(), Role.COORDINATOR)
-    if settings.api_keys_file is not None:
-        KeyFile(Path(settings.api_keys_file))
+    Authentication.of(settings)
     if settings.batch_files is not None:
         open_store(settings.batch_files)
     asyncio.run(check_redis(settings.redis_url, listen.redis_wait_s))
@@ -111,10 +115,11 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         parser.error(error.message)
     if not url:
         parser.error("--redis-url, --redis-url-file or OUTRIDER_REDIS_URL is required")
-    if given.host not in LOOPBACK_HOSTS and given.api_keys_file is None and not given.is_insecure:
+    is_open = given.api_keys_file is None and given.oidc_issuer is None
+    if given.host not in LOOPBACK_HOSTS and is_open and not given.is_insecure:
         parser.error(
-            f"--host {given.host} without --api-keys lets whoever reaches it in; give --api-keys, or --insecure where "
-            "the network itself keeps strangers out"
+            f"--host {given.host} without --api-keys lets whoever reaches it in; give --api-keys or --oidc-issuer, or "
+            "--insecure where the network itself keeps strangers out"
         )
     for flag, is_given in (
         ("--require-client-certificates", given.needs_client_certificates),

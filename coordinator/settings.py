@@ -14,6 +14,7 @@ from outrider.addresses import bare_host
 from outrider.observability.logs import LogFormat
 from outrider.observability.vllm_names import MetricsNames
 from outrider.registry.redis_connection import RedisSettings
+from outrider.security.provider_urls import check_provider_url
 from outrider.security.tenants import check_tenant_weight, parse_tenant_weight
 from outrider.settings import (
     CAPACITY,
@@ -188,9 +189,30 @@ class CoordinatorSettings:
         SECURITY, "file", flag="--api-keys", variable="OUTRIDER_API_KEYS",
         shows="everybody who reaches it can send requests", parse=_absolute,
     )  # fmt: skip
+    oidc_issuer: str | None = setting(
+        None, "accept tokens (JWT) of this OpenID Connect provider, beside API keys; with the audience below",
+        SECURITY, "URL", variable="OUTRIDER_OIDC_ISSUER",
+    )  # fmt: skip
+    oidc_audience: str | None = setting(
+        None, "audience (`aud`) that such a token has to name; required with --oidc-issuer",
+        SECURITY, "name", variable="OUTRIDER_OIDC_AUDIENCE",
+    )  # fmt: skip
+    oidc_jwks_url: str | None = setting(
+        None, "address of the provider's public keys",
+        SECURITY, "URL", variable="OUTRIDER_OIDC_JWKS_URL", shows="found by the provider's discovery document",
+    )  # fmt: skip
+    oidc_tenant_claim: str = setting(
+        "sub", "claim of a token that names its tenant; /a/b is claim b inside of claim a. Choose one that only the "
+        "provider can set",
+        SECURITY, "claim", variable="OUTRIDER_OIDC_TENANT_CLAIM",
+    )  # fmt: skip
+    oidc_ca_file: str | None = setting(
+        None, "certificates of the authorities that the provider's certificate may come from",
+        SECURITY, "file", variable="OUTRIDER_OIDC_CA_FILE", shows="the well-known ones", parse=_absolute,
+    )  # fmt: skip
     metrics_port: int | None = setting(
         None, "each replica serves its own /metrics here, or on the next free port; with --tls-dir scrapers need a "
-        "certificate; --api-keys requires --tls-dir for it",
+        "certificate; --api-keys and --oidc-issuer require --tls-dir for it",
         NETWORK, "port", at_least=1, at_most=65536 - METRICS_PORTS, shows="none",
     )  # fmt: skip
     metrics_names: MetricsNames = setting(
@@ -212,15 +234,46 @@ class CoordinatorSettings:
         check_combination(self.tool_call_parser, self.reasoning_parser)
         if self.require_worker_ids and self.tls_dir is None:
             raise ValueError("require_worker_ids needs tls_dir: certificates name the ids")
+        check_identity_provider(self)
         may_have_port = self.tls_dir is not None or self.is_metrics_insecure
-        if self.metrics_port is not None and self.api_keys_file is not None and not may_have_port:
+        if self.metrics_port is not None and self.knows_callers and not may_have_port:
             raise ValueError(
-                "metrics_port beside api_keys_file needs tls_dir: that port identifies its callers by "
+                "metrics_port beside api_keys_file or oidc_issuer needs tls_dir: that port identifies its callers by "
                 "certificates, and without them it answers everybody; set tls_dir, omit metrics_port, or permit "
                 "it (is_metrics_insecure, OUTRIDER_METRICS_INSECURE=1, --insecure)"
             )
         for tenant, weight in self.tenant_weights:
             check_tenant_weight(tenant, weight)
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether requests need an API key or a token."""
+        return self.api_keys_file is not None or self.oidc_issuer is not None
+
+
+def check_identity_provider(given: Any) -> None:
+    """Checks the settings `oidc_...` of CoordinatorSettings or of others with the same fields. Raises SettingError."""
+    names = ("oidc_audience", "oidc_jwks_url", "oidc_ca_file")
+    if given.oidc_issuer is None:
+        for name in names:
+            if getattr(given, name) is not None:
+                raise SettingError(name, f"--{name.replace('_', '-')} needs --oidc-issuer")
+        return
+    if not given.oidc_audience:
+        raise SettingError(
+            "oidc_audience",
+            "--oidc-issuer needs --oidc-audience: without it tokens that the provider made for other services would be "
+            "good here",
+        )
+    if not given.oidc_tenant_claim.strip("/"):
+        raise SettingError("oidc_tenant_claim", "--oidc-tenant-claim is empty; sub is the default")
+    for name in ("oidc_issuer", "oidc_jwks_url"):
+        url = getattr(given, name)
+        if url is not None:
+            try:
+                check_provider_url(f"--{name.replace('_', '-')}", url)
+            except ValueError as error:
+                raise SettingError(name, str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +318,7 @@ class Listen:
         SECURITY, flag="--require-client-certificates",
     )  # fmt: skip
     is_insecure: bool = setting(
-        False, "serve on another --host than this machine's own without --api-keys",
+        False, "serve on another --host than this machine's own without --api-keys or --oidc-issuer",
         SECURITY, flag="--insecure", variable="OUTRIDER_INSECURE",
     )  # fmt: skip
     tls_dir: Path | None = None  # as replicas have it

@@ -7,6 +7,7 @@ OutriderError                     500  INTERNAL
 │   ├── ContextExceeded                                     the prompt leaves no room in the model's context
 │   └── BodyTooLong               413                       the body exceeds the limit of this API
 ├── Unauthenticated               401  UNAUTHENTICATED      the caller is not known
+│   └── InvalidToken                                        its token of an identity provider is not valid
 ├── Forbidden                     403  PERMISSION_DENIED    the caller may not do this
 ├── NotFound                      404  NOT_FOUND            no such session or route
 │   └── ModelNotFound                                       no such model
@@ -113,6 +114,12 @@ class Unauthenticated(OutriderError):
     grpc_code = "UNAUTHENTICATED"
     error_type = "authentication_error"
     code = "invalid_api_key"
+
+
+class InvalidToken(Unauthenticated):
+    """The caller sent a token of an identity provider that is not valid here."""
+
+    code = "invalid_token"
 
 
 class Forbidden(OutriderError):

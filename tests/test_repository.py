@@ -424,7 +424,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     imported_as = {
         "google": "protobuf", "grpc": "grpcio", "grpc_health": "grpcio-health-checking",
         "grpc_reflection": "grpcio-reflection", "grpc_status": "grpcio-status",
-        "huggingface_hub": "huggingface-hub", "opentelemetry": "opentelemetry-sdk",
+        "huggingface_hub": "huggingface-hub", "jwt": "pyjwt", "opentelemetry": "opentelemetry-sdk",
         "prometheus_client": "prometheus-client",
     }  # fmt: skip
     used = {name for package in MAY_IMPORT for path in modules(package) for name in imports(path)}

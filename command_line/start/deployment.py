@@ -14,7 +14,7 @@ from pathlib import Path
 
 from command_line.checkout import module
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
-from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy
+from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
 from draft_worker.limits import Vocabulary
 from outrider.engine.options import Dtype, EngineOptions, Quantization
 from outrider.local.child_spec import ChildSpec
@@ -84,6 +84,11 @@ class Deployment:
         CAPACITY, flag="--cpu-affinity",
     )  # fmt: skip
     api_keys: Path | None = same_as(CoordinatorSettings, "api_keys_file")
+    oidc_issuer: str | None = same_as(CoordinatorSettings, "oidc_issuer")
+    oidc_audience: str | None = same_as(CoordinatorSettings, "oidc_audience")
+    oidc_jwks_url: str | None = same_as(CoordinatorSettings, "oidc_jwks_url")
+    oidc_tenant_claim: str = same_as(CoordinatorSettings, "oidc_tenant_claim")
+    oidc_ca_file: str | None = same_as(CoordinatorSettings, "oidc_ca_file")
     tls_dir: Path | None = setting(
         None, "TLS on the public ports and between all processes, with the certificates that `outrider "
         "certificates` makes, which has a folder for each process",
@@ -95,6 +100,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         check(self)
+        check_identity_provider(self)
         try:
             check_combination(self.tool_call_parser, self.reasoning_parser)
         except ValueError as error:
@@ -108,6 +114,11 @@ class Deployment:
                 parse_tenant_weight(weight)
             except ValueError as error:
                 raise SettingError("tenant_weights", f"--tenant-weight: {error}") from None
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether requests need an API key or a token."""
+        return self.api_keys is not None or self.oidc_issuer is not None
 
     @property
     def trust(self) -> ssl.SSLContext | bool:

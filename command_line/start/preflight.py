@@ -50,10 +50,11 @@ def check_access(deployment: Deployment) -> None:
     """Checks keys and certificates, and that the API is not open to the network by mistake."""
     if deployment.api_keys is not None:
         KeyFile(deployment.api_keys)
-    elif deployment.host not in LOOPBACK_HOSTS and not deployment.is_insecure:
+    if not deployment.knows_callers and deployment.host not in LOOPBACK_HOSTS and not deployment.is_insecure:
         raise ConfigurationError(
             f"--host {deployment.host} without --api-keys lets whoever reaches it in. Make keys with `outrider keys`, "
-            "or give --insecure where the network itself keeps strangers out."
+            "name an identity provider with --oidc-issuer, or give --insecure where the network itself keeps strangers "
+            "out."
         )
     for role in (Role.COORDINATOR, Role.TARGET, Role.DRAFT):
         folder = deployment.certificates_of(role)

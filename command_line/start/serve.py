@@ -81,7 +81,7 @@ async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | 
 
 async def _probe_draft(deployment: Deployment, url: str, progress: Progress) -> None:
     """Says how the draft does; loudly where it is of no use."""
-    if deployment.draft is None or deployment.api_keys is not None:  # nobody gave us a key
+    if deployment.draft is None or deployment.knows_callers:  # nobody gave us a key
         return
     async with httpx.AsyncClient(base_url=url, trust_env=False, verify=deployment.trust) as client:
         found = await probe(client, deployment.model_name)

@@ -5,6 +5,7 @@
     tokens_per_minute = 200000            # prompts and output
     max_concurrent_sequences = 64         # waiting or running; a request with n (best_of) sequences counts n
     priority_min = -5                     # lower goes first, before other tenants; default 0
+    token_scopes = ["generate"]           # for tokens of an identity provider that name no scope; default none
 
     [[keys]]
     tenant = "search"
@@ -63,7 +64,7 @@ class Scope(StrEnum):
 
 
 class TenantLimits(BaseModel):
-    """Limits of one tenant, over all its keys and all coordinators; None: unlimited."""
+    """Limits of one tenant, over all its keys, tokens and all coordinators; None: unlimited."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,6 +72,8 @@ class TenantLimits(BaseModel):
     tokens_per_minute: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     max_concurrent_sequences: Annotated[int, Field(ge=1)] | None = None
     priority_min: Annotated[int, Field(le=0)] = 0
+    token_scopes: frozenset[Scope] = frozenset()
+    """Scopes of the tenant's tokens that name none of ours (`coordinator.access.tokens`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Caller:
     def check(self, scope: Scope) -> None:
         """Requires a scope. Raises Forbidden."""
         if scope not in self.scopes:
-            raise Forbidden(f"this API key is not good for {scope}; its scopes are {_listed(self.scopes)}")
+            raise Forbidden(f"this credential is not good for {scope}; its scopes are {_listed(self.scopes)}")
 
 
 ANYBODY: Final = Caller(None, frozenset(Scope))
@@ -114,10 +117,16 @@ class KeyRing:
     """The API keys and tenant limits of one file."""
 
     def __init__(
-        self, keys: Mapping[str, _Key], tenants: Mapping[str, TenantLimits], damage: Sequence[str] = ()
+        self,
+        keys: Mapping[str, _Key],
+        tenants: Mapping[str, TenantLimits],
+        damage: Sequence[str] = (),
+        *,
+        has_lost_limits: bool = False,
     ) -> None:
         self._keys = keys
         self._tenants = tenants
+        self._has_lost_limits = has_lost_limits  # of tenants that are not known
         self.damage = tuple(damage)
         """Describes each unreadable part of the file in one sentence."""
 
@@ -149,7 +158,7 @@ class KeyRing:
         }
         if not keys:
             raise ValueError(f"no key of it can be read: {'; '.join(found.damage[:5])}")
-        return cls(keys, tenants, found.damage)
+        return cls(keys, tenants, found.damage, has_lost_limits=found.has_lost_limits)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -163,6 +172,13 @@ class KeyRing:
             raise Unauthenticated(f"this API key expired at {key.expires:%Y-%m-%d %H:%M} UTC")
         limits = self._tenants.get(key.tenant, TenantLimits())
         return Caller(key.tenant, key.scopes, limits, key.shares_prefixes)
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """The limits of a tenant that a token names. Raises Unavailable if they may be part of the damage."""
+        limits = self._tenants.get(tenant)
+        if limits is None and self._has_lost_limits:
+            raise Unavailable("the limits of this tenant cannot be read here at the moment", _RETRY_AFTER_S)
+        return limits or TenantLimits()
 
 
 class _Salvage:
@@ -246,14 +262,27 @@ class KeyFile:
     def authenticate(self, authorization: str | None) -> Caller:
         """Finds the caller by an `Authorization` header. Raises Unauthenticated, or Unavailable once the file has been
         unreadable for GRACE_S."""
-        if authorization is None:
-            raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthenticated("the Authorization header has to be: Bearer KEY")
+        key = bearer_of(authorization, "an API key is needed: Authorization: Bearer KEY")
+        return self._current().find(key, datetime.datetime.now(datetime.UTC))
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """The limits of a tenant that a token names. Raises Unavailable if they cannot be read."""
+        return self._current().limits_of(tenant)
+
+    def _current(self) -> KeyRing:
         if (self._files.refused_for_s() or 0.0) > GRACE_S:
             raise Unavailable("the API keys cannot be read here at the moment; try again later", _RETRY_AFTER_S)
-        return self._files.current().find(token.strip(), datetime.datetime.now(datetime.UTC))
+        return self._files.current()
+
+
+def bearer_of(authorization: str | None, what_is_needed: str) -> str:
+    """The credential of an `Authorization` header. Raises Unauthenticated."""
+    if authorization is None:
+        raise Unauthenticated(what_is_needed)
+    scheme, _, credential = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not credential.strip():
+        raise Unauthenticated("the Authorization header has to be: Bearer KEY")
+    return credential.strip()
 
 
 def digest(token: str) -> str:

@@ -60,7 +60,8 @@ class Coordinator:
     ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
         """Serves outrider.v1.Generation.Generate."""
         with self._failing(grpc_context):
-            async with aclosing(self._calls.generate(request, grpc_context.invocation_metadata())) as chunks:
+            chunks = await self._calls.generate(request, grpc_context.invocation_metadata())
+            async with aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
 
@@ -69,11 +70,11 @@ class Coordinator:
     ) -> generation_pb2.ListModelsResponse:
         """Serves outrider.v1.Generation.ListModels."""
         with self._failing(grpc_context):
-            return self._calls.list_models(grpc_context.invocation_metadata())
+            return await self._calls.list_models(grpc_context.invocation_metadata())
 
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """Tells the gRPC servers whether a target worker is usable (`coordinator.api.grpc.grpc_health`)."""
-        return self._calls.readiness()
+        return await self._calls.readiness()
 
     @contextmanager
     def _failing(self, grpc_context: RayServegRPCContext) -> Iterator[None]:
@@ -113,7 +114,7 @@ def application(args: Mapping[str, Any]) -> Any:
 
     args: fields of `CoordinatorSettings`. What is a secret, or the same for all of an installation, comes from the
     environment where it is not given, by the variables of these fields; OUTRIDER_INSECURE=1, without which there have
-    to be API keys. Replicas are the configuration's (`deployments`). Raises ValueError.
+    to be API keys or an identity provider. Replicas are the configuration's (`deployments`). Raises ValueError.
     """
     try:
         given: dict[str, Any] = {"redis_url": redis_url_from()}
@@ -121,10 +122,11 @@ def application(args: Mapping[str, Any]) -> Any:
         is_insecure = from_environment(Listen).get("is_insecure")
     except ConfigurationError as error:
         raise ValueError(error.message) from error
-    if not given.get("api_keys_file") and not is_insecure:
+    if not given.get("api_keys_file") and not given.get("oidc_issuer") and not is_insecure:
         raise ValueError(
-            "without OUTRIDER_API_KEYS whoever reaches the coordinator may ask: name a file of keys (`outrider keys`), "
-            "or set OUTRIDER_INSECURE=1 where the network itself keeps strangers out"
+            "without OUTRIDER_API_KEYS whoever reaches the coordinator may ask: name a file of keys (`outrider keys`) "
+            "or an identity provider (OUTRIDER_OIDC_ISSUER), or set OUTRIDER_INSECURE=1 where the network itself "
+            "keeps strangers out"
         )
     if missing := [name for name in ("tokenizer_dir", "redis_url") if not given.get(name)]:
         raise ValueError(f"the coordinator's args lack {' and '.join(missing)}")

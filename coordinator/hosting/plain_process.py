@@ -70,7 +70,7 @@ class PlainProcess:
                 replica.grpc_calls,
                 limit,
                 self._stop.is_set,
-                has_reflection=self._settings.api_keys_file is None,  # it knows nothing of keys
+                has_reflection=not self._settings.knows_callers,  # it knows nothing of keys
             )
             grpc_port = _bind(rpc, listen.host, listen.grpc_port)
             await rpc.start()

@@ -130,7 +130,7 @@ def _serve(
                 "grpc_servicer_functions": [
                     *app.GRPC_SERVICER_FUNCTIONS,
                     # It knows nothing of keys.
-                    *([app.GRPC_REFLECTION_FUNCTION] if settings.api_keys_file is None else []),
+                    *([] if settings.knows_callers else [app.GRPC_REFLECTION_FUNCTION]),
                 ],
                 "enable_reflection": False,  # Serve's own has only the older version
             },

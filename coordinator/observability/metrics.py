@@ -138,6 +138,12 @@ class CoordinatorMetrics:
         self.api_keys_degraded = self._gauge(
             "api_keys_degraded", "1 while the file of API keys, or an entry of it, cannot be read"
         )
+        self.identity_provider_degraded = self._gauge(
+            "identity_provider_degraded", "1 while the keys of the identity provider cannot be read"
+        )
+        self.token_refusals = self._counter(
+            "token_refusals", "Tokens of the identity provider that were refused, by reason", "reason"
+        )
         self.attach_failures = self._counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.poisonous_prompt = self._gauge(
             "poisonous_prompt",

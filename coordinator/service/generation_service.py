@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final, Self
 
-from coordinator.access.api_keys import ANYBODY, Caller, KeyFile, Scope
+from coordinator.access.api_keys import Caller, Scope
+from coordinator.access.authentication import Authentication
 from coordinator.access.concurrency_limits import Held
 from coordinator.canary.assignment import CanaryDesk
 from coordinator.canary.audit import CanaryAuditor
@@ -84,7 +84,8 @@ class GenerationService:
         self._canary_keeper: CanaryKeeper | None = None
         self._stack = AsyncExitStack()
         self._num_active = 0  # sequences, also those that wait
-        self._keys = None if settings.api_keys_file is None else KeyFile(Path(settings.api_keys_file))
+        refusals = outside.metrics.token_refusals
+        self._callers = Authentication.of(settings, lambda reason: refusals.labels(reason).inc())
         self._identities = outside.identities.watch(self.snapshot)
         registry = outside.registry or self._quick_registry
         self.environment = environment = Environment(
@@ -151,6 +152,7 @@ class GenerationService:
                 await enter(environment.placement.reservations)
                 await enter(environment.limits.rates)
                 await enter(environment.limits.concurrency)
+        await enter(self._callers)
         await enter(self._identities)
         await enter(self._canary_auditor)
         self._stack.push_async_callback(environment.placement.admission.close)
@@ -165,10 +167,11 @@ class GenerationService:
         await self._stack.aclose()
 
     def _housekeeping(self) -> Housekeeping:
-        metrics, keys = self.environment.metrics, self._keys
+        metrics, keys, tokens = self.environment.metrics, self._callers.keys, self._callers.tokens
         keeper, store = self._canary_keeper, self._prior_store
         degraded = {
             metrics.api_keys_degraded: lambda: keys is not None and keys.is_degraded,
+            metrics.identity_provider_degraded: lambda: tokens is not None and tokens.provider.is_degraded,
             metrics.canary_degraded: lambda: keeper is not None and keeper.is_degraded,
             metrics.journal_degraded: lambda: self.streams.is_degraded,
             metrics.priors_degraded: lambda: store is not None and store.is_degraded,
@@ -197,16 +200,14 @@ class GenerationService:
         return self._num_active
 
     @property
-    def has_keys(self) -> bool:
-        """Whether callers need an API key."""
-        return self._keys is not None
+    def knows_callers(self) -> bool:
+        """Whether callers need an API key or a token."""
+        return self._callers.is_required
 
-    def authenticate(self, authorization: str | None, scope: Scope) -> Caller:
+    async def authenticate(self, authorization: str | None, scope: Scope) -> Caller:
         """Authenticates a caller by its `Authorization`. Raises Unauthenticated, Forbidden, or Unavailable if the keys
         cannot be read."""
-        if self._keys is None:
-            return ANYBODY
-        caller = self._keys.authenticate(authorization)
+        caller = await self._callers.caller_of(authorization)
         caller.check(scope)
         return caller
 
@@ -215,7 +216,7 @@ class GenerationService:
         Forbidden for another tenant's name or priority, Overloaded if its tenant has used up its limits, or if it would
         wait too long and has not begun."""
         environment, caller = self.environment, request.origin.caller
-        request = _on_behalf_of_its_key(request)
+        request = _on_behalf_of_its_caller(request)
         check_input(request)
         model, targets = self.catalog.find(request.model)
         if not has_begun:
@@ -319,8 +320,8 @@ class GenerationService:
         self.environment.metrics.request_failure.labels(kind.grpc_code).inc()
 
 
-def _on_behalf_of_its_key(request: GenerationInput) -> GenerationInput:
-    """Sets the tenant of the caller's key. Raises Forbidden for another tenant's name and for a priority that is too
+def _on_behalf_of_its_caller(request: GenerationInput) -> GenerationInput:
+    """Sets the tenant of the caller. Raises Forbidden for another tenant's name and for a priority that is too
     high."""
     tenant, priority_min = request.origin.caller.tenant, request.origin.caller.limits.priority_min
     if tenant is None:
@@ -333,7 +334,7 @@ def _on_behalf_of_its_key(request: GenerationInput) -> GenerationInput:
     if request.tenant == tenant:
         return request
     if request.tenant:
-        raise Forbidden(f"this API key is tenant {tenant}'s, but the request names another")
+        raise Forbidden(f"this caller is tenant {tenant}, but the request names another")
     return replace(request, tenant=tenant)
 
 

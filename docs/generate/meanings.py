@@ -84,7 +84,7 @@ DELIVERY: Final = {
     "stream": "Send chunks as server-sent events.",
     "stream_options": "`include_usage` adds a last chunk with the usage, with `continuous_usage_stats` each chunk has "
     "it; `include_event_ids` makes the stream resumable: [Resume a stream](../guides/resuming.md).",
-    "user": "The tenant of the request, for [fair shares](../concepts/scheduling.md). With API keys the key decides.",
+    "user": "The tenant of the request, for [fair shares](../concepts/scheduling.md). Keys and tokens decide it.",
     "prompt_cache_key": "Chooses the arm of a [canary](../operations/canary.md).",
     "cache_salt": "The prompt shares its KV only with requests of the same tenant and salt.",
     "priority": "Lower goes first where requests wait; 0 is usual.",

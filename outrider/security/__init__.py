@@ -1,1 +1,1 @@
-"""Mutual TLS between processes, the certificates for it, and tenants."""
+"""Mutual TLS between processes, the certificates for it, tenants, and addresses of identity providers."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from command_line import app
 from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
-from command_line.start.deployment import Deployment
+from command_line.start.deployment import Deployment, coordinator_spec
 from command_line.start.preflight import check_access
 from coordinator.__main__ import main as coordinator_main
 from coordinator.access.api_keys import KeyFile
 from coordinator.hosting.app import application
 from outrider.errors import ConfigurationError
 from outrider.security.tls import Role, TlsFiles, check_worker_id, worker_name
+from outrider.settings import SettingError
 from outrider.worker.worker_options import WorkerOptions
 
 
@@ -77,6 +79,52 @@ def test_nor_that_of_a_serve_configuration(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("OUTRIDER_REDIS_URL_FILE", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="none cannot be read"):
         application(arguments)
+
+
+ISSUER = "https://login.example.com/realms/main"
+
+
+def test_an_identity_provider_closes_the_door_as_keys_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    check_access(Deployment(DEMO_TARGET, DEMO_DRAFT, host="0.0.0.0", oidc_issuer=ISSUER, oidc_audience="outrider"))
+    words = ["--tokenizer", str(DEMO_TARGET), "--redis-url", "redis://127.0.0.1:1/0", "--oidc-issuer", ISSUER]
+    with pytest.raises(SystemExit):
+        coordinator_main(words)
+    assert "--oidc-issuer needs --oidc-audience" in capsys.readouterr().err
+    assert coordinator_main([*words, "--host", "0.0.0.0", "--oidc-audience", "outrider"]) == 1  # there is no Redis
+    assert "keys and texts come to 0.0.0.0 in the clear" in capsys.readouterr().err
+    missing = ["--oidc-audience", "outrider", "--oidc-ca-file", str(tmp_path / "ca.crt")]
+    assert coordinator_main([*words, *missing]) == 1
+    assert "ca.crt cannot be read" in capsys.readouterr().err
+    monkeypatch.delenv("OUTRIDER_API_KEYS", raising=False)
+    monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://redis:6379/0")
+    arguments = {"tokenizer_dir": str(DEMO_TARGET)}
+    application(arguments | {"oidc_issuer": ISSUER, "oidc_audience": "outrider"})
+    monkeypatch.setenv("OUTRIDER_OIDC_ISSUER", ISSUER)
+    with pytest.raises(ValueError, match="--oidc-issuer needs --oidc-audience"):
+        application(arguments)
+    monkeypatch.setenv("OUTRIDER_OIDC_AUDIENCE", "outrider")
+    application(arguments)
+    monkeypatch.setenv("OUTRIDER_OIDC_ISSUER", "http://login.example.com")
+    with pytest.raises(ValueError, match="has to be https://"):
+        application(arguments)
+
+
+def test_serve_passes_the_identity_provider_on() -> None:
+    given: dict[str, Any] = {
+        "oidc_issuer": ISSUER,
+        "oidc_audience": "outrider",
+        "oidc_jwks_url": f"{ISSUER}/keys",
+        "oidc_tenant_claim": "azp",
+        "oidc_ca_file": "/etc/ca.crt",
+    }
+    words = coordinator_spec(Deployment(DEMO_TARGET, DEMO_DRAFT, **given), Path("/tmp/ray")).command
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert words[words.index(flag) + 1] == value
+    with pytest.raises(SettingError, match="--oidc-audience needs --oidc-issuer"):
+        Deployment(DEMO_TARGET, DEMO_DRAFT, oidc_audience="outrider")
 
 
 def test_keys_are_made_added_and_printed_once(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class SecuredOptions:
     needs_client_certificates: bool = False
     otlp_endpoint: str | None = None
     log_format: str = "text"
+    oidc_issuer: str | None = None
+    oidc_audience: str | None = None
     max_model_len: int = 512
     target: Path = DEMO_TARGET
     draft: Path = DEMO_DRAFT
@@ -186,6 +188,8 @@ class SecuredSystem:
             "--tls-dir": self.folder(Role.COORDINATOR),
             "--redis-url-file": self.redis_url_file(Role.COORDINATOR),
             "--api-keys": self.keys_file,
+            "--oidc-issuer": self.options.oidc_issuer,
+            "--oidc-audience": self.options.oidc_audience,
             "--otlp-endpoint": self.options.otlp_endpoint,
             "--log-format": self.options.log_format,
             "--ray-temp-dir": self.scratch / f"r{index}",

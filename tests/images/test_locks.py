@@ -45,6 +45,7 @@ IMPORTED_AS = {
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
     "huggingface_hub": "huggingface-hub",
+    "jwt": "pyjwt",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "starlette": "fastapi",

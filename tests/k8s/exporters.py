@@ -10,6 +10,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.access.tokens import Reason
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.observability.statistics import RequestTimes
 from coordinator.speculation.fallback import FallbackState, Trigger
@@ -76,6 +77,8 @@ def _coordinator(files: TlsFiles) -> CollectorRegistry:
     for pool in ("target", "draft"):
         metrics.live_workers.labels(pool).set(1)
     metrics.show_priors({PriorKey(_MODEL, "text/free/greedy"): Evidence(1, 1, 8, 9, 1)}, 1)
+    for reason in Reason:
+        metrics.token_refusals.labels(reason).inc()
     metrics.show_draft_alarms([("draft-0", _MODEL)])
     metrics.show_poison(["0123456789ab"])
     for kind in vars(errors).values():

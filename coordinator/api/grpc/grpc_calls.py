@@ -32,15 +32,15 @@ class GrpcCalls:
         self.pace = Pace(environment.settings.client_stall_max_s, on_cut)
         """Limits on the pace of clients."""
 
-    def generate(
+    async def generate(
         self, request: generation_pb2.GenerationRequest, metadata: Metadata
     ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
         """Serves Generation.Generate. Raises OutriderError, at once if the caller may not ask."""
-        return grpc_api.generate(self._service, request, self._origin(metadata))
+        return grpc_api.generate(self._service, request, await self._origin(metadata))
 
-    def list_models(self, metadata: Metadata) -> generation_pb2.ListModelsResponse:
-        """Serves Generation.ListModels. Raises Unauthenticated or Forbidden."""
-        self._origin(metadata)
+    async def list_models(self, metadata: Metadata) -> generation_pb2.ListModelsResponse:
+        """Serves Generation.ListModels. Raises Unauthenticated, Forbidden or Unavailable."""
+        await self._origin(metadata)
         return grpc_api.list_models(self._service)
 
     def readiness(self) -> health_pb2.HealthCheckResponse:
@@ -57,11 +57,11 @@ class GrpcCalls:
             self._service.count_failure(error)
             raise
 
-    def _origin(self, metadata: Metadata) -> Origin:
-        """Authenticates a call by its metadata. Raises Unauthenticated or Forbidden."""
+    async def _origin(self, metadata: Metadata) -> Origin:
+        """Authenticates a call by its metadata. Raises Unauthenticated, Forbidden or Unavailable."""
         found = dict(metadata or ())
         return Origin(
-            self._service.authenticate(found.get("authorization"), Scope.GENERATE),
+            await self._service.authenticate(found.get("authorization"), Scope.GENERATE),
             found.get(TRACEPARENT),
             found.get(grpc_api.CANARY_KEY_METADATA, ""),
         )

@@ -69,7 +69,7 @@ class _Servicer:
     async def _generate(self, request: generation_pb2.GenerationRequest, context: Any) -> AsyncGenerator[Any]:
         try:
             with self._calls.counted():
-                chunks = self._calls.generate(request, context.invocation_metadata())
+                chunks = await self._calls.generate(request, context.invocation_metadata())
                 async with aclosing(chunks):
                     with self._limit.entered():
                         async for chunk in chunks:
@@ -80,7 +80,7 @@ class _Servicer:
     async def _list_models(self, _: Any, context: Any) -> generation_pb2.ListModelsResponse:
         try:
             with self._calls.counted(), self._limit.entered():
-                return self._calls.list_models(context.invocation_metadata())
+                return await self._calls.list_models(context.invocation_metadata())
         except Exception as error:
             await _abort(context, error)
 

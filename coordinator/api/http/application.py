@@ -26,7 +26,7 @@ from coordinator.batches.batch_desk import BatchDesk
 from coordinator.intake.generation_request import REQUEST_ID_CHARS_MAX
 from coordinator.intake.request_limit import RequestLimit
 from coordinator.service.generation_service import GenerationService
-from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unauthenticated, Unavailable
+from outrider.errors import InvalidRequest, InvalidToken, OutriderError, Overloaded, Unauthenticated, Unavailable
 
 SHOULD_RETRY_HEADER: Final = "X-Should-Retry"
 """OpenAI's own header: its clients retry 408, 409, 429, 500 and above unless it is false."""
@@ -53,7 +53,8 @@ def create_app(
         if isinstance(error, Overloaded | Unavailable):
             headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         elif isinstance(error, Unauthenticated):
-            headers["WWW-Authenticate"] = "Bearer"
+            is_token = isinstance(error, InvalidToken)  # RFC 6750, section 3.1
+            headers["WWW-Authenticate"] = 'Bearer error="invalid_token"' if is_token else "Bearer"
         if error.is_final:
             headers[SHOULD_RETRY_HEADER] = "false"
         return JSONResponse(body_of(error, request), status_code=error.http_status, headers=headers)

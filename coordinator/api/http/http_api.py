@@ -66,7 +66,7 @@ class HttpApi:
         """Answers 200 while at least one target worker is usable, else 503; authenticated callers get details."""
         models = self._service.catalog.served()
         snapshot = self._service.snapshot()
-        if self._service.has_keys and not hasattr(request.state, "caller"):
+        if self._service.knows_callers and not hasattr(request.state, "caller"):
             return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
         body = {
             "status": "ready" if models else "no target worker is live",

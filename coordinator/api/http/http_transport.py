@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any, Final, TypeVar
 
@@ -102,8 +102,9 @@ class Application(FastAPI):
 class RequestContext:
     """Middleware that gives each request an id and a caller, before its body is read.
 
-    The id is the client's or a new one, and is returned in a header. An API key with the scope of the path is required;
-    health needs none, but reports little without one. Scopes are decided only here, so a new path requires a key.
+    The id is the client's or a new one, and is returned in a header. An API key or a token with the scope of the path
+    is required; health needs none, but reports little without one. Scopes are decided only here, so a new path is
+    closed.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class RequestContext:
         app: ASGIApp,
         *,
         is_echoing: bool,
-        authenticate: Callable[[str | None, Scope], Caller],
+        authenticate: Callable[[str | None, Scope], Awaitable[Caller]],
         refuse: Callable[[OutriderError, HTTPConnection], Response],
     ) -> None:
         """`is_echoing`: False if the host of the application returns the id itself, as Serve does. `authenticate` takes
@@ -136,7 +137,7 @@ class RequestContext:
 
         needed = Scope.METRICS if scope["path"] == "/metrics" else Scope.GENERATE
         try:
-            state["caller"] = self._authenticate(_authorization(headers), needed)
+            state["caller"] = await self._authenticate(_authorization(headers), needed)
         except OutriderError as error:
             if scope["path"] not in _OPEN_PATHS:
                 app = self._refuse(error, HTTPConnection(scope))

@@ -395,8 +395,10 @@ def test_commands_and_flags_that_the_documents_name_exist() -> None:
     unknown: list[str] = []
     # A backslash at the end of a line continues the command.
     for text in code(everything()):
-        # Not kubectl's `-n outrider VERB`.
-        for command, rest in re.findall(r"(?<!-n )\boutrider ([a-z-]+)\b([^\n#`|]*)", text.replace("\\\n", " ")):
+        # Not the namespace or the release of that name, in commands of kubectl and helm.
+        lines = text.replace("\\\n", " ").splitlines()
+        own = "\n".join(line for line in lines if not re.search(r"\b(kubectl|helm) ", line))
+        for command, rest in re.findall(r"\boutrider ([a-z-]+)\b([^\n#`|]*)", own):
             if (inner := re.match(r" ([a-z-]+)", rest)) and hasattr(commands.get(command), "commands"):
                 command = f"{command} {inner[1]}"
             options = {

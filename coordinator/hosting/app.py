@@ -74,7 +74,7 @@ class Coordinator:
 
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """Tells the gRPC servers whether a target worker is usable (`coordinator.api.grpc.grpc_health`)."""
-        return await self._calls.readiness()
+        return self._calls.readiness()
 
     @contextmanager
     def _failing(self, grpc_context: RayServegRPCContext) -> Iterator[None]:

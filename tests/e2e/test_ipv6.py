@@ -100,7 +100,7 @@ def test_a_text_comes_over_ipv6(stack: ExitStack, tmp_path: Path, redis_url: str
     answer = client.post("/v1/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 48
     metrics = f"http://[::1]:{fact(target, 'metrics_port')}/metrics"
-    assert metric(metrics, "outrider_spec_decode_num_accepted_tokens_total") > 0, "hints came over IPv6 as well"
+    assert metric(metrics, "outrider_hint_bytes_total") > 0, "hints came over IPv6 as well"
     assert httpx.get(f"http://127.0.0.1:{http_port}/livez", trust_env=False).status_code == 200, "IPv4 as before"
     for host in ("[::1]", "127.0.0.1"):
         with grpc.insecure_channel(f"{host}:{grpc_port}") as channel:

@@ -68,7 +68,8 @@ class IdentityProvider:
 
     async def __aenter__(self) -> Self:
         ended = self._look_ended
-        self._task = asyncio.create_task(keep_going(self._keep, "reading the identity provider"), name="issuer keys")
+        reading = keep_going(self._keep, "reading the identity provider", self._fail, AGAIN_S)
+        self._task = asyncio.create_task(reading, name="issuer keys")
         with suppress(TimeoutError):
             async with asyncio.timeout(START_WAIT_S):
                 await ended.wait()
@@ -109,6 +110,9 @@ class IdentityProvider:
         finally:
             self._num_waiters -= 1
 
+    def _fail(self) -> None:
+        self._failure = "a defect of ours"
+
     async def _keep(self) -> None:
         while True:
             await self._look()
@@ -125,7 +129,7 @@ class IdentityProvider:
             if self._keys is None or keys.fingerprint != self._keys.fingerprint:
                 self._keys = keys
             self._read_at_s, self._failure = self._now_s(), None
-        except (TimeoutError, OSError, ValueError, RecursionError, httpx.HTTPError, ConfigurationError) as error:
+        except (OSError, ValueError, RecursionError, httpx.HTTPError, httpx.InvalidURL, ConfigurationError) as error:
             failure = f"{type(error).__name__}: {str(error)[:500]}"
             if isinstance(error, TimeoutError):
                 failure = f"it did not answer within {FETCH_TIMEOUT_S:g} s"

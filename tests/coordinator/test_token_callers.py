@@ -190,9 +190,7 @@ class TestTenants:
             owners = {request.owner for request in cluster.targets[0].requests}
             assert owners == {tenant_digest("search")}
 
-    async def test_stored_responses_and_files_are_their_tenants(
-        self, clusters: ClusterFactory, provider: LocalProvider
-    ) -> None:
+    async def test_stored_responses_are_their_tenants(self, clusters: ClusterFactory, provider: LocalProvider) -> None:
         first, second, other = (provider.token(sub=name, jti=str(n)) for n, name in enumerate("aab"))
         async with opened(clusters, provider) as cluster:
             keeping(cluster)

@@ -68,6 +68,20 @@ async def test_keys_and_tokens_are_good_and_those_for_other_services_are_not(
     assert await code_of(system, provider.token(scope="openid")) is grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_files_belong_to_the_tenant_of_the_token(running: tuple[SecuredSystem, LocalProvider]) -> None:
+    system, provider = running
+    first, second, other = (provider.token(sub=name, jti=str(number)) for number, name in enumerate("aab"))
+    async with system.http(first) as client:
+        content = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+        made = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
+        assert made.status_code == 200, made.text
+    codes = []
+    for token in (second, other):
+        async with system.http(token) as client:
+            codes.append((await client.get(f"/v1/files/{made.json()['id']}")).status_code)
+    assert codes == [200, 404]
+
+
 async def test_the_log_tells_reasons_and_holds_no_token(running: tuple[SecuredSystem, LocalProvider]) -> None:
     system, provider = running
     tokens = [provider.token(), provider.token(aud="elsewhere")]

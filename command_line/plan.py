@@ -93,9 +93,6 @@ class _Found:
         return {length: self.num_tokens // length for length in lengths}
 
 
-NumWorkers = Annotated[int, typer.Option(min=1, help="Workers of the model on the same device.")]
-
-
 def plan(
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
     draft: Annotated[
@@ -118,7 +115,7 @@ def plan(
     memory_utilization: Annotated[
         float | None,
         typer.Option(
-            min=0.01,
+            min=0.001,
             max=1.0,
             help="Share of the memory that may be used, by the draft too, from 0 to 1; the rest is held back.",
             show_default=f"0.9; of what a machine has free {SHARED_SHARE:g} for one worker, {ALL_SHARE:g} for several",
@@ -128,8 +125,8 @@ def plan(
         int, typer.Option(min=1, help="Ranks that share the model (tensor parallelism).")
     ] = 1,
     draft_tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks that share the draft model.")] = 1,
-    num_target_workers: NumWorkers = 1,
-    num_draft_workers: NumWorkers = 1,
+    num_target_workers: Annotated[int, typer.Option(min=1, help="Target workers on the same device.")] = 1,
+    num_draft_workers: Annotated[int, typer.Option(min=1, help="Draft workers on the same device.")] = 1,
     dtype: DtypeChoice = Dtype.BFLOAT16,
     quantization: QuantizationChoice = Quantization.NONE,
     draft_quantization: Annotated[

@@ -116,6 +116,7 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> tuple[
                 f"its weights are quantized ({published.name}), and such a checkpoint cannot be sharded over ranks: "
                 "serve it with one rank, or the model as it was before with --quantization"
             )
+        distribution = None if group is None else _distribution(hf_config.get_text_config(), group)
         config, decision = _decide(config, device, group)
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.model,
@@ -126,7 +127,7 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> tuple[
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            distributed_config=None if group is None else _distribution(hf_config.get_text_config(), group),
+            distributed_config=distribution,
         )
     except UnsupportedModelError as error:
         raise ModelLoadError(f"the engine cannot run {config.model}: {error}") from error

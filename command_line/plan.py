@@ -93,34 +93,47 @@ class _Found:
         return {length: self.num_tokens // length for length in lengths}
 
 
+Draft = Annotated[
+    Path | None, typer.Option(help="Model folder of a draft model on the same device.", show_default=False)
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each rank's device, such as 80GiB (2^30 bytes each) or 80GB (10^9). Give it to plan for "
+        "another machine.",
+        show_default="what is free here",
+        callback=_check_size,
+    ),
+]
+Utilization = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        max=1.0,
+        help="Share of the memory that may be used, by the draft too, from 0 to 1; the rest is held back.",
+        show_default=f"0.9; of what a machine has free {SHARED_SHARE:g} for one worker, {ALL_SHARE:g} for several",
+    ),
+]
+MaxModelLen = Annotated[
+    Any,
+    typer.Option(
+        metavar="TOKENS",
+        parser=reader(settings_of(EngineOptions)["max_model_len"]),
+        help="Longest sequence, prompt plus output; auto: the model's, or what fits if that is less.",
+        show_default="the model's",
+    ),
+]
+
+
 def plan(
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
-    draft: Annotated[
-        Path | None,
-        typer.Option(help="Model folder of a draft model on the same device.", show_default=False),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of each rank's device, such as 80GiB (2^30 bytes each) or 80GB (10^9). Give it to plan for "
-            "another machine.",
-            show_default="what is free here",
-            callback=_check_size,
-        ),
-    ] = None,
+    draft: Draft = None,
+    memory: Memory = None,
     device: Annotated[
         Device, typer.Option(help="Device type. auto takes a GPU if torch finds one.", show_default=True)
     ] = Device.AUTO,
-    memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=1.0,
-            help="Share of the memory that may be used, by the draft too, from 0 to 1; the rest is held back.",
-            show_default=f"0.9; of what a machine has free {SHARED_SHARE:g} for one worker, {ALL_SHARE:g} for several",
-        ),
-    ] = None,
+    memory_utilization: Utilization = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Ranks that share the model (tensor parallelism).")
     ] = 1,
@@ -132,15 +145,7 @@ def plan(
     draft_quantization: Annotated[
         Quantization, typer.Option(help="Quantization of the draft's weights.")
     ] = Quantization.NONE,
-    max_model_len: Annotated[
-        Any,
-        typer.Option(
-            metavar="TOKENS",
-            parser=reader(settings_of(EngineOptions)["max_model_len"]),
-            help="Longest sequence, prompt plus output; auto: the model's, or what fits if that is less.",
-            show_default="the model's",
-        ),
-    ] = None,
+    max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
@@ -155,27 +160,19 @@ def plan(
 
     device_type = torch.device(device_for(device.value)).type
     found_memory = _device_memory(device_type, memory)
-
-    def load(role: str, folder: Path, quantized: Quantization, num_workers: int, num_ranks: int) -> Load:
-        from outrider.engine.loading.memory_plan import ServingShape, plan_memory
-
-        options = EngineOptions(
-            model=folder,
-            # Whatever the target has: hints have no precision (`deployment.worker_specs`).
-            dtype=dtype if role == "target" or quantized is Quantization.NONE else Dtype.BFLOAT16,
-            quantization=quantized,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            has_trees=role == "draft",
-        )
-        needs = plan_memory(folder, ServingShape.of(options, num_ranks, device_type))
-        # The ranks of a worker share the memory of this machine; --memory is of each rank's device.
-        num_here = num_ranks if device_type == "cpu" and memory is None else 1
-        return Load(needs, options, num_workers * num_here)
-
-    loads = {"target": load("target", model, quantization, num_target_workers, tensor_parallel_size)}
+    # The ranks of a worker share the memory of this machine; --memory is of each rank's device.
+    is_shared = device_type == "cpu" and memory is None
+    options = EngineOptions(
+        model=model, dtype=dtype, quantization=quantization, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+    )
+    ranks = num_target_workers, tensor_parallel_size
+    loads = {"target": _load(options, *ranks, device_type, is_shared=is_shared)}
     if draft is not None:
-        loads["draft"] = load("draft", draft, draft_quantization, num_draft_workers, draft_tensor_parallel_size)
+        # Whatever dtype the target has: hints have no precision (`deployment.worker_specs`).
+        draft_dtype = dtype if draft_quantization is Quantization.NONE else Dtype.BFLOAT16
+        options = replace(options, model=draft, dtype=draft_dtype, quantization=draft_quantization, has_trees=True)
+        ranks = num_draft_workers, draft_tensor_parallel_size
+        loads["draft"] = _load(options, *ranks, device_type, is_shared=is_shared)
     is_one = draft is None and num_target_workers == 1
     share = found_memory.share(memory_utilization, SHARED_SHARE if is_one else ALL_SHARE)
     found = _decide(loads, found_memory, share, device_type, is_one=is_one)
@@ -185,6 +182,14 @@ def plan(
         _report(found, is_given=memory is not None)
     if found.refusal is not None:
         raise typer.Exit(1)
+
+
+def _load(options: EngineOptions, num_workers: int, num_ranks: int, device_type: str, *, is_shared: bool) -> Load:
+    """The ranks of one model's workers on a device, or on a machine that all ranks share. Raises ConfigurationError."""
+    from outrider.engine.loading.memory_plan import ServingShape, plan_memory
+
+    needs = plan_memory(options.model, ServingShape.of(options, num_ranks, device_type))
+    return Load(needs, options, num_workers * (num_ranks if is_shared else 1))
 
 
 def _device_memory(device_type: str, given: str | None) -> DeviceMemory:

@@ -128,7 +128,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What the workers of one pool are told of their memory, which others use too."""
+    """The memory of the workers of one pool, which others use too."""
 
     max_model_len: int | str | None = same_as(EngineOptions, "max_model_len")
     memory_utilization: float | None = same_as(EngineOptions, "memory_utilization")

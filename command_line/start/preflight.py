@@ -142,7 +142,7 @@ def divide_memory(deployment: Deployment, weights: Mapping[str, int], free: int)
 
 
 def _planned(deployment: Deployment) -> dict[str, Any] | None:
-    """What `outrider plan` finds, in a process of its own, so that this one needs no torch; None where it knows no
+    """The findings of `outrider plan`, in a process of its own, so that this one needs no torch; None where it knows no
     plan for such a model."""
     flags = {
         "--draft": deployment.draft,

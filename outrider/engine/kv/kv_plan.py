@@ -84,7 +84,7 @@ class DeviceMemory:
         return int(share * (self.total if share * self.total <= self.free else self.free))
 
     def budget(self, utilization: float | None, num_ranks: int = 1, default: float = SHARED_SHARE) -> Budget:
-        """What each of `num_ranks` ranks on this device may use."""
+        """The part of each of `num_ranks` ranks on this device."""
         share = self.share(utilization, default)
         usable = self.usable(share)
         words = _usable_in_words(self.free, usable, share)
@@ -173,9 +173,10 @@ def _too_little(
 
 
 def divide(loads: Sequence[Load], memory: DeviceMemory, share: float, device_type: str) -> list[Budget]:
-    """What each rank of these loads may use, so that all of them together fit into the share and keep the KV of equally
-    many tokens: a draft needs KV for every token of its target. Raises ModelLoadError where the models alone do not
-    fit."""
+    """Divides a device: the budget of each rank of these loads. Together they fit into the share and keep the KV of
+    equally many tokens, for a draft needs KV for every token of its target.
+
+    Raises ModelLoadError where the models alone do not fit."""
     usable = memory.usable(share)
     processes = sum(each.num_ranks for each in loads)
     words = _usable_in_words(memory.free, usable, share, processes)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What is decided before loading."""
+    """The memory that is decided upon before loading."""
 
     budget: Budget
     needs: ModelMemory | None  # None: known once it is loaded
@@ -209,7 +209,7 @@ def _decide(config: EngineOptions, device: str, group: RankGroup | None) -> tupl
 
 
 def _budget(config: EngineOptions, device: str, group: RankGroup | None) -> Budget:
-    """What each rank may use of its device: the least that any has, for all must have equally many blocks."""
+    """The part of its device that each rank may use: the least of all ranks, which must have equally many blocks."""
     if device == "cpu":
         # A machine's memory is shared by all ranks on it, which load at the same time; a GPU belongs to one.
         memory, num_ranks_here = machine_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

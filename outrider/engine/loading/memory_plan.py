@@ -93,7 +93,7 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
 
 
 def loaded_memory(model: Any, layers: Sequence[LayerLayout], shape: ServingShape) -> ModelMemory:
-    """What a loaded model needs beside the weights and the process, which are there already."""
+    """Memory that a loaded model needs beside the weights and the process, which are there already."""
     text_config = model.config.get_text_config()
     return ModelMemory(
         weights=0,

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from command_line.profile import DtypeChoice, QuantizationChoice
-from outrider.engine.loading.machine import available_memory
-from outrider.engine.options import Device, Dtype, Quantization
-
-if TYPE_CHECKING:
-    from outrider.engine.loading.memory_plan import ModelMemory
+from command_line.settings import reader
+from outrider.engine.kv.kv_plan import (
+    ALL_SHARE,
+    SHARED_SHARE,
+    DeviceMemory,
+    KvPlan,
+    Load,
+    ModelLoadError,
+    ModelMemory,
+    divide,
+    in_words,
+    plan_kv,
+)
+from outrider.engine.loading.machine import machine_memory
+from outrider.engine.options import AUTO, Device, Dtype, EngineOptions, Quantization
+from outrider.settings import settings_of
 
 LENGTHS: Final = (1024, 4096, 16_384, 65_536, 131_072)
 _PREFIXES: Final = "KMGT"
@@ -46,99 +58,185 @@ def _check_size(text: str | None) -> str | None:
     return text
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The plan of all workers that share a device."""
+
+    memory: DeviceMemory
+    share: float
+    loads: dict[str, Load]  # by role, the target's first
+    workers: dict[str, KvPlan]  # likewise; empty where they do not fit
+    refusal: str | None
+
+    @property
+    def usable(self) -> int:
+        return self.memory.usable(self.share)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are missing for the models alone, and one token."""
+        needed = (each.num_ranks * (each.needs.fixed + each.needs.kv_per_token) for each in self.loads.values())
+        return max(sum(needed) - self.usable, 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV fits in every worker: a draft keeps KV for every token that its target keeps."""
+        fixed = sum(each.num_ranks * each.needs.fixed for each in self.loads.values())
+        per_token = sum(each.num_ranks * each.needs.kv_per_token for each in self.loads.values())
+        return max(self.usable - fixed, 0) // per_token
+
+    @property
+    def sessions_by_length(self) -> dict[int, int]:
+        """Sessions at once, if all are as long."""
+        longest = self.workers["target"].max_model_len if self.workers else self.loads["target"].needs.longest
+        lengths = sorted({*(each for each in LENGTHS if each < longest), longest})
+        return {length: self.num_tokens // length for length in lengths}
+
+
+Draft = Annotated[
+    Path | None, typer.Option(help="Model folder of a draft model on the same device.", show_default=False)
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each rank's device, such as 80GiB (2^30 bytes each) or 80GB (10^9). Give it to plan for "
+        "another machine.",
+        show_default="what is free here",
+        callback=_check_size,
+    ),
+]
+Utilization = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        max=1.0,
+        help="Share of the memory that may be used, by the draft too, from 0 to 1; the rest is held back.",
+        show_default=f"0.9; of what a machine has free {SHARED_SHARE:g} for one worker, {ALL_SHARE:g} for several",
+    ),
+]
+MaxModelLen = Annotated[
+    Any,
+    typer.Option(
+        metavar="TOKENS",
+        parser=reader(settings_of(EngineOptions)["max_model_len"]),
+        help="Longest sequence, prompt plus output; auto: the model's, or what fits if that is less.",
+        show_default="the model's",
+    ),
+]
+
+
 def plan(
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
-    draft: Annotated[
-        Path | None,
-        typer.Option(help="Model folder of a draft model on the same device.", show_default=False),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory of each rank's device, such as 80GiB (2^30 bytes each) or 80GB (10^9). Give it to plan for "
-            "another machine.",
-            show_default="what is free here",
-            callback=_check_size,
-        ),
-    ] = None,
+    draft: Draft = None,
+    memory: Memory = None,
     device: Annotated[
         Device, typer.Option(help="Device type. auto takes a GPU if torch finds one.", show_default=True)
     ] = Device.AUTO,
-    utilization: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1.0, help="Share of the memory that may be used, from 0 to 1; the rest is held back."
-        ),
-    ] = 0.9,
+    memory_utilization: Utilization = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Ranks that share the model (tensor parallelism).")
     ] = 1,
+    draft_tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks that share the draft model.")] = 1,
+    num_target_workers: Annotated[int, typer.Option(min=1, help="Target workers on the same device.")] = 1,
+    num_draft_workers: Annotated[int, typer.Option(min=1, help="Draft workers on the same device.")] = 1,
     dtype: DtypeChoice = Dtype.BFLOAT16,
     quantization: QuantizationChoice = Quantization.NONE,
     draft_quantization: Annotated[
         Quantization, typer.Option(help="Quantization of the draft's weights.")
     ] = Quantization.NONE,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(min=2, help="Longest sequence, prompt plus output, in tokens.", show_default="the model's"),
-    ] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
-    """Print how much memory a model needs and how many sessions fit on a device.
+    """Print how much memory a model needs, how many sessions fit on a device, and whether a worker would start there.
 
     Nothing is loaded. For each rank the plan adds up the weights, the KV of each token, the memory of a step, and the
-    process itself.
+    process itself. Exit status 1: it would not start.
     """
     import torch
 
-    from outrider.engine.loading.memory_plan import ServingShape, plan_memory
-    from outrider.engine.model import DTYPES, device_for
+    from outrider.engine.model import device_for
 
     device_type = torch.device(device_for(device.value)).type
-    free = parse_size(memory) if memory else _free_memory(device_type)
-    usable = int(utilization * free)
-    shape = ServingShape(DTYPES[dtype.value], quantization.value, tensor_parallel_size, device_type, max_model_len)
-    target = plan_memory(model, shape)
-    beside: ModelMemory | None = None
+    found_memory = _device_memory(device_type, memory)
+    # The ranks of a worker share the memory of this machine; --memory is of each rank's device.
+    is_shared = device_type == "cpu" and memory is None
+    options = EngineOptions(
+        model=model, dtype=dtype, quantization=quantization, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+    )
+    ranks = num_target_workers, tensor_parallel_size
+    loads = {"target": _load(options, *ranks, device_type, is_shared=is_shared)}
     if draft is not None:
-        beside = plan_memory(
-            draft,
-            ServingShape(DTYPES[dtype.value], draft_quantization.value, 1, device_type, target.max_model_len),
-        )
-    found = _findings(target, beside, usable)
+        # Whatever dtype the target has: hints have no precision (`deployment.worker_specs`).
+        draft_dtype = dtype if draft_quantization is Quantization.NONE else Dtype.BFLOAT16
+        options = replace(options, model=draft, dtype=draft_dtype, quantization=draft_quantization, has_trees=True)
+        ranks = num_draft_workers, draft_tensor_parallel_size
+        loads["draft"] = _load(options, *ranks, device_type, is_shared=is_shared)
+    is_one = draft is None and num_target_workers == 1
+    share = found_memory.share(memory_utilization, SHARED_SHARE if is_one else ALL_SHARE)
+    found = _decide(loads, found_memory, share, device_type, is_one=is_one)
     if as_json:
-        print(json.dumps(found | {"memory": free, "usable": usable}, indent=1))
+        print(json.dumps(_as_json(found), indent=1))
     else:
-        _report(model, target, beside, found, usable, free, is_given=memory is not None)
-    if not found["num_tokens"]:
+        _report(found, is_given=memory is not None)
+    if found.refusal is not None:
         raise typer.Exit(1)
 
 
-def _free_memory(device_type: str) -> int:
-    """Free bytes of the first GPU, or of this machine."""
+def _load(options: EngineOptions, num_workers: int, num_ranks: int, device_type: str, *, is_shared: bool) -> Load:
+    """The ranks of one model's workers on a device, or on a machine that all ranks share. Raises ConfigurationError."""
+    from outrider.engine.loading.memory_plan import ServingShape, plan_memory
+
+    needs = plan_memory(options.model, ServingShape.of(options, num_ranks, device_type))
+    return Load(needs, options, num_workers * (num_ranks if is_shared else 1))
+
+
+def _device_memory(device_type: str, given: str | None) -> DeviceMemory:
+    """The given memory, or that of the first GPU or this machine."""
     import torch
 
+    if given is not None:
+        return DeviceMemory(parse_size(given), parse_size(given), is_own=True)
     if device_type == "cpu":
-        return available_memory()
+        return machine_memory()
     if not torch.cuda.is_available():
         raise typer.BadParameter("torch finds no GPU here: give its memory with --memory")
-    return torch.cuda.mem_get_info()[0]
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(total, free, is_own=True)
 
 
-def _findings(target: ModelMemory, draft: ModelMemory | None, usable: int) -> dict[str, Any]:
-    """The plan as JSON. A draft keeps KV for every token that its target keeps, so both get the same number of
-    tokens."""
-    fixed = target.fixed + (draft.fixed if draft else 0)
-    per_token = target.kv_per_token + (draft.kv_per_token if draft else 0)
-    num_tokens = max(usable - fixed, 0) // per_token
-    lengths = sorted({*(each for each in LENGTHS if each < target.max_model_len), target.max_model_len})
+def _decide(loads: dict[str, Load], memory: DeviceMemory, share: float, device_type: str, *, is_one: bool) -> _Found:
+    """As a worker decides that starts alone, or those that `outrider serve` starts on this device together."""
+    workers: dict[str, KvPlan] = {}
+    try:
+        if is_one:
+            budgets = [memory.budget(share, loads["target"].num_ranks)]
+        else:
+            budgets = divide([*loads.values()], memory, share, device_type)
+        for (role, each), budget in zip(loads.items(), budgets, strict=True):
+            options = each.options
+            if workers and options.max_model_len in (None, AUTO):  # no longer than the target's
+                options = replace(options, max_model_len=min(each.needs.longest, workers["target"].max_model_len))
+            workers[role] = plan_kv(each.needs, budget, options, device_type)
+    except ModelLoadError as error:
+        return _Found(memory, share, loads, {}, error.message)
+    return _Found(memory, share, loads, workers, None)
+
+
+def _as_json(found: _Found) -> dict[str, Any]:
+    parts = {role: _parts(each.needs) for role, each in found.loads.items()}
     return {
-        **_parts(target),
-        "draft": None if draft is None else _parts(draft),
-        "num_tokens": num_tokens,
-        "sessions_by_length": {length: num_tokens // length for length in lengths},
-        "missing": max(fixed + per_token - usable, 0),
+        **parts["target"],
+        "draft": parts.get("draft"),
+        "num_tokens": found.num_tokens,
+        "sessions_by_length": found.sessions_by_length,
+        "missing": found.missing,
+        "memory": found.memory.free,
+        "usable": found.usable,
+        "starts": found.refusal is None,
+        "refusal": found.refusal,
+        "workers": {role: asdict(each) | {"num_tokens": each.num_tokens} for role, each in found.workers.items()},
     }
 
 
@@ -146,45 +244,37 @@ def _parts(model: ModelMemory) -> dict[str, int]:
     return {name: getattr(model, name) for name in ("weights", "kv_per_token", "step", "process")}
 
 
-def _report(
-    model: Path,
-    target: ModelMemory,
-    draft: ModelMemory | None,
-    found: dict[str, Any],
-    usable: int,
-    free: int,
-    *,
-    is_given: bool,
-) -> None:
-    from outrider.engine.loading.memory_plan import in_words
-
+def _report(found: _Found, *, is_given: bool) -> None:
     console = Console(highlight=False)
-    rest = "; the rest is held back (--utilization)" if usable < free else ""
+    free = found.memory.free
+    rest = "; the rest is held back (--memory-utilization)" if found.usable < free else ""
     console.print(
-        f"{model.resolve().name}: {in_words(usable)} of each rank's device may be used. That is {usable / free:.0%} of "
-        f"{in_words(free)} ({'--memory' if is_given else 'what is free here'}){rest}.",
+        f"{found.loads['target'].options.model.resolve().name}: {in_words(found.usable)} of each rank's device may be "
+        f"used. That is {found.usable / free:.0%} of {in_words(free)} "
+        f"({'--memory' if is_given else 'what is free here'}){rest}.",
         soft_wrap=True,
     )
     table = Table()
     table.add_column("")
-    table.add_column("target", justify="right")
-    if draft is not None:
-        table.add_column("draft", justify="right")
+    for role in found.loads:
+        table.add_column(role, justify="right")
     for label, name in (
         ("weights", "weights"),
         ("a step's work", "step"),
         ("the process", "process"),
         ("KV of a token", "kv_per_token"),
     ):
-        table.add_row(label, *(in_words(getattr(each, name)) for each in (target, draft) if each is not None))
+        table.add_row(label, *(in_words(getattr(each.needs, name)) for each in found.loads.values()))
     console.print(table)
-    if found["num_tokens"]:
-        console.print(f"KV of {found['num_tokens']:,} tokens fits. Sessions at once, by their length in tokens:")
-        shown = (f"{length:,}: {n:,}" for length, n in found["sessions_by_length"].items())
-        console.print("  " + "   ".join(shown), soft_wrap=True)
-    else:
+    if found.refusal is not None:
+        console.print(f"It does not fit. A worker would refuse to start: {found.refusal}.", soft_wrap=True)
+        return
+    console.print(f"KV of {found.num_tokens:,} tokens fits. Sessions at once, by their length in tokens:")
+    shown = (f"{length:,}: {n:,}" for length, n in found.sessions_by_length.items())
+    console.print("  " + "   ".join(shown), soft_wrap=True)
+    for role, each in found.workers.items():
         console.print(
-            f"It does not fit: {in_words(found['missing'])} are missing. Shard it over more ranks "
-            "(--tensor-parallel-size), quantize it (--quantization), or use a larger device.",
+            f"A {role} worker starts: {in_words(each.num_bytes)} on each rank for KV of {each.num_tokens:,} tokens; "
+            f"longest sequence {each.max_model_len:,}.",
             soft_wrap=True,
         )

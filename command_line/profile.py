@@ -81,7 +81,7 @@ def profile(
     longest = context + max(num for _, num in kinds)
     num_sequences = max(size for size, _ in kinds)
     num_ranks = 1 if group is None else group.size
-    shape = ServingShape(DTYPES[dtype.value], quantization.value, num_ranks, torch.device(place).type, longest)
+    shape = ServingShape(DTYPES[dtype.value], quantization.value, num_ranks, torch.device(place).type)
     needs = plan_memory(model, shape)
     engine = load_model(
         EngineOptions(

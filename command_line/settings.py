@@ -49,6 +49,10 @@ def _parameter(each: Setting) -> inspect.Parameter:
     has_two = each.kind is bool and each.initial and not each.is_inverse
     names = f"{each.flag}/--no-{(each.flag or '')[2:]}" if has_two else each.flag
     facts: dict[str, Any] = {"rich_help_panel": each.group or None} if each.flag else {}
+    is_optional = default is None
+    kind = kind | None if is_optional else kind
+    if each.word is not None:  # typer knows no unions
+        kind, facts["parser"] = Any, reader(each)
     option: Any = (typer.Option if each.flag else typer.Argument)(
         *(name for name in (names, _SHORT.get(each.flag or "")) if name),
         help=f"{each.help[:1].upper()}{each.help[1:]}{each.bounds and f' ({each.bounds})'}.",
@@ -58,12 +62,22 @@ def _parameter(each: Setting) -> inspect.Parameter:
         **facts,
     )
     annotation: Any = Annotated
-    is_optional = default is None
     default = inspect.Parameter.empty if default is MISSING else default
-    kind = kind | None if is_optional else kind
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation[kind, option]
     )
+
+
+def reader(each: Setting) -> Callable[[str], Any]:
+    """Reads the option's value. Raises typer's usage error."""
+
+    def read(text: str) -> Any:
+        try:
+            return each.read(text)
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return read
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Setting:
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
+    word: str | None = None  # that may be given instead of a number
+    aliases: tuple[str, ...] = ()  # other ways to write the word
     flag: str | None = ""  # "": made from the field's name; None: in a configuration file only
     variable: str | None = None  # of the environment; counts where there is no flag
     reads_variable: bool = True  # False: code of the setting's own reads it (`redis_url_from`)
@@ -79,6 +81,11 @@ class Setting:
     @property
     def bounds(self) -> str:
         """The permitted values in words; empty where all are."""
+        numbers = self._numbers
+        return f"{numbers}, or {self.word}" if numbers and self.word else numbers
+
+    @property
+    def _numbers(self) -> str:
         upper = "" if self.at_most is None else f"{self.at_most:g}"
         if self.above is not None:
             return f"above {self.above:g}" + (upper and f", to {upper}")
@@ -105,23 +112,31 @@ class Setting:
 
     def permits(self, value: Any) -> bool:
         """Whether a value lies within the bounds."""
-        return not self.bounds or (
-            isinstance(value, (int, float))
-            and (self.at_least is None or value >= self.at_least)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.above is None or value > self.above)
+        return (
+            not self.bounds
+            or (self.word is not None and value == self.word)
+            or (
+                isinstance(value, (int, float))
+                and (self.at_least is None or value >= self.at_least)
+                and (self.at_most is None or value <= self.at_most)
+                and (self.above is None or value > self.above)
+            )
         )
 
     def read(self, text: str) -> Any:
         """The value that a flag or a variable gives. Raises ValueError, which says what is permitted, or OSError."""
         if self.parse is not None:
             return self.parse(text)
+        if self.word is not None and text in (self.word, *self.aliases):
+            return self.word
         if self.kind is bool and text in ("0", "1"):
             return text == "1"
         with suppress(ValueError):
             if self.kind is not bool:
                 return self.kind(text)
         wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}.get(self.kind)
+        if self.word is not None:
+            wanted = f"{wanted} or {self.word}"
         raise ValueError(f"{text!r} is not {wanted or 'one of ' + ', '.join(map(str, self.kind))}")
 
     def words(self, value: Any) -> list[str]:

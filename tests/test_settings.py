@@ -202,6 +202,30 @@ def test_rows_tell_everything_in_words() -> None:
     assert [row["name"] for row in rows("cat", Example) if row["audience"] == "benchmarks"] == ["may_sleep"]
 
 
+@dataclass(frozen=True)
+class Roomy:
+    num_boxes: int | str | None = setting(None, "boxes", unit="boxes", at_least=2, word="auto", aliases=("-1",))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def test_a_number_may_have_a_word_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    def read_roomy(*words: str) -> int | str | None:
+        return from_flags(Roomy, make_parser("x", None, Roomy).parse_args(words)).num_boxes
+
+    assert read_roomy() is None
+    assert read_roomy("--num-boxes", "3") == 3
+    assert read_roomy("--num-boxes", "auto") == read_roomy("--num-boxes", "-1") == "auto"
+    assert Roomy(**from_mapping(Roomy, {"num_boxes": "auto"}, "keys")).num_boxes == "auto"
+    with pytest.raises(SystemExit):
+        read_roomy("--num-boxes", "some")
+    assert "argument --num-boxes: 'some' is not a whole number or auto" in capsys.readouterr().err
+    for value in (1, "some"):
+        with pytest.raises(SettingError, match=f"--num-boxes is {value}; permitted: 2 and more, or auto"):
+            Roomy(value)
+
+
 def test_the_reference_has_every_setting_of_every_process_once() -> None:
     found = setting_rows()
     keys = [(row["process"], row["name"]) for row in found]

@@ -16,6 +16,7 @@ from command_line.checkout import module
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
 from draft_worker.limits import Vocabulary
+from outrider.engine.kv.kv_plan import ALL_SHARE
 from outrider.engine.options import Dtype, EngineOptions, Quantization
 from outrider.local.child_spec import ChildSpec
 from outrider.observability.vllm_names import MetricsNames
@@ -73,7 +74,12 @@ class Deployment:
     num_replicas: int = same_as(Listen, "num_replicas", at_most=64)
     metrics_names: MetricsNames = same_as(CoordinatorSettings, "metrics_names")
     max_num_seqs: int | None = same_as(EngineOptions, "max_num_seqs", None)
-    max_model_len: int | None = same_as(EngineOptions, "max_model_len")
+    max_model_len: int | str | None = same_as(EngineOptions, "max_model_len")
+    memory_utilization: float = setting(
+        ALL_SHARE, "share of the device's memory that all workers together may use; it is divided so that all keep the "
+        "KV of equally many tokens",
+        CAPACITY, "share", above=0, at_most=1,
+    )  # fmt: skip
     max_requests: int | None = same_as(CoordinatorSettings, "requests_max", None)
     max_queue_wait_s: float | None = same_as(CoordinatorSettings, "queue_wait_max_s", None)
     response_life_s: float | None = same_as(CoordinatorSettings, "response_life_s", None)
@@ -138,6 +144,15 @@ class Deployment:
 
 
 @dataclass(frozen=True)
+class WorkerMemory:
+    """The memory of the workers of one pool, which others use too."""
+
+    max_model_len: int | str | None = same_as(EngineOptions, "max_model_len")
+    memory_utilization: float | None = same_as(EngineOptions, "memory_utilization")
+    kv_cache_gib: float | None = same_as(EngineOptions, "kv_cache_gib")
+
+
+@dataclass(frozen=True)
 class CorePlan:
     """The cores of each worker; an empty tuple means no pinning."""
 
@@ -164,14 +179,19 @@ def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CoreP
     return CorePlan(targets, drafts)
 
 
-def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> list[ChildSpec]:
-    """Target workers, then draft workers. `run_id` keeps the worker ids of several systems apart."""
+def worker_specs(
+    deployment: Deployment, cores: Sequence[int], run_id: str, memory: Mapping[str, WorkerMemory] | None = None
+) -> list[ChildSpec]:
+    """Target workers, then draft workers. `run_id` keeps the worker ids of several systems apart. `memory` is that of
+    each role; None leaves it to the workers."""
+    told = memory or {role: WorkerMemory(deployment.max_model_len) for role in ("target", "draft")}
+    deployment = replace(deployment, max_model_len=None)
     num_drafts = deployment.num_draft_workers if deployment.draft is not None else 0
     usable = cores if deployment.affinity is Affinity.AUTO else ()
     plan = plan_cores(usable, deployment.num_target_workers, num_drafts)
     target = replace(deployment, served_model_name=deployment.model_name)
     words = words_for(target, EngineOptions, Service, SchedulerLimits)
-    words += ["--metrics-names", deployment.metrics_names.value]
+    words += [*words_for(told["target"], EngineOptions), "--metrics-names", deployment.metrics_names.value]
     size = deployment.tensor_parallel_size
     specs = [
         _worker_spec("target", i, deployment.target, deployment, own, size, run_id, words)
@@ -182,6 +202,7 @@ def worker_specs(deployment: Deployment, cores: Sequence[int], run_id: str) -> l
         if draft.quantization is not Quantization.NONE:
             draft = replace(draft, dtype=Dtype.BFLOAT16)  # whatever the target has: hints have no precision
         words = ["--target-tokenizer", str(deployment.target), *words_for(draft, EngineOptions, Vocabulary)]
+        words += words_for(told["draft"], EngineOptions)
         size = deployment.draft_tensor_parallel_size
         specs += [
             _worker_spec("draft", i, deployment.draft, deployment, own, size, run_id, words)

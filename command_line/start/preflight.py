@@ -6,12 +6,16 @@ Each check returns or raises ConfigurationError with one paragraph for the opera
 from __future__ import annotations
 
 import json
+import os
 import socket
-from math import prod
+import subprocess
+from collections.abc import Mapping
+from math import floor, prod
 from pathlib import Path
+from typing import Any
 
-from command_line.checkout import check_installed
-from command_line.start.deployment import Deployment
+from command_line.checkout import ROOT, check_installed, module
+from command_line.start.deployment import Deployment, WorkerMemory, flatten
 from coordinator.access.api_keys import KeyFile
 from coordinator.settings import Hosting
 from outrider.addresses import bound_socket, join_address
@@ -23,12 +27,15 @@ from outrider.text.tokenizer import compile_chat_template, fingerprint
 from outrider.text.vocabulary_map import has_same_base
 
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
+SMALL_SHARE = 0.02
+"""Weights below this share of the free memory leave enough room without a plan, which takes seconds."""
+PLAN_TIMEOUT_S = 120.0
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
-def check(deployment: Deployment) -> None:
-    """Checks everything that needs no process and no connection."""
+def check(deployment: Deployment) -> dict[str, WorkerMemory]:
+    """Checks everything that needs no connection. Returns what the workers of each role are told of their memory."""
     is_plain = deployment.hosting is Hosting.PLAIN
     check_installed("coordinator" if is_plain else "ray_serve", "target_worker", "draft_worker")
     check_model(deployment.target, "--target")
@@ -38,12 +45,14 @@ def check(deployment: Deployment) -> None:
             check_tokenizers(deployment.target, deployment.draft)
     if deployment.chat_template is not None:
         check_chat_template(deployment.chat_template)
-    check_memory(deployment, available_memory())
+    free = available_memory()
+    weights = check_memory(deployment, free)
     check_access(deployment)
     if deployment.port == deployment.grpc_port != 0:
         raise ConfigurationError(f"--port and --grpc-port are both {deployment.port}; they must differ")
     check_port(deployment.host, deployment.port, "--port")
     check_port(deployment.host, deployment.grpc_port, "--grpc-port")
+    return divide_memory(deployment, weights, free)
 
 
 def check_access(deployment: Deployment) -> None:
@@ -95,27 +104,89 @@ def check_chat_template(path: Path) -> None:
         raise ConfigurationError(f"--chat-template {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def check_memory(deployment: Deployment, free: int) -> None:
-    """That the weights of all workers find room together. What else a worker takes it looks at itself before it loads
-    (`outrider.engine.loading.memory_plan`), but it knows of no other that is just loading beside it."""
+def check_memory(deployment: Deployment, free: int) -> dict[str, int]:
+    """That the weights of all workers find room together. Returns those of each role's workers, in bytes."""
     item_size = 4 if deployment.dtype is Dtype.FLOAT32 else 2
     parts = [
         ("target", deployment.num_target_workers, deployment.target, deployment.quantization),
         ("draft", deployment.num_draft_workers, deployment.draft, deployment.draft_quantization),
     ]
-    needed, words = 0, []
+    needed, words = {}, []
     for role, num_workers, folder, quantization in parts:
         if folder is None or not num_workers:
             continue
         weights = num_parameters(folder, f"--{role}") * (item_size if quantization is Quantization.NONE else 1)
-        needed += num_workers * weights
+        needed[role] = num_workers * weights
         words.append(f"{num_workers} × {weights / GIB:.1f} GiB for the {role} worker{'s'[: num_workers > 1]}")
-    if needed > free:
+    if sum(needed.values()) > free:
         raise ConfigurationError(
             f"{free / GIB:.1f} GiB are free here, and weights alone take {' and '.join(words)}. Start fewer workers, "
             "quantize them (--quantization, --draft-quantization) or use a larger machine; `outrider plan` tells what "
             "fits."
         )
+    return needed
+
+
+def divide_memory(deployment: Deployment, weights: Mapping[str, int], free: int) -> dict[str, WorkerMemory]:
+    """Divides the memory between the workers: they load at the same time, and each alone would take what it sees free.
+
+    Raises ConfigurationError, with the numbers, where they do not fit together.
+    """
+    found = None
+    if sum(weights.values()) > SMALL_SHARE * free:
+        found = _planned(deployment)
+    if found is None:
+        return _shares(deployment, weights)
+    if found["refusal"] is not None:
+        raise ConfigurationError(found["refusal"])
+    return {
+        role: WorkerMemory(each["max_model_len"], kv_cache_gib=each["num_bytes"] / GIB)
+        for role, each in found["workers"].items()
+    }
+
+
+def _planned(deployment: Deployment) -> dict[str, Any] | None:
+    """The findings of `outrider plan`, in a process of its own, so that this one needs no torch; None where it knows no
+    plan for such a model."""
+    flags = {
+        "--draft": deployment.draft,
+        "--tensor-parallel-size": deployment.tensor_parallel_size,
+        "--draft-tensor-parallel-size": deployment.draft_tensor_parallel_size,
+        "--num-target-workers": deployment.num_target_workers,
+        "--num-draft-workers": deployment.num_draft_workers,
+        "--dtype": deployment.dtype.value,
+        "--quantization": deployment.quantization.value,
+        "--draft-quantization": deployment.draft_quantization.value,
+        "--memory-utilization": deployment.memory_utilization,
+        "--max-model-len": deployment.max_model_len,
+        "--max-num-seqs": deployment.max_num_seqs,
+    }
+    command = [*module("command_line"), "plan", str(deployment.target), *flatten(flags), "--json"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=PLAN_TIMEOUT_S,
+            check=False,
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None  # the workers say what is wrong, if anything is
+    return found
+
+
+def _shares(deployment: Deployment, weights: Mapping[str, int]) -> dict[str, WorkerMemory]:
+    """Half of the memory equally, half by the size of the weights."""
+    num_workers = {"target": deployment.num_target_workers, "draft": deployment.num_draft_workers}
+    whole, num_all = sum(weights.values()) or 1, sum(num_workers[role] for role in weights)
+    found = {}
+    for role, own in weights.items():
+        share = deployment.memory_utilization * (1 / num_all + own / whole / num_workers[role]) / 2
+        found[role] = WorkerMemory(deployment.max_model_len, memory_utilization=floor(1e4 * share) / 1e4)
+    return found
 
 
 def num_parameters(folder: Path, flag: str) -> int:

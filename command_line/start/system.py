@@ -81,7 +81,7 @@ async def running_system(
 
     `redis_url` None starts an embedded Redis. Raises ConfigurationError when something cannot start.
     """
-    preflight.check(deployment)
+    memory = preflight.check(deployment)
     if redis_url is not None:
         await check_redis(redis_url)
     scratch = new_system_folder()
@@ -98,7 +98,7 @@ async def running_system(
             port=deployment.port or http_port,
             grpc_port=deployment.grpc_port or grpc_port,
         )
-        specs = worker_specs(deployment, usable_cores(), secrets.token_hex(3))
+        specs = worker_specs(deployment, usable_cores(), secrets.token_hex(3), memory)
         specs.append(coordinator_spec(deployment, scratch / "ray"))
         shared = _shared_environment(url)
         specs = [replace(spec, environment={**shared, **spec.environment}) for spec in specs]

@@ -6,6 +6,8 @@ The model code is transformers' own; only its attention (`attention`) and its li
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,23 +21,21 @@ from torch import nn
 from outrider.engine.device import choose_device, read_facts
 from outrider.engine.device_steps import DeviceSteps
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.kv.kv_plan import LOOKAHEAD_ENTRIES as LOOKAHEAD_ENTRIES
+from outrider.engine.kv.kv_plan import KvPlan
+from outrider.engine.kv.kv_plan import ModelLoadError as ModelLoadError
 from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
 from outrider.engine.layers.decoder import FusedDecoder
 from outrider.engine.layers.kv_layout import LayerLayout, bytes_per_token
 from outrider.engine.layers.linear import LinearForms
-from outrider.engine.layers.paged_attention import BLOCK_SIZE, Attend
+from outrider.engine.layers.paged_attention import Attend
 from outrider.engine.options import EngineOptions
 from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pairs, encode_step
 from outrider.engine.ranks.rank_group import RankGroup, RankMessage
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
-from outrider.errors import ConfigurationError
 from outrider.text.vocabulary_map import VocabularyMap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class ModelLoadError(ConfigurationError):
-    """The model cannot be served; the message names the cause and a remedy."""
 
 
 def device_for(choice: str) -> str:
@@ -63,9 +63,11 @@ class Engine:
         config: EngineOptions,
         layers: Sequence[LayerLayout],
         num_parameters: int,
+        kv: KvPlan,
         group: RankGroup | None = None,
     ) -> None:
-        """layers: KV layout of each attention call on this rank (`find_layout`). num_parameters: of the whole model."""
+        """layers: KV layout of each attention call on this rank (`find_layout`). num_parameters: of the whole model.
+        kv: of this rank (`plan_kv`)."""
         self.model = model
         self.config = config
         self.device = device_for(config.device)
@@ -74,7 +76,7 @@ class Engine:
         self._has_met = False  # the other ranks, once their models were loaded
         hf_config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
         self.vocab_size: int = hf_config.vocab_size
-        self.max_model_len = longest_sequence(hf_config, config.max_model_len)
+        self.max_model_len = kv.max_model_len
         self.num_layers = len(layers)
         self.num_parameters = num_parameters
         self.numerics = ""
@@ -82,17 +84,14 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(model)
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = bytes_per_token(layers, dtype)
-        self.block_size = config.block_size or (BLOCK_SIZE_ON_CPU if self.device == "cpu" else BLOCK_SIZE)
-        num_blocks = _num_blocks(config, self.max_model_len, self.kv_bytes_per_token, self.block_size)
-        self.allocator = BlockAllocator(num_blocks, self.block_size)
-        self._scratch_block_ids = range(
-            num_blocks, num_blocks + NUM_SCRATCH_BLOCKS * (self.device != "cpu" and config.has_trees)
-        )
+        self.block_size = kv.block_size
+        self.allocator = BlockAllocator(kv.num_blocks, self.block_size)
+        self._scratch_block_ids = range(kv.num_blocks, kv.num_blocks + kv.num_scratch_blocks)
         num_slots = self._scratch_block_ids.stop * self.block_size
         self.layers = [
             LayerCache(
-                torch.zeros(num_slots, each.num_kv_heads, each.key_dim, dtype=dtype, device=self.device),
-                torch.zeros(num_slots, each.num_kv_heads, each.value_dim, dtype=dtype, device=self.device),
+                _cache((num_slots, each.num_kv_heads, each.key_dim), dtype, self.device),
+                _cache((num_slots, each.num_kv_heads, each.value_dim), dtype, self.device),
                 each.visibility,
             )
             for each in layers
@@ -278,31 +277,18 @@ def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
     return wanted or [0]  # the output layer needs at least one row
 
 
-BLOCK_SIZE_ON_CPU = 16
-NUM_SCRATCH_BLOCKS = 32
-LOOKAHEAD_ENTRIES = 256
-"""KV entries that a sequence may use beyond its longest length: hints being verified, a draft's hint tree."""
+def _cache(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A tensor of zeros. On a CPU its memory is committed as it is written; `torch.zeros` would commit all of it."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def longest_sequence(hf_config: Any, wanted: int | None) -> int:
-    """Returns the longest sequence to serve, tokens: `wanted`, or else the model's limit. Raises ModelLoadError."""
-    longest: int = getattr(hf_config, "max_position_embeddings", None) or 1 << 20
-    if wanted is not None and not 2 <= wanted <= longest:
-        raise ModelLoadError(f"max_model_len is {wanted}; permitted for this model: 2 to {longest}")
-    return wanted or longest
-
-
-def _num_blocks(config: EngineOptions, max_model_len: int, kv_bytes_per_token: int, block_size: int) -> int:
-    """Blocks for `max_num_seqs` of the longest sequences, or as many as the memory bound permits."""
-    per_sequence = -(-(max_model_len + LOOKAHEAD_ENTRIES) // block_size)
-    affordable = config.kv_cache_bytes // (kv_bytes_per_token * block_size)
-    if affordable < per_sequence:
-        needed = per_sequence * block_size * kv_bytes_per_token / 2**30
-        raise ModelLoadError(
-            f"{config.kv_cache_bytes / 2**30:.2f} GiB of KV cache hold no sequence of {max_model_len} tokens; "
-            f"one needs {needed:.2f} GiB: raise --kv-cache-gib or lower --max-model-len"
-        )
-    return int(min(per_sequence * config.max_num_seqs, affordable)) + 1
+def own_limit(text_config: Any) -> int:
+    """The longest sequence that a model was made for, tokens."""
+    return getattr(text_config, "max_position_embeddings", None) or 1 << 20
 
 
 def _eos_token_ids(model: nn.Module) -> frozenset[int]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
 from outrider.errors import ConfigurationError
 from outrider.settings import CAPACITY, MODEL, REQUIRED, check, setting
+
+AUTO: Final = "auto"
+"""A `max_model_len`: the model's own, or what fits into memory if that is less."""
 
 
 class Dtype(StrEnum):
@@ -40,13 +44,19 @@ class EngineOptions:
     )  # fmt: skip
     device: Device = setting(Device.AUTO, "where the model runs; auto: on the GPU if there is one", MODEL)
     max_num_seqs: int = setting(32, "sequences that run at once", CAPACITY, "sequences", at_least=1)
-    max_model_len: int | None = setting(
-        None, "longest prompt plus output", CAPACITY, "tokens", at_least=2, shows="the model's"
-    )
-    kv_cache_gib: float = setting(
-        2.0, "most memory for KV; sequences of a target worker allocate it as they grow, and preempt each other "
-        "when it is full",
-        CAPACITY, "GiB", above=0,
+    max_model_len: int | str | None = setting(
+        None, "longest prompt plus output; auto: the model's, or what fits into memory if that is less",
+        CAPACITY, "tokens", at_least=2, word=AUTO, aliases=("-1",), shows="the model's",
+    )  # fmt: skip
+    memory_utilization: float | None = setting(
+        None, "share of the device's memory that this worker may use; KV gets what the weights and a step's work leave "
+        "of it. Of a GPU or of a container with a limit it is a share of the whole, elsewhere of what is free",
+        CAPACITY, "share", above=0, at_most=1, shows="0.9; 0.4 on a machine whose memory others use too",
+    )  # fmt: skip
+    kv_cache_gib: float | None = setting(
+        None, "memory for KV, whatever --memory-utilization is. Sequences of a target worker allocate blocks of it as "
+        "they grow, and preempt each other when it is full",
+        CAPACITY, "GiB", above=0, shows="what --memory-utilization leaves",
     )  # fmt: skip
     block_size: int | None = setting(
         None, "KV entries in a block",
@@ -69,5 +79,5 @@ class EngineOptions:
             raise ConfigurationError(f"{self.quantization} weights are computed in bfloat16: set --dtype bfloat16")
 
     @property
-    def kv_cache_bytes(self) -> int:
-        return int(self.kv_cache_gib * 2**30)
+    def kv_cache_bytes(self) -> int | None:
+        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)

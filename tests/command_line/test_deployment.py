@@ -12,6 +12,7 @@ from command_line.start.deployment import (
     Affinity,
     CorePlan,
     Deployment,
+    WorkerMemory,
     coordinator_spec,
     plan_cores,
     worker_specs,
@@ -72,6 +73,19 @@ def test_values_left_to_the_worker_are_not_passed() -> None:
     (target,) = worker_specs(given, [0, 1], "abc")
     assert flags(target.command)["--num-speculative-tokens"] == "0"
     assert flags(target.command)["--max-model-len"] == "512"
+
+
+def test_each_pool_gets_its_part_of_the_memory() -> None:
+    memory = {
+        "target": WorkerMemory(max_model_len=4096, kv_cache_gib=1.5),
+        "draft": WorkerMemory(max_model_len=2048, memory_utilization=0.25),
+    }
+    given = replace(PAIR, max_model_len="auto")
+    target, draft = (flags(each.command) for each in worker_specs(given, [0, 1], "abc", memory))
+    assert (target["--max-model-len"], target["--kv-cache-gib"]) == ("4096", "1.5")
+    assert (draft["--max-model-len"], draft["--memory-utilization"]) == ("2048", "0.25")
+    assert "--memory-utilization" not in target
+    assert all(flags(each.command)["--max-model-len"] == "auto" for each in worker_specs(given, [0, 1], "abc"))
 
 
 def test_worker_ids_differ_between_workers_and_systems() -> None:

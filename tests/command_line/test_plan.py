@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from command_line import app
 from command_line.plan import parse_size
+from outrider.engine.kv.kv_plan import GIB
 from tests import models
+from tests.engine.test_kv_plan import HUGE, LARGE, LONGEST, SHAPES, SMALL
 
 RUNNER = CliRunner()
 
@@ -69,7 +71,7 @@ def test_what_is_held_back_is_said() -> None:
     assert "1.8 GiB of each rank's device may be used. That is 90% of 2.0 GiB (--memory)" in (
         RUNNER.invoke(app, words).output
     )
-    whole = RUNNER.invoke(app, [*words, "--utilization", "1"]).output
+    whole = RUNNER.invoke(app, [*words, "--memory-utilization", "1"]).output
     assert "100% of 2.0 GiB" in whole
     assert "held back" not in whole
 
@@ -85,3 +87,63 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_a_number_without_a_unit_is_refused_with_both_that_it_may_mean() -> None:
     result = RUNNER.invoke(app, ["plan", str(models.model_dir("llama")), "--memory", "8"])
     assert "8GiB or 8GB" in " ".join(result.output.replace("│", "").split())
+
+
+GPU = ("--device", "cuda", "--memory")
+
+
+def refused(*words: object) -> str:
+    """The refusal of a plan, which the exit status tells too."""
+    result = RUNNER.invoke(app, ["plan", *map(str, words), "--json"])
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert not found["starts"]
+    assert found["workers"] == {}
+    refusal: str = found["refusal"]
+    return refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "memory"), [(LARGE, 4, "80GiB"), (SMALL, 1, "24GiB"), (HUGE, 16, "80GiB")]
+)
+def test_a_published_model_starts_with_its_whole_context(name: str, num_ranks: int, memory: str) -> None:
+    found = planned(SHAPES / name, *GPU, memory, "--tensor-parallel-size", num_ranks)
+    assert found["starts"]
+    assert found["refusal"] is None
+    worker = found["workers"]["target"]
+    assert worker["max_model_len"] == LONGEST
+    used = sum(found[part] for part in ("weights", "step", "process")) + worker["num_bytes"]
+    assert 0.995 * found["usable"] < used <= found["usable"] == int(0.9 * int(memory[:2]) * GIB)
+
+
+def test_what_would_not_start_is_said_with_the_length_that_would() -> None:
+    words = (SHAPES / SMALL, *GPU, "6GiB")
+    assert "Set --max-model-len 54784 or auto" in refused(*words)
+    assert planned(*words, "--max-model-len", 54784)["workers"]["target"]["max_model_len"] == 54784
+    for auto in ("auto", "-1"):
+        assert planned(*words, "--max-model-len", auto)["workers"]["target"]["max_model_len"] == 54784
+    assert "Set --max-model-len" in refused(*words, "--max-model-len", 54785)
+    shown = RUNNER.invoke(app, ["plan", *map(str, words)])
+    assert shown.exit_code == 1
+    assert "A worker would refuse to start" in shown.output
+
+
+def test_a_length_that_the_model_does_not_have_is_refused_and_what_is_none_is_a_usage_error() -> None:
+    assert "permitted for this model: 2 to 512, or auto" in refused(models.model_dir("llama"), "--max-model-len", 513)
+    for text in ("much", "1.5"):
+        result = RUNNER.invoke(app, ["plan", str(models.model_dir("llama")), "--max-model-len", text])
+        assert result.exit_code == 2
+        assert "is not a whole number or auto" in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_cpu_keeps_kv_for_as_many_sequences_as_may_run() -> None:
+    words = (models.model_dir("llama"), "--device", "cpu", "--memory", "8GiB")
+    few, many = (planned(*words, "--max-num-seqs", number)["workers"]["target"] for number in (2, 8))
+    assert many["num_tokens"] == 4 * few["num_tokens"] == 8 * (models.MAX_MODEL_LEN + 256)
+
+
+def test_workers_that_share_a_device_divide_it() -> None:
+    words = (SHAPES / SMALL, "--draft", SHAPES / SMALL, *GPU)
+    found = planned(*words, "32GiB", "--num-draft-workers", 2)["workers"]
+    assert found["target"]["num_tokens"] == found["draft"]["num_tokens"] > LONGEST
+    assert "3 processes may use together" in refused(*words, "12GiB", "--num-draft-workers", 2)

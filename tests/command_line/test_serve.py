@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 
 from tests.command_line.conftest import commands, family, write_model, write_weights
 from tests.command_line.fakes import expect_eventually, is_alive
+from tests.engine.test_kv_plan import SHAPES, SMALL
 
 Run = Callable[..., subprocess.Popen[str]]
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")
@@ -25,7 +28,7 @@ def models(pair: tuple[Path, Path]) -> tuple[object, ...]:
 
 def refusal(process: subprocess.Popen[str]) -> str:
     """The message of a command that must fail with status 1, as one line."""
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=150)
     assert process.returncode == 1, stderr
     return " ".join(stderr.split())
 
@@ -124,6 +127,44 @@ def test_more_weights_than_memory_are_refused_with_the_numbers(outrider: Run, pa
     assert "2 × 18626.5 GiB for the target workers and 1 × 0.0 GiB for the draft worker" in message
 
 
+def flags_of(process: subprocess.Popen[str], name: str) -> dict[str, str]:
+    (words,) = (words for words in commands(process).values() if words[1:3] == ["-m", name])
+    return dict(itertools.pairwise(words))
+
+
+def test_small_models_are_given_shares_that_add_up_to_less_than_what_is_there(
+    outrider: Run, pair: tuple[Path, Path]
+) -> None:
+    process = outrider("serve", *models(pair), *FREE_PORTS, "--memory-utilization", 0.5)
+    assert ready_line(process)
+    shares = [float(flags_of(process, name)["--memory-utilization"]) for name in ("target_worker", "draft_worker")]
+    assert 0.49 < sum(shares) <= 0.5
+
+
+def test_large_models_are_given_kv_by_a_plan(outrider: Run, pair: tuple[Path, Path]) -> None:
+    for folder in pair:
+        shutil.copy(SHAPES / SMALL / "config.json", folder)
+        write_weights(folder, 1_235_814_400)
+    process = outrider("serve", *models(pair), *FREE_PORTS, "--max-model-len", "auto", "--max-num-seqs", 2)
+    assert ready_line(process)
+    target, draft = (flags_of(process, name) for name in ("target_worker", "draft_worker"))
+    assert target["--max-model-len"] == draft["--max-model-len"]
+    assert target["--kv-cache-gib"] == draft["--kv-cache-gib"]
+    needed = (int(target["--max-model-len"]) + 256) * 32 / 2**20
+    assert float(target["--kv-cache-gib"]) >= needed
+
+
+def test_models_that_do_not_fit_together_are_refused_before_anything_starts(
+    outrider: Run, pair: tuple[Path, Path]
+) -> None:
+    shutil.copy(SHAPES / SMALL / "config.json", pair[0])
+    write_weights(pair[0], 1_235_814_400)
+    shutil.copy(SHAPES / SMALL / "config.json", pair[1])
+    message = refusal(outrider("serve", *models(pair), *FREE_PORTS, "--memory-utilization", 0.05))
+    assert "that 2 processes may use together (--memory-utilization 0.05)" in message
+    assert "are missing for the weights" in message
+
+
 def test_different_tokenizers_are_refused_with_both_fingerprints(
     outrider: Run, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -158,7 +199,7 @@ def test_redis_may_be_named_in_a_file(outrider: Run, pair: tuple[Path, Path], tm
 
 def test_draft_and_no_draft_exclude_each_other(outrider: Run, pair: tuple[Path, Path]) -> None:
     process = outrider("serve", *models(pair), "--no-draft")
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "exclude each other" in stderr
 
@@ -178,7 +219,7 @@ def test_a_tenant_s_weight_that_is_none_is_refused_before_a_process_starts(
     outrider: Run, pair: tuple[Path, Path], weight: str
 ) -> None:
     process = outrider("serve", *models(pair), "--tenant-weight", weight)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=150)
     assert process.returncode == 2
     assert "--tenant-weight" in stderr
     assert "gold" in stderr

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from outrider.engine.compiled.kernels import available, products
+from outrider.engine.kv.kv_plan import KvPlan
 from outrider.engine.layers import decoder
 from outrider.engine.layers.decoder import FAMILIES, why_not
 from outrider.engine.layers.kv_layout import find_layout
@@ -419,7 +420,8 @@ class TestWeights:
         joined = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
         copied = {key: weakref.ref(parameter) for key, parameter in model.named_parameters() if key.endswith(joined)}
         assert len(copied) == 15
-        engine = Engine(model, models.engine_config(model_dir(name), dtype), find_layout(model), num_parameters=0)
+        kv = KvPlan(num_blocks=9, block_size=8, num_scratch_blocks=0, max_model_len=64, num_bytes=0)
+        engine = Engine(model, models.engine_config(model_dir(name), dtype), find_layout(model), 0, kv)
         with torch.inference_mode():
             engine.fuse(LinearForms())
         gc.collect()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from outrider.engine.kv.kv_plan import GIB, MIB, Budget, DeviceMemory, in_words, plan_kv
 from outrider.engine.loading.loading import load_model
-from outrider.engine.loading.memory_plan import GIB, MIB, ServingShape, check_memory, in_words, plan_memory
+from outrider.engine.loading.memory_plan import ServingShape, plan_memory
 from outrider.errors import ConfigurationError
 from tests import models
 
@@ -30,7 +31,7 @@ def test_weights_and_kv_are_those_of_the_engine(family: str, tmp_path: Path) -> 
     needs = plan_memory(copy_of_config(family, tmp_path / "model"), ServingShape(torch.float32))
     assert needs.weights == 4 * engine.num_parameters
     assert needs.kv_per_token == engine.kv_bytes_per_token
-    assert needs.max_model_len == engine.max_model_len
+    assert needs.longest == engine.max_model_len
 
 
 def test_a_tied_output_layer_is_packed_once_more_where_it_is() -> None:
@@ -60,26 +61,43 @@ def test_ranks_share_weights_and_heads() -> None:
 
 def test_tokens_that_fit_are_what_is_left() -> None:
     needs = plan_memory(models.model_dir("llama"), BF16)
-    assert needs.num_tokens(needs.fixed - 1) == 0
-    assert needs.num_tokens(needs.fixed + 10 * needs.kv_per_token) == 10
-    assert needs.num_sequences(needs.fixed + 10 * needs.kv_per_token, 5) == 2
+    options = models.engine_config(models.model_dir("llama"), "bfloat16", block_size=1, max_model_len=5)
+    longest = needs.kv_per_token * (5 + 256)
+
+    def planned(memory: int) -> int:
+        return plan_kv(needs, Budget(memory, memory, ""), options, "cpu").num_tokens
+
+    with pytest.raises(ConfigurationError, match="does not fit"):
+        planned(needs.fixed - 1)
+    assert planned(needs.fixed + needs.kv_per_token + longest) == 261
+    assert planned(needs.fixed + needs.kv_per_token + longest + 10 * needs.kv_per_token) == 271
 
 
 @pytest.mark.parametrize("num_ranks_here", [1, 2])
 def test_what_cannot_fit_is_refused_with_the_numbers(num_ranks_here: int) -> None:
     folder = models.model_dir("llama")
     needs = plan_memory(folder, BF16)
-    kv = needs.kv_per_token * needs.max_model_len * 32
-    there = num_ranks_here * (needs.fixed + kv)
-    check = partial(check_memory, folder, needs, max_num_seqs=32, num_ranks_here=num_ranks_here)
+    options = models.engine_config(folder, "bfloat16", max_num_seqs=1)
+    kv = needs.kv_per_token * (needs.longest + 256)
+    there = num_ranks_here * (needs.fixed + kv + 8 * needs.kv_per_token)  # and the block that no sequence owns
+
+    def check(memory: int, kv_cache_bytes: int | None = None) -> None:
+        gib = None if kv_cache_bytes is None else kv_cache_bytes / GIB
+        budget = DeviceMemory(memory, memory, is_own=True).budget(1.0, num_ranks_here)
+        plan_kv(needs, budget, replace(options, kv_cache_gib=gib), "cpu")
+
+    check(there)
     check(there, kv_cache_bytes=10 * kv)
-    check(there - num_ranks_here * kv // 2, kv_cache_bytes=kv // 2)
-    with pytest.raises(ConfigurationError, match=r"does not fit: .* are free, and .* missing for the weights"):
-        check(there - 1, kv_cache_bytes=10 * kv)
+    match = r"does not fit: .* are free, and .* missing for the weights"
+    for kv_cache_bytes in (None, 10 * kv):
+        with pytest.raises(ConfigurationError, match=match) as refused:
+            check(there - num_ranks_here, kv_cache_bytes)
+        assert (f"of each of {num_ranks_here} ranks" in refused.value.message) == (num_ranks_here > 1)
 
 
 def test_a_worker_looks_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.loading.loading.available_memory", lambda: 100 * MIB)
+    memory = DeviceMemory(100 * MIB, 100 * MIB, is_own=False)
+    monkeypatch.setattr("outrider.engine.loading.loading.machine_memory", lambda: memory)
     with pytest.raises(ConfigurationError, match="does not fit: 100 MiB are free"):
         load_model(models.engine_config(models.model_dir("llama")))
 

@@ -22,8 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
+from outrider.engine.kv.kv_plan import DeviceMemory
 from outrider.engine.layers import linear
+from outrider.engine.loading import loading
 from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.memory_plan import ServingShape, plan_memory
 from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import Engine, ModelLoadError
 from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pairs, encode_step
@@ -159,7 +162,9 @@ def run_rank(environment: dict[str, str], task: str, folder: Path, *arguments: s
             os.dup2(said.fileno(), stream)
     joined = join_ranks(TIMEOUT_S)
     assert joined is not None
-    tasks: dict[str, Callable[..., None]] = {"speak": speak, "talk": talk, "weigh": weigh, "dawdle": dawdle}
+    tasks: dict[str, Callable[..., None]] = {
+        "speak": speak, "talk": talk, "weigh": weigh, "dawdle": dawdle, "size": size_kv,
+    }  # fmt: skip
     tasks[task](joined, folder, *arguments)
     leave(0)
 
@@ -279,6 +284,26 @@ def weigh(group: RankGroup, folder: Path, model_dir: str, products: str) -> None
         "blocks": engine.allocator.num_blocks,
     }
     (folder / f"memory-{group.rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_ranks_with_different_memory_have_equally_many_blocks(tmp_path: Path) -> None:
+    with Ranks(2, tmp_path, "size", models.model_dir("llama")) as ranks:
+        assert ranks.wait() == [0] * 2, ranks.said()
+    first, second = (json.loads((tmp_path / f"blocks-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["max_model_len"] < models.MAX_MODEL_LEN
+
+
+def size_kv(group: RankGroup, folder: Path, model_dir: str) -> None:
+    """Writes how long a sequence may be, and how many blocks there are. Rank 1 has the least memory."""
+    config = models.engine_config(Path(model_dir), "bfloat16", memory_utilization=1.0, max_model_len="auto")
+    needs = plan_memory(config.model, ServingShape.of(config, 2, "cpu"))
+    free = needs.fixed + (4000 if group.rank == 0 else 400) * needs.kv_per_token
+    vars(loading)["machine_memory"] = lambda: DeviceMemory(free, free, is_own=True)
+    engine = load_model(config, group)
+    found = {"blocks": engine.allocator.num_blocks, "max_model_len": engine.max_model_len}
+    (folder / f"blocks-{group.rank}.json").write_text(json.dumps(found))
 
 
 def own_memory_mib() -> float:

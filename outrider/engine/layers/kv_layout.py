@@ -72,15 +72,19 @@ _watch: ContextVar[_Watch] = ContextVar("outrider_watch")
 
 def layout_of_config(hf_config: Any) -> tuple[LayerLayout, ...]:
     """The layout of a model of this configuration, built without weights. Raises UnsupportedModelError."""
+    return find_layout(empty_model(hf_config))
+
+
+def empty_model(hf_config: Any) -> Any:
+    """A model of this configuration on the meta device, without weights. Raises UnsupportedModelError."""
     from transformers import AutoModelForCausalLM
 
     refuse_other_states(hf_config)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+            return AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
     except ValueError as error:
         raise UnsupportedModelError(f"transformers has no decoder for {type(hf_config).__name__}") from error
-    return find_layout(model)
 
 
 @torch.inference_mode()

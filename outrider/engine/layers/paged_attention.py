@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
+from outrider.engine.kv.kv_plan import BLOCK_SIZE_ON_GPU as BLOCK_SIZE
 from outrider.engine.layers.attention import LayerCache, Visibility
 from outrider.engine.layers.paged_layout import PagedShape
 
-BLOCK_SIZE = 256
-"""KV entries per block; the kernel takes multiples of this."""
 MAX_HEAD_DIM = 256
 
 

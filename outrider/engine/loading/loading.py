@@ -11,6 +11,8 @@ import ctypes
 import gc
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,32 @@ from safetensors import SafetensorError
 
 from outrider.engine.compiled import numerics
 from outrider.engine.compiled.products import bound_products
+from outrider.engine.kv.kv_plan import Budget, DeviceMemory, KvPlan, ModelMemory, in_words, plan_kv
 from outrider.engine.layers.attention import ATTENTION_NAME
 from outrider.engine.layers.decoder import why_not
 from outrider.engine.layers.experts import has_experts, run_in_blocks, split_experts
-from outrider.engine.layers.kv_layout import UnsupportedModelError, find_layout, refuse_other_states
+from outrider.engine.layers.kv_layout import LayerLayout, UnsupportedModelError, find_layout, refuse_other_states
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant, round_weights
 from outrider.engine.layers.paged_attention import why_not_paged
 from outrider.engine.layers.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
 from outrider.engine.loading.checkpoint_files import check_checkpoint, unfinished_fetch
-from outrider.engine.loading.machine import available_memory
-from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, check_memory, plan_memory
-from outrider.engine.model import DTYPES, Engine, ModelLoadError, check_device, device_for, longest_sequence
-from outrider.engine.options import EngineOptions
+from outrider.engine.loading.machine import machine_memory
+from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, loaded_memory, plan_memory
+from outrider.engine.model import DTYPES, Engine, ModelLoadError, check_device, device_for, own_limit
+from outrider.engine.options import AUTO, EngineOptions
 from outrider.engine.ranks.rank_group import RankGroup
 from outrider.engine.sequence_chunk import SequenceChunk
 from outrider.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """The memory that is decided upon before loading."""
+
+    budget: Budget
+    needs: ModelMemory | None  # None: known once it is loaded
 
 
 def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
@@ -47,7 +58,7 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
     device = device_for(config.device)
     bound_products()
     torch.set_num_threads(config.num_threads)
-    model = _read(config, device, group)
+    model, config, decision = _read(config, device, group)
     _refuse_moving_frequencies(model, config)
     _refuse_row_scaling(model, config)
     model.eval().requires_grad_(False).to(device)
@@ -65,7 +76,8 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
     except UnsupportedModelError as error:
         raise ModelLoadError(f"the engine cannot run {type(model).__name__}: {error}") from error
     model.set_attn_implementation(ATTENTION_NAME)
-    engine = Engine(model, config, layers, num_parameters, group)
+    kv = _plan_kv(model, layers, config, decision, group)
+    engine = Engine(model, config, layers, num_parameters, kv, group)
     forms = LinearForms(config.quantization)
     obstacle = why_not(model) if not config.enforce_eager else "disabled"
     if obstacle is None:
@@ -84,8 +96,11 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
     return engine
 
 
-def _read(config: EngineOptions, device: str, group: RankGroup | None) -> Any:
-    """transformers' model with the checkpoint's weights, with a group this rank's shard. Raises ModelLoadError."""
+def _read(config: EngineOptions, device: str, group: RankGroup | None) -> tuple[Any, EngineOptions, _Decision]:
+    """transformers' model with the checkpoint's weights, with a group this rank's shard. Raises ModelLoadError.
+
+    The options have the longest sequence that was decided.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -102,7 +117,8 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> Any:
                 f"its weights are quantized ({published.name}), and such a checkpoint cannot be sharded over ranks: "
                 "serve it with one rank, or the model as it was before with --quantization"
             )
-        _check_memory(config, device, group)
+        distribution = None if group is None else _distribution(hf_config.get_text_config(), group)
+        config, decision = _decide(config, device, group)
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.model,
             config=hf_config,
@@ -112,7 +128,7 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            distributed_config=None if group is None else _distribution(hf_config.get_text_config(), group),
+            distributed_config=distribution,
         )
     except UnsupportedModelError as error:
         raise ModelLoadError(f"the engine cannot run {config.model}: {error}") from error
@@ -125,7 +141,7 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> Any:
             f"{config.model} lacks {len(missing)} tensors of its model, such as {missing[0]}; "
             "the weights are incomplete or of another architecture"
         )
-    return model
+    return model, config, decision
 
 
 def _refuse_missing_files(model_dir: Path) -> None:
@@ -185,31 +201,54 @@ def _use_device(engine: Engine, *, is_plain: bool) -> None:
         logger.warning("no CUDA graphs: %s", error)
 
 
-def _check_memory(config: EngineOptions, device: str, group: RankGroup | None) -> None:
-    """Refuses what cannot fit, before minutes are spent on loading it or the system kills the process."""
-    shape = ServingShape(
-        DTYPES[config.dtype],
-        config.quantization,
-        1 if group is None else group.size,
-        torch.device(device).type,
-        config.max_model_len,
-    )
+def _decide(config: EngineOptions, device: str, group: RankGroup | None) -> tuple[EngineOptions, _Decision]:
+    """Refuses what cannot fit, before minutes are spent on loading it or the system kills the process; decides the
+    longest sequence. Raises ConfigurationError."""
+    device_type = torch.device(device).type
+    budget = _budget(config, device, group)
+    num_ranks = 1 if group is None else group.size
     try:
-        needs = plan_memory(config.model, shape)
+        needs = plan_memory(config.model, ServingShape.of(config, num_ranks, device_type))
     except NoPlanError:
         raise
     except ConfigurationError as error:  # loading reports the fault, if there is one
         logger.info("memory use is not known in advance: %s", error)
-        return
-    check_memory(
-        config.model,
-        needs,
-        available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0],
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_bytes=config.kv_cache_bytes,
-        # A GPU belongs to one rank; a machine's memory is shared by all ranks on it, which load at the same time.
-        num_ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device == "cpu" else 1,
-    )
+        return config, _Decision(budget, None)
+    kv = plan_kv(needs, budget, config, device_type)
+    if config.max_model_len == AUTO:
+        what = "the model's own" if kv.max_model_len == needs.longest else f"what fits; the model's is {needs.longest}"
+        logger.info("--max-model-len auto: %d tokens, %s", kv.max_model_len, what)
+    return replace(config, max_model_len=kv.max_model_len), _Decision(budget, needs)
+
+
+def _budget(config: EngineOptions, device: str, group: RankGroup | None) -> Budget:
+    """The part of its device that each rank may use: the least of all ranks, which must have equally many blocks."""
+    if device == "cpu":
+        # A machine's memory is shared by all ranks on it, which load at the same time; a GPU belongs to one.
+        memory, num_ranks_here = machine_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        memory, num_ranks_here = DeviceMemory(total, free, is_own=True), 1
+    budget = memory.budget(config.memory_utilization, num_ranks_here)
+    if group is None:
+        return budget
+    usable, free = group.least(budget.usable, budget.free)
+    return replace(budget, usable=usable, free=free)
+
+
+def _plan_kv(
+    model: Any, layers: Sequence[LayerLayout], config: EngineOptions, decision: _Decision, group: RankGroup | None
+) -> KvPlan:
+    """The KV cache that was planned, by the layout of the loaded model. Raises ModelLoadError."""
+    device = device_for(config.device)
+    shape = ServingShape.of(config, 1 if group is None else group.size, torch.device(device).type)
+    loaded = loaded_memory(model, layers, shape)
+    budget, needs = decision.budget, decision.needs
+    if needs is None:
+        budget, needs = _budget(config, device, group), loaded
+    kv = plan_kv(replace(needs, kv_per_token=loaded.kv_per_token), budget, config, shape.device_type)
+    logger.info("KV: %s for %d tokens, in blocks of %d", in_words(kv.num_bytes), kv.num_tokens, kv.block_size)
+    return kv
 
 
 def _return_freed_memory() -> None:
@@ -238,7 +277,7 @@ def _refuse_moving_frequencies(model: Any, config: EngineOptions) -> None:
     (I2)."""
     hf_config = model.config.get_text_config()
     found = getattr(hf_config, "rope_parameters", None) or {}
-    max_model_len = longest_sequence(hf_config, config.max_model_len)
+    max_model_len = _longest(hf_config, config)
     # One description for all layers, or one for each kind of layer.
     for rope in [found] if "rope_type" in found else [each for each in found.values() if isinstance(each, dict)]:
         rope_type = rope.get("rope_type", "default")
@@ -257,13 +296,19 @@ def _refuse_row_scaling(model: Any, config: EngineOptions) -> None:
     """Refuses Llama 4 at lengths where its queries are scaled by row in the batch, which is a position only for a
     single sequence."""
     hf_config = model.config.get_text_config()
-    max_model_len = longest_sequence(hf_config, config.max_model_len)
+    max_model_len = _longest(hf_config, config)
     limit = getattr(hf_config, "floor_scale", None)
     if getattr(hf_config, "attn_temperature_tuning", False) and limit and max_model_len >= limit:
         raise ModelLoadError(
             f"the engine cannot run {type(model).__name__} at {max_model_len} tokens: from token {limit} on "
             f"transformers scales its queries by their row in the batch; set --max-model-len to {limit - 1} or less"
         )
+
+
+def _longest(text_config: Any, config: EngineOptions) -> int:
+    """The longest sequence that is served; not known yet, the model's own."""
+    given = config.max_model_len
+    return given if isinstance(given, int) else own_limit(text_config)
 
 
 PROBE_LENGTH = 24

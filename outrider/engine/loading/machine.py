@@ -7,7 +7,9 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-GIB = 1 << 30
+from outrider.engine.kv.kv_plan import GIB as GIB
+from outrider.engine.kv.kv_plan import DeviceMemory
+
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
@@ -16,17 +18,32 @@ _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "A
 
 def available_memory() -> int:
     """Bytes that a new process could use without swapping, within the container's limit where there is one."""
+    return machine_memory().free
+
+
+def machine_memory() -> DeviceMemory:
+    """The container's memory where it has a limit, and less left than the machine; else what is free of the machine."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
-    try:
+        available = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
+    with suppress(OSError, ValueError):  # no limit ("max"), or no such file
         limit = int((_CGROUP / "memory.max").read_text())
-        available = min(available, limit - int((_CGROUP / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no limit ("max"), or no such file
-    return available
+        left = limit - _used_by_container()
+        if left < available:
+            return DeviceMemory(limit, max(left, 0), is_own=True)
+    return DeviceMemory(available, available, is_own=False)
+
+
+def _used_by_container() -> int:
+    """Without files that were read, such as weights: the kernel drops these first."""
+    used = int((_CGROUP / "memory.current").read_text())
+    with suppress(OSError):
+        for line in (_CGROUP / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                used -= int(line.split()[1])
+    return used
 
 
 def usable_cores() -> list[int]:

@@ -1,8 +1,7 @@
 """Memory that serving a model takes on a device, computed from its configuration without loading it.
 
 Everything is per rank: the loaded weights, the KV of a token (`kv_layout`), the working memory of a step, and the
-process itself. A worker checks its plan before it loads, so that a model that cannot fit is refused with the numbers,
-and not killed by the kernel.
+process itself. What a worker makes of it, `kv_plan` decides.
 """
 
 from __future__ import annotations
@@ -17,17 +16,19 @@ from torch import nn
 
 from outrider.engine.compiled.kernels import has_onednn_products, products
 from outrider.engine.compiled.products import PRODUCT_BYTES, PRODUCTS_MAX
+from outrider.engine.kv.kv_plan import MIB, ModelMemory
 from outrider.engine.layers.kv_layout import (
     LayerLayout,
     UnsupportedModelError,
     bytes_per_token,
-    layout_of_config,
+    empty_model,
+    find_layout,
 )
 from outrider.engine.layers.shards import num_kv_heads_of, plan_name, shards_layers
+from outrider.engine.model import DTYPES, own_limit
+from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
 
-MIB: Final = 1 << 20
-GIB: Final = 1 << 30
 # Python, torch and their libraries: 270 MiB were seen on a CPU. A GPU's context and its libraries' workspaces take
 # more; the exact amount depends on the driver.
 PROCESS_BYTES: Final = {"cpu": 320 * MIB, "cuda": 1024 * MIB}
@@ -52,45 +53,22 @@ class ServingShape:
     quantization: str = "none"
     num_ranks: int = 1
     device_type: str = "cpu"
-    max_model_len: int | None = None  # None: the model's own
 
-
-@dataclass(frozen=True, slots=True)
-class ModelMemory:
-    """Memory that one rank needs, bytes."""
-
-    weights: int
-    weights_read: int  # read in every step: all but an embedding that is not also the output layer
-    kv_per_token: int
-    step: int  # activations and logits of the largest step
-    process: int  # including what oneDNN compiles while serving
-    max_model_len: int
-
-    @property
-    def fixed(self) -> int:
-        """Bytes before the first KV entry."""
-        return self.weights + self.step + self.process
-
-    def num_tokens(self, memory: int) -> int:
-        """Tokens whose KV fits into so many bytes, over all sequences."""
-        return max(memory - self.fixed, 0) // self.kv_per_token
-
-    def num_sequences(self, memory: int, length: int) -> int:
-        """Sequences of this length whose KV fits into so many bytes."""
-        return self.num_tokens(memory) // length
+    @classmethod
+    def of(cls, options: EngineOptions, num_ranks: int, device_type: str) -> ServingShape:
+        return cls(DTYPES[options.dtype], options.quantization, num_ranks, device_type)
 
 
 def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
     """Plans the memory of a model. Raises ConfigurationError, naming what is missing or cannot be served."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not (model_dir / "config.json").is_file():  # transformers would otherwise look for the name online
         raise ConfigurationError(f"cannot read {model_dir / 'config.json'}: name a folder in Hugging Face format")
     try:
         hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        layers = layout_of_config(hf_config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+        model = empty_model(hf_config)
+        layers = find_layout(model)
         plan: Mapping[str, str] = (model.tp_plan or {}) if shape.num_ranks > 1 else {}
         if shape.num_ranks > 1 and not shards_layers(plan):
             raise NoPlanError(f"transformers has no plan to shard {type(model).__name__}; serve it on one rank")
@@ -99,7 +77,6 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"cannot read {model_dir / 'config.json'}: {error}") from error
     text_config = hf_config.get_text_config()
-    longest = getattr(text_config, "max_position_embeddings", None) or 1 << 20
     weights = _weight_bytes(model, plan, shape)
     embedding = _parameter_bytes(
         model.get_input_embeddings().weight, model.get_input_embeddings(), shape=shape, is_output=False
@@ -111,7 +88,20 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
         kv_per_token=_kv_bytes(layers, plan, shape),
         step=_step_bytes(text_config, layers, shape),
         process=PROCESS_BYTES[shape.device_type] + _products_bytes(shape),
-        max_model_len=shape.max_model_len or longest,
+        longest=own_limit(text_config),
+    )
+
+
+def loaded_memory(model: Any, layers: Sequence[LayerLayout], shape: ServingShape) -> ModelMemory:
+    """Memory that a loaded model needs beside the weights and the process, which are there already."""
+    text_config = model.config.get_text_config()
+    return ModelMemory(
+        weights=0,
+        weights_read=0,
+        kv_per_token=bytes_per_token(layers, shape.dtype),
+        step=_step_bytes(text_config, layers, shape),
+        process=0,
+        longest=own_limit(text_config),
     )
 
 
@@ -182,40 +172,3 @@ def _step_bytes(text_config: Any, layers: Sequence[LayerLayout], shape: ServingS
     attended = 4 * width + max(layer.num_entries for layer in layers)
     numbers = STEP_TOKENS * (3 * width + 3 * inner // shape.num_ranks + attended)
     return numbers * shape.dtype.itemsize + LOGITS_COPIES * 4 * STEP_LOGITS * int(text_config.vocab_size)
-
-
-def check_memory(
-    model_dir: Path,
-    needs: ModelMemory,
-    free: int,
-    *,
-    max_num_seqs: int,
-    kv_cache_bytes: int,
-    num_ranks_here: int = 1,
-) -> None:
-    """Refuses with the numbers what cannot fit: the model, a step's work, and the reserved KV.
-
-    free: bytes of the device, or of the machine, for all ranks on it. kv_cache_bytes: upper bound per rank. Raises
-    ConfigurationError.
-    """
-    kv = min(kv_cache_bytes, needs.kv_per_token * needs.max_model_len * max_num_seqs)
-    missing = num_ranks_here * (needs.fixed + kv) - free
-    if missing <= 0:
-        return
-    ranks = f" of each of {num_ranks_here} ranks" if num_ranks_here > 1 else ""
-    raise ConfigurationError(
-        f"{model_dir} does not fit: {in_words(free)} are free, and {in_words(missing)} are missing for the weights "
-        f"({in_words(needs.weights)}), a step's work ({in_words(needs.step)}), the process "
-        f"({in_words(needs.process)}) and KV ({in_words(kv)}){ranks}. Lower --kv-cache-gib, --max-model-len or "
-        "--max-num-seqs, quantize the model (--quantization), or shard it over more ranks; `outrider plan` shows "
-        "what fits"
-    )
-
-
-def in_words(num_bytes: float) -> str:
-    """Formats a size, such as 15.0 GiB or 130 KiB."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
-        if abs(num_bytes) >= unit:
-            scaled = num_bytes / unit
-            return f"{scaled:.0f} {name}" if scaled >= 100 else f"{scaled:.1f} {name}"
-    return f"{num_bytes:.0f} B"

@@ -85,6 +85,13 @@ class RankGroup:
         """The sum of every rank's part, the same bits on all of them in any batch."""
         return sum_over_ranks(part, self.tensors)
 
+    def least(self, *numbers: int) -> tuple[int, ...]:
+        """The least of every rank's numbers, the same on all of them; for the time of loading. Raises RuntimeError when
+        a rank is gone."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        distributed.all_reduce(found, distributed.ReduceOp.MIN)  # over all ranks, which may be late by `LOADING_S`
+        return tuple(found.tolist())
+
     def gather(self, part: torch.Tensor, widths: Sequence[int], *, to_all: bool) -> torch.Tensor:
         """Every rank's part side by side, `widths` wide.  # [..., width of this rank] -> [..., sum of widths]
 

@@ -14,11 +14,12 @@ DEMO_TARGET = ROOT / "demo" / "target"
 DEMO_DRAFT = ROOT / "demo" / "draft"
 
 _NEEDS: Final = {
-    "coordinator": ("fastapi", "ray"),
+    "coordinator": ("fastapi", "uvicorn"),
+    "ray_serve": ("fastapi", "ray", "uvicorn"),
     "draft_worker": ("torch", "transformers"),
     "target_worker": ("torch", "transformers"),
 }
-"""Packages of the extras `coordinator` and `worker` without which a process cannot start."""
+"""Packages of the extras without which a process cannot start; `ray_serve` is a coordinator on Ray Serve."""
 
 
 def check_installed(*processes: str) -> None:

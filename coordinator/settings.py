@@ -21,9 +21,11 @@ from outrider.settings import (
     REQUIRED,
     SECURITY,
     SPECULATION,
+    SettingError,
     check,
     same_as,
     setting,
+    settings_of,
 )
 
 REFUSALS_AT_ONCE: Final = 128
@@ -32,6 +34,16 @@ METRICS_PORTS: Final = 16
 """From `metrics_port` on: replicas of one machine, those that leave included."""
 CLIENT_STALL_MAX_S: Final = 30.0
 """How long output may wait for its reader, where nothing else is said."""
+
+
+DRAIN_GRACE_S: Final = 10.0
+
+
+class Hosting(StrEnum):
+    """What runs the replicas."""
+
+    RAY_SERVE = "ray-serve"
+    PLAIN = "plain"
 
 
 class Proxy(StrEnum):
@@ -221,12 +233,26 @@ class Listen:
     )  # fmt: skip
     port: int = setting(8000, "HTTP port (the OpenAI API)", NETWORK, "port")
     grpc_port: int = setting(9000, "gRPC port (outrider.v1.Generation)", NETWORK, "port")
+    hosting: Hosting = setting(
+        Hosting.RAY_SERVE, "what runs the replicas; plain is this process itself, without Ray: one replica, and no TLS "
+        "on the public ports, as behind a load balancer on Kubernetes",
+        NETWORK,
+    )  # fmt: skip
     proxy: Proxy | None = setting(
         None, "proxy that accepts requests; python is that of Ray Serve, which runs everywhere and needs several "
         "times more time per streamed chunk",
         NETWORK, shows="haproxy where it runs",
     )  # fmt: skip
     num_replicas: int = setting(1, "coordinator replicas", CAPACITY, "replicas", at_least=1)
+    drain_notice_s: float = setting(
+        5.0, "with --hosting plain: how long requests still come in after SIGTERM, while /-/healthz answers 503 so "
+        "that load balancers notice; then the listeners close",
+        CAPACITY, "seconds", at_least=0,
+    )  # fmt: skip
+    drain_grace_s: float = setting(
+        DRAIN_GRACE_S, "time to finish requests after that; what is left then ends with an error, and can be resumed",
+        CAPACITY, "seconds", above=0,
+    )  # fmt: skip
     redis_url_file: Path | None = same_as(RedisSettings, "redis_url_file")
     ray_temp_dir: Path | None = setting(
         None, "folder of Ray's files; its path must be short", NETWORK, "folder", shows="a new folder in /tmp"
@@ -243,3 +269,26 @@ class Listen:
 
     def __post_init__(self) -> None:
         check(self)
+        settings = settings_of(Listen)
+        for name, needed, why in _OF_ONE_HOSTING:
+            if getattr(self, name) != settings[name].initial and self.hosting is not needed:
+                raise SettingError(name, f"{settings[name].title} needs --hosting {needed}: {why}")
+
+    @property
+    def has_public_tls(self) -> bool:
+        """Whether the HTTP and gRPC listeners accept TLS alone."""
+        return self.tls_dir is not None and self.hosting is not Hosting.PLAIN
+
+
+_OF_ONE_HOSTING: Final = (
+    ("num_replicas", Hosting.RAY_SERVE, "a plain process is one replica; start a process for each"),
+    ("proxy", Hosting.RAY_SERVE, "a plain process has no proxy"),
+    ("ray_temp_dir", Hosting.RAY_SERVE, "a plain process has no Ray"),
+    (
+        "needs_client_certificates",
+        Hosting.RAY_SERVE,
+        "a plain process has no TLS on its public ports; let the load balancer in front ask for certificates",
+    ),
+    ("drain_notice_s", Hosting.PLAIN, "Ray Serve takes a replica that leaves from its proxy at once"),
+)
+"""Settings of `Listen` that one hosting has, and why the other has not."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from command_line.checkout import module
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
-from coordinator.settings import CoordinatorSettings, Listen, Proxy
+from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy
 from draft_worker.limits import Vocabulary
 from outrider.engine.options import Dtype, EngineOptions, Quantization
 from outrider.local.child_spec import ChildSpec
@@ -58,6 +58,7 @@ class Deployment:
     host: str = same_as(Listen, "host")
     port: int = same_as(Listen, "port")
     grpc_port: int = same_as(Listen, "grpc_port")
+    hosting: Hosting = same_as(Listen, "hosting")
     proxy: Proxy | None = same_as(Listen, "proxy")
     num_target_workers: int = setting(1, "target workers", CAPACITY, "workers", at_least=1, at_most=64)
     num_draft_workers: int = setting(1, "draft workers", CAPACITY, "workers", at_least=1, at_most=64)
@@ -97,6 +98,10 @@ class Deployment:
             check_combination(self.tool_call_parser, self.reasoning_parser)
         except ValueError as error:
             raise SettingError("tool_call_parser", str(error)) from None
+        Listen(hosting=self.hosting, proxy=self.proxy, num_replicas=self.num_replicas)
+        if self.hosting is Hosting.PLAIN and self.tls_dir is not None:
+            why = "its certificates are for the public ports, too, on which a plain process has no TLS"
+            raise SettingError("tls_dir", f"--tls-dir needs --hosting {Hosting.RAY_SERVE}: {why}")
         for weight in self.tenant_weights:  # here as well as in the coordinator, which starts last
             try:
                 parse_tenant_weight(weight)
@@ -209,11 +214,13 @@ def _worker_spec(
 
 
 def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
-    """The Ray Serve application with its HTTP and gRPC ports."""
+    """The coordinator with its HTTP and gRPC ports."""
+    is_plain = deployment.hosting is Hosting.PLAIN
     flags = {
         "--tokenizer": deployment.target,
         "--served-model-name": deployment.model_name,
-        "--ray-temp-dir": ray_temp_dir,
+        "--ray-temp-dir": None if is_plain else ray_temp_dir,
+        "--drain-notice-s": 0 if is_plain else None,  # nothing stands in front
         "--tls-dir": deployment.certificates_of(Role.COORDINATOR),
     }
     return ChildSpec(

@@ -13,6 +13,7 @@ from pathlib import Path
 from command_line.checkout import check_installed
 from command_line.start.deployment import Deployment
 from coordinator.access.api_keys import KeyFile
+from coordinator.settings import Hosting
 from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
@@ -27,7 +28,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 def check(deployment: Deployment) -> None:
     """Checks everything that needs no process and no connection."""
-    check_installed("coordinator", "target_worker", "draft_worker")
+    is_plain = deployment.hosting is Hosting.PLAIN
+    check_installed("coordinator" if is_plain else "ray_serve", "target_worker", "draft_worker")
     check_model(deployment.target, "--target")
     if deployment.draft is not None:
         check_model(deployment.draft, "--draft")

@@ -1,5 +1,6 @@
-"""Everything that touches Ray, Ray Serve or HAProxy; no other room imports these.
+"""Who runs replicas: Ray Serve with a proxy in front, or a process by itself. No other room imports Ray or HAProxy.
 
-`app` is the Serve deployment, `ingress` chooses and configures the proxy in front, `ray_environment` and
-`ray_processes` manage Ray's own processes.
+`replica` is what both host. With Ray, `ray_serve` starts everything, `app` is the Serve deployment, `ingress` chooses
+and configures the proxy, `ray_environment` and `ray_processes` manage Ray's own processes. Without Ray,
+`plain_process` serves one replica, over HTTP by `http_server`; neither imports Ray.
 """

@@ -1,15 +1,10 @@
-"""The Ray Serve deployment: one replica is one service behind two edges, HTTP and gRPC, on one event loop.
-
-Ray is imported here, in `listeners` and in `__main__` only. Workers never see it.
-"""
+"""The Ray Serve deployment: one replica is one service behind two edges, HTTP and gRPC, on one event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -19,28 +14,16 @@ from ray import serve
 from ray.serve.config import BackpressureConfig
 from ray.serve.grpc_util import RayServegRPCContext
 
-from coordinator.access.api_keys import Scope
-from coordinator.api.grpc import grpc_api
 from coordinator.api.grpc.grpc_ingress import Pace
-from coordinator.api.http.application import create_app
-from coordinator.api.http.batch_service import BatchService
+from coordinator.hosting.replica import Replica
 from coordinator.hosting.replica_shutdown import before_the_end
-from coordinator.intake.generation_request import Origin
-from coordinator.observability.metrics import serve_replica
-from coordinator.service.generation_service import GenerationService
-from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings, Listen
-from outrider.concurrency import time_slices
+from coordinator.settings import DRAIN_GRACE_S, REFUSALS_AT_ONCE, CoordinatorSettings, Listen
 from outrider.errors import ConfigurationError, OutriderError
-from outrider.observability import logs
-from outrider.observability.tracing import TRACEPARENT
 from outrider.registry.redis_connection import redis_url_from
 from outrider.settings import from_environment, from_mapping
 from protos.outrider.v1 import generation_pb2
 
-_log = logging.getLogger(__name__)
-
 APPLICATION_NAME: Final = "outrider"
-SHUTDOWN_TIMEOUT_S: Final = 10.0
 # Import paths of what registers the services with Serve's gRPC servers.
 GRPC_SERVICER_FUNCTIONS: Final = (
     "coordinator.api.grpc.grpc_ingress.add_GenerationServicer_to_server",
@@ -51,45 +34,33 @@ GRPC_REFLECTION_FUNCTION: Final = "coordinator.api.grpc.grpc_reflection.add_Refl
 
 @serve.ingress(None)
 class Coordinator:
-    """One replica of the service. It is stateless: its knowledge is in the registry or in open requests."""
+    """A replica that Ray Serve hosts, in an actor of its own."""
 
     # Serve awaits it, so that the service opens on the loop that it will serve on.
     async def __init__(self, settings: CoordinatorSettings) -> None:  # type: ignore[misc]
-        time_slices.use_short_slices()  # beside a worker's model thread on a small machine
-        logs.configure(
-            settings.log_format,
-            level=logging.INFO if settings.logs_requests else logging.WARNING,
-            path=None if settings.log_path is None else Path(settings.log_path),
-        )
-        self._service = GenerationService(settings)
-        serve_replica(self._service.environment.metrics.registry, settings)
-        self._batches = BatchService(self._service)
-        await self._service.__aenter__()
-        loop, requests = asyncio.get_running_loop(), self._service.environment.open_requests
-        before_the_end(lambda: loop.call_soon_threadsafe(requests.end_all))
-        await self._batches.__aenter__()
+        self._replica = Replica(settings)
+        await self._replica.__aenter__()
+        self._calls = self._replica.grpc_calls
+        loop, end_requests = asyncio.get_running_loop(), self._replica.end_requests
+        before_the_end(lambda: loop.call_soon_threadsafe(end_requests))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service, self._batches.desk, is_echoing_request_id=False)
+        return self._replica.http_application(is_echoing_request_id=False)  # Serve returns it itself
 
     async def __del__(self) -> None:
-        await self._batches.__aexit__()
-        await self._service.__aexit__()
+        await self._replica.__aexit__()
 
     @property
     def pace(self) -> Pace:
         """Limits on the pace of gRPC clients."""
-        environment = self._service.environment
-        on_cut = environment.metrics.slow_readers.labels("connection").inc
-        return Pace(environment.settings.client_stall_max_s, on_cut)
+        return self._calls.pace
 
     async def Generate(
         self, request: generation_pb2.GenerationRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
         """Serves outrider.v1.Generation.Generate."""
         with self._failing(grpc_context):
-            origin = self._origin(grpc_context)
-            async with aclosing(grpc_api.generate(self._service, request, origin)) as chunks:
+            async with aclosing(self._calls.generate(request, grpc_context.invocation_metadata())) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -98,37 +69,25 @@ class Coordinator:
     ) -> generation_pb2.ListModelsResponse:
         """Serves outrider.v1.Generation.ListModels."""
         with self._failing(grpc_context):
-            self._origin(grpc_context)
-        return grpc_api.list_models(self._service)
+            return self._calls.list_models(grpc_context.invocation_metadata())
 
     async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """Tells the gRPC servers whether a target worker is usable (`coordinator.api.grpc.grpc_health`)."""
-        status = health_pb2.HealthCheckResponse
-        return status(status=status.SERVING if self._service.catalog.served() else status.NOT_SERVING)
-
-    def _origin(self, grpc_context: RayServegRPCContext) -> Origin:
-        """Authenticates a call by its metadata. Raises Unauthenticated or Forbidden."""
-        metadata = dict(grpc_context.invocation_metadata() or ())
-        return Origin(
-            self._service.authenticate(metadata.get("authorization"), Scope.GENERATE),
-            metadata.get(TRACEPARENT),
-            metadata.get(grpc_api.CANARY_KEY_METADATA, ""),
-        )
+        return self._calls.readiness()
 
     @contextmanager
     def _failing(self, grpc_context: RayServegRPCContext) -> Iterator[None]:
         """Gives the call the status of an error that ends it."""
         try:
-            yield
-        except Exception as error:
-            self._service.count_failure(error)
-            if isinstance(error, OutriderError):  # of others Serve makes INTERNAL
-                grpc_context.set_code(grpc.StatusCode[error.grpc_code])
-                grpc_context.set_details(error.message)
+            with self._calls.counted():
+                yield
+        except OutriderError as error:  # of others Serve makes INTERNAL
+            grpc_context.set_code(grpc.StatusCode[error.grpc_code])
+            grpc_context.set_details(error.message)
             raise
 
 
-def build_application(settings: CoordinatorSettings, num_replicas: int) -> Any:
+def build_application(settings: CoordinatorSettings, num_replicas: int, drain_grace_s: float = DRAIN_GRACE_S) -> Any:
     """Builds the Serve application for `serve.run`."""
     deployment = serve.deployment(
         Coordinator,
@@ -141,7 +100,7 @@ def build_application(settings: CoordinatorSettings, num_replicas: int) -> Any:
         max_queued_requests=settings.requests_max,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         # A replica that leaves lets its requests finish, up to a bound that a stop of the whole can wait for.
-        graceful_shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=drain_grace_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         logging_config={"log_level": "WARNING", "enable_access_log": False},

@@ -20,13 +20,11 @@ from typing import Any, Final
 
 from ray.serve._private import default_impl, grpc_util
 
+from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX
 from coordinator.hosting.ingress import GRPC_HOST_VARIABLE
 
 _REUSE_PORT: Final = "grpc.so_reuseport"
 _RECEIVE_MAX: Final = "grpc.max_receive_message_length"
-MESSAGE_BYTES_MAX: Final = 2 << 20
-"""Largest request over gRPC. A prompt of 1 MiB or 262,144 token ids, with everything else that a request may have, is
-smaller; reading a message of this size takes 40 ms at most, whatever its content."""
 
 
 def listen_on_one_address() -> list[Any]:

@@ -56,7 +56,7 @@ class Pin:
 def dependencies(pyproject: Mapping[str, Any]) -> list[str]:
     """The requirements of all roles: those of every process and the extras, without what only developers need."""
     extras = pyproject["project"]["optional-dependencies"]
-    own = [text for role in ("coordinator", "worker", "demo", "s3") for text in extras[role]]
+    own = [text for role in ("coordinator-plain", "coordinator", "worker", "demo", "s3") for text in extras[role]]
     return pyproject["project"]["dependencies"] + [text for text in own if not text.startswith("outrider[")]
 
 

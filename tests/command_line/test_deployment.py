@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from command_line.start.deployment import (
     worker_specs,
 )
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName
-from coordinator.settings import Proxy
+from coordinator.settings import Hosting, Proxy
 from outrider.observability.vllm_names import MetricsNames
 from outrider.settings import SettingError
 
@@ -120,6 +121,22 @@ def test_the_proxy_is_the_coordinators_choice_unless_one_is_named() -> None:
     assert "--proxy" not in coordinator_spec(PAIR, Path("/tmp/x")).command
     named = replace(PAIR, proxy=Proxy.PYTHON)
     assert flags(coordinator_spec(named, Path("/tmp/x")).command)["--proxy"] == "python"
+
+
+def test_a_plain_coordinator_has_no_ray_and_waits_for_no_load_balancer() -> None:
+    command = coordinator_spec(replace(PAIR, hosting=Hosting.PLAIN), Path("/tmp/x")).command
+    assert flags(command)["--hosting"] == "plain"
+    assert flags(command)["--drain-notice-s"] == "0"
+    assert "--ray-temp-dir" not in command
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_replicas", 2), ("proxy", Proxy.PYTHON), ("tls_dir", Path("/certificates"))]
+)
+def test_what_a_plain_coordinator_cannot_do_is_refused_before_anything_starts(name: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=f"--{name.replace('_', '-')} needs --hosting ray-serve") as refused:
+        replace(PAIR, hosting=Hosting.PLAIN, **{name: value})
+    assert refused.value.name == name
 
 
 def test_how_many_wait_and_for_how_long_is_passed_on_to_the_coordinator() -> None:

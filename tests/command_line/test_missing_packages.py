@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 EXTRAS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS_OF_PROCESSES = ("coordinator-plain", "coordinator", "worker", "demo")
 # As if nothing of the extras were installed.
 PROGRAM = """
 import importlib.util, runpy, sys
@@ -34,7 +35,7 @@ runpy.run_module("command_line", run_name="__main__")
 
 def absent() -> set[str]:
     """The names under which the packages of the extras are imported."""
-    names = {Requirement(text).name for extra in ("coordinator", "worker", "demo") for text in EXTRAS[extra]}
+    names = {Requirement(text).name for extra in EXTRAS_OF_PROCESSES for text in EXTRAS[extra]}
     grpc = {
         "grpcio-health-checking": "grpc_health",
         "grpcio-reflection": "grpc_reflection",

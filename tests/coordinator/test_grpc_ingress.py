@@ -10,8 +10,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from coordinator.api.grpc.grpc_ingress import add_GenerationServicer_to_server
-from coordinator.hosting.listeners import MESSAGE_BYTES_MAX
+from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX, add_GenerationServicer_to_server
 from protos.outrider.v1 import generation_pb2
 from tests.coordinator import serve_grpc
 from tests.coordinator.serve_grpc import serving

@@ -1,4 +1,4 @@
-"""`python -m coordinator`: what it refuses before it starts anything, and one real start with Ray Serve."""
+"""`python -m coordinator`: what it refuses before it starts anything, and one real start of each hosting."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from coordinator import __main__ as entry
 from coordinator.__main__ import _parse
+from coordinator.hosting import ray_serve
 from coordinator.hosting.ray_processes import NAMES as RAY_PROCESSES
-from coordinator.settings import Proxy
+from coordinator.settings import Hosting, Proxy
 from outrider.local import tether
 from outrider.local.free_ports import free_ports
 from outrider.local.redis_server import EmbeddedRedis
@@ -44,6 +45,7 @@ from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.coordinator import serve_grpc
 from tests.coordinator.conftest import ClusterFactory
 from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, record_of, serving
+from tests.coordinator.without_ray import WITHOUT_RAY
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -67,8 +69,9 @@ class TestRefusalsAtStart:
         def time_out(**_: object) -> None:
             raise Exception("The node timed out\nduring startup.")  # as Ray raises it
 
-        for name in ("_check_before_start", "_stop_on_signals", "_prepare_ray_environment"):
-            monkeypatch.setattr(entry, name, lambda *_: None)
+        monkeypatch.setattr(entry, "_check_before_start", lambda *_: None)
+        for name in ("_stop_on_signals", "_prepare_ray_environment"):
+            monkeypatch.setattr(ray_serve, name, lambda *_: None)
         monkeypatch.setattr("ray.init", time_out)
         words = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
         assert entry.main(words) == 1
@@ -136,9 +139,47 @@ class TestRefusalsAtStart:
         assert done.returncode == 1
         assert f"--port {port}" in done.stderr
 
+    @pytest.mark.parametrize(
+        ("words", "refusal"),
+        [
+            ("--num-replicas 2", "--num-replicas needs --hosting ray-serve: a plain process is one replica"),
+            ("--proxy python", "--proxy needs --hosting ray-serve"),
+            ("--ray-temp-dir /tmp/x", "--ray-temp-dir needs --hosting ray-serve"),
+            ("--tls-dir /x --require-client-certificates", "let the load balancer in front ask for certificates"),
+        ],
+    )
+    def test_a_flag_that_a_plain_process_does_not_have_is_named(
+        self, words: str, refusal: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            _parse(["--tokenizer", ".", "--redis-url", "redis://x", "--hosting", "plain", *words.split()])
+        assert refusal in capsys.readouterr().err
+
+    def test_a_flag_of_plain_processes_is_refused_for_ray(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            _parse(["--tokenizer", ".", "--redis-url", "redis://x", "--drain-notice-s", "9"])
+        assert "--drain-notice-s needs --hosting plain" in capsys.readouterr().err
+
+    def test_certificates_of_a_plain_process_are_for_workers_alone(self, tmp_path: Path) -> None:
+        given = ["--tokenizer", ".", "--redis-url", "redis://x", "--tls-dir", str(tmp_path)]
+        assert _parse(given)[1].has_public_tls
+        settings, listen = _parse([*given, "--hosting", "plain"])
+        assert settings.tls_dir == str(tmp_path)
+        assert not listen.has_public_tls
+
+    def test_a_plain_process_names_a_folder_without_tokenizer_too(self, tmp_path: Path) -> None:
+        redis = EmbeddedRedis(tmp_path)
+        try:
+            done = run("--hosting", "plain", "--tokenizer", str(tmp_path), "--redis-url", redis.start())
+        finally:
+            redis.stop()
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+        assert str(tmp_path / "tokenizer.json") in done.stderr
+
     def test_importing_everything_but_ray_imports_neither_torch_nor_ray(self) -> None:
         program = (
             "import sys, coordinator.api.http.application, coordinator.api.grpc.grpc_api, coordinator.__main__; "
+            "import coordinator.hosting.plain_process; "
             "sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
         )
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=60)
@@ -158,13 +199,14 @@ def raw_request(address: tuple[str, int], body: dict[str, Any]) -> Iterator[sock
 
 
 async def stopped_stream(running: Running, client: httpx.AsyncClient, num_tokens: int) -> str:
-    """A stream of 60 tokens a second; the coordinator is told to stop as soon as it has begun."""
+    """A stream of 60 tokens a second; the coordinator is told to stop, once, as soon as it has begun."""
     running.target.step_s = 0.05
     body = {"prompt": "x", "temperature": 0, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         parts: list[str] = []
         async for part in answer.aiter_text():
-            if not parts:
+            if not parts and not running.is_stopping:
+                running.is_stopping = True
                 running.process.send_signal(signal.SIGTERM)
             parts.append(part)
     return "".join(parts)
@@ -177,7 +219,7 @@ async def rest_of(call: Any) -> None:
 
 @dataclass
 class Running:
-    """A coordinator under Ray Serve and the fakes behind it."""
+    """A coordinator, the fakes behind it, and the folder of its Ray and its log."""
 
     process: asyncio.subprocess.Process
     temp_dir: Path
@@ -185,9 +227,10 @@ class Running:
     target: FakeTarget
     draft: FakeDraft
     leases: dict[str, WorkerLease]  # by pool
+    is_stopping: bool = False
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(Proxy))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*Proxy, Hosting.PLAIN])
 async def running(
     request: pytest.FixtureRequest, clusters: ClusterFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Running]:
@@ -206,12 +249,16 @@ async def running(
         temp_dir = Path(tempfile.mkdtemp(prefix="or-", dir="/tmp"))  # short, for Ray's sockets
         stack.callback(shutil.rmtree, temp_dir, ignore_errors=True)
         port, grpc_port = map(str, free_ports(2))  # asked for one by one they could be the same
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "coordinator", "--tokenizer", str(clusters.model_dir), "--proxy", request.param,
-            "--port", port, "--grpc-port", grpc_port, "--served-model-name", "demo",
-            "--max-requests", str(REQUESTS_MAX), "--client-stall-max", "1", "--ray-temp-dir", str(temp_dir),
-            cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        hosted: tuple[str, ...] = (*WITHOUT_RAY, "--hosting", Hosting.PLAIN, "--drain-notice-s", "1")
+        if request.param is not Hosting.PLAIN:
+            hosted = (sys.executable, "-m", "coordinator", "--proxy", request.param, "--ray-temp-dir", str(temp_dir))
+        with (temp_dir / "log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *hosted, "--tokenizer", str(clusters.model_dir),
+                "--port", port, "--grpc-port", grpc_port, "--served-model-name", "demo",
+                "--max-requests", str(REQUESTS_MAX), "--client-stall-max", "1",
+                cwd=ROOT, env={**os.environ, "OUTRIDER_REDIS_URL": url}, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -227,7 +274,7 @@ async def running(
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.asyncio(loop_scope="module")
-class TestUnderRayServe:
+class TestServing:
     async def test_the_openai_package_streams(self, running: Running, clusters: ClusterFactory) -> None:
         running.target.may_step = lambda num_tokens: bool(running.draft.requests)
         async with openai.AsyncOpenAI(base_url=running.ready["http"] + "/v1", api_key="none") as client:
@@ -322,7 +369,7 @@ class TestUnderRayServe:
     )
     async def test_bytes_that_are_no_message_leave_no_trace_in_the_logs(self, running: Running, path: str) -> None:
         def traces() -> int:
-            files = (running.temp_dir / "session_latest" / "logs").rglob("*")
+            files = (running.temp_dir / "log", *(running.temp_dir / "session_latest" / "logs").rglob("*"))
             return sum(file.read_bytes().count(b"Traceback") for file in files if file.is_file())
 
         num_before = traces()
@@ -355,7 +402,8 @@ class TestUnderRayServe:
             running.target.step_s = 0.0
 
     async def test_what_serves_requests_listens_on_the_given_address_only(self, running: Running) -> None:
-        family = psutil.Process(running.process.pid).children(recursive=True)
+        process = psutil.Process(running.process.pid)
+        family = [process, *process.children(recursive=True)]
         listening: set[tuple[str, str, int]] = set()
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # Ray's come and go
@@ -412,7 +460,7 @@ class TestUnderRayServe:
 
     async def test_clients_that_do_not_read_are_let_go(self, running: Running) -> None:
         """Serve's own proxy reads for them, and keeps what it has read."""
-        is_held_up = running.ready["proxy"] == "haproxy"
+        is_held_up = running.ready["proxy"] != "python"
         body = {"prompt": "x", "temperature": 0, "max_tokens": 900, "n": 32, "logprobs": 20, "stream": True}
         address = ("127.0.0.1", int(running.ready["http"].rpartition(":")[2]))
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
@@ -456,7 +504,7 @@ class TestUnderRayServe:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # Ray's come and go
                 names.add(process.name())
-        assert "raylet" in names
+        assert ("raylet" in names) is (running.ready["hosting"] == Hosting.RAY_SERVE)
         assert ("haproxy" in names) is (running.ready["proxy"] == "haproxy")
         async with httpx.AsyncClient(base_url=running.ready["http"], timeout=60) as client:
             short, endless = await asyncio.gather(*(stopped_stream(running, client, num) for num in (60, 3000)))
@@ -468,7 +516,7 @@ class TestUnderRayServe:
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
         assert alive == []
         left = [path.name for path in running.temp_dir.iterdir() if not path.name.startswith("session_")]
-        assert left == [], "beside Ray's own, in a folder that was given to it"
+        assert left == ["log"], "beside Ray's own, in a folder that was given to it"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import __main__ as main
+from coordinator.hosting import ray_serve
 from coordinator.hosting.ingress import Chosen
 from coordinator.hosting.ray_environment import ray_environment
 from coordinator.settings import Proxy
@@ -28,7 +28,7 @@ def test_an_inherited_mode_does_not_switch_rays_token_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "RAY_AUTH_MODE": mode})
-    main._prepare_ray_environment(Chosen(Proxy.PYTHON, {}))
+    ray_serve._prepare_ray_environment(Chosen(Proxy.PYTHON, {}))
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert len(os.environ["RAY_AUTH_TOKEN"]) >= 32
     assert f"RAY_AUTH_MODE={mode} from the environment is not taken over" in capsys.readouterr().err
@@ -75,6 +75,6 @@ def test_every_part_that_is_set_is_read_by_a_process_that_inherits_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    main._prepare_ray_environment(Chosen(Proxy.PYTHON, {"RAY_SERVE_X": "1"}))
+    ray_serve._prepare_ray_environment(Chosen(Proxy.PYTHON, {"RAY_SERVE_X": "1"}))
     assert os.environ["RAY_SERVE_X"] == "1"
-    assert os.environ["PYTHONPATH"] == str(Path(main.__file__).resolve().parents[1])
+    assert os.environ["PYTHONPATH"] == str(Path(ray_serve.__file__).resolve().parents[2])

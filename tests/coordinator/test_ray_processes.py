@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import __main__
+from coordinator.hosting import ray_serve
 from coordinator.hosting.ray_processes import NAMES, RayProcesses
 from tests.e2e.system import eventually
 
@@ -52,14 +52,14 @@ def test_a_coordinator_whose_ray_is_lost_waits_no_longer(
     processes: dict[str, subprocess.Popen[bytes]],
 ) -> None:
     processes["raylet"].kill()
-    with pytest.raises(__main__.RayLost, match="raylet"):
-        __main__._wait(threading.Event())
+    with pytest.raises(ray_serve.RayLost, match="raylet"):
+        ray_serve._wait(threading.Event())
 
 
 def test_a_coordinator_that_is_to_stop_blames_nobody(processes: dict[str, subprocess.Popen[bytes]]) -> None:
     stop = threading.Event()
     stop.set()
-    __main__._wait(stop)
+    ray_serve._wait(stop)
 
 
 def test_one_that_ended_before_it_could_be_watched_is_missed(

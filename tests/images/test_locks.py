@@ -50,7 +50,7 @@ IMPORTED_AS = {
 _EXPORTER = "opentelemetry-exporter-otlp-proto-grpc"  # imported under the SDK's name
 NEEDED_UNSEEN = {
     "coordinator": {
-        "uvloop",
+        "httptools",  # by uvicorn
         "httpx",
         "obstore",  # imported by name, where files are in S3
         "python-multipart",  # by Starlette

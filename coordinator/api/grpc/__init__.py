@@ -1,2 +1,2 @@
-"""The gRPC API, `outrider.v1.Generation`, with health and reflection: its calls, and how Ray Serve's gRPC servers get
-them."""
+"""The gRPC API, `outrider.v1.Generation`, with health and reflection: its calls, and how gRPC servers get them, Ray
+Serve's (`grpc_ingress`) and our own (`grpc_server`)."""

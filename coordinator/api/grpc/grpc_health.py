@@ -1,13 +1,13 @@
-"""Registers grpc.health.v1.Health with Serve's gRPC servers, for kubelet, load balancers and gRPC's own clients.
+"""Registers grpc.health.v1.Health with gRPC servers, for kubelet, load balancers and gRPC's own clients.
 
 `""` and `outrider.v1.Generation` are SERVING while at least one target worker is usable, as `/health` says over HTTP,
 and NOT_SERVING while none is and while this replica or proxy leaves. `liveness` is always SERVING. No key is asked for.
 
-A server asks a replica through Serve, as for any call: behind HAProxy that is the replica itself, and Serve's own proxy
-chooses one. One question at a time is asked for all callers, whose number may be large, so that they cost the replica
-nothing. A watch occupies no request of a replica and does not delay its end.
+Serve's servers ask a replica through Serve, as for any call: behind HAProxy that is the replica itself, and Serve's own
+proxy chooses one. One question at a time is asked for all callers, whose number may be large, so that they cost the
+replica nothing. A watch occupies no request of a replica and does not delay its end.
 
-Runs inside the proxy or replica process, which finds this function by its import path.
+Serve's function runs inside the proxy or replica process, which finds it by its import path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ask = Callable[[Any, Any], Awaitable[bytes]]
 
 
 def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
-    """Registers the service; `servicer` is Serve's placeholder."""
+    """Registers the service with a server of Serve's; `servicer` is Serve's placeholder."""
     from ray.serve._private.proxy_request_response import gRPCStreamingType
 
     def ask(service_method: str) -> Ask:
@@ -49,7 +49,13 @@ def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
         )
         return handler
 
-    health = Health(is_here=ask(_SERVES_ITSELF), is_ready=ask(f"/{SERVICE}/Check"))
+    server.add_passthrough_service(SERVICE)  # else Serve would send its calls to a replica
+    add_health(server, ask(_SERVES_ITSELF), ask(f"/{SERVICE}/Check"))
+
+
+def add_health(server: Any, is_here: Ask, is_ready: Ask) -> None:
+    """Registers the service with any server; the two answer the questions of `Health`."""
+    health = Health(is_here=is_here, is_ready=is_ready)
     codec = {
         "request_deserializer": read_or_report(health_pb2.HealthCheckRequest.FromString),
         "response_serializer": _Status.SerializeToString,
@@ -58,7 +64,6 @@ def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
         "Check": grpc.unary_unary_rpc_method_handler(health.check, **codec),
         "Watch": grpc.unary_stream_rpc_method_handler(health.watch, **codec),
     }
-    server.add_passthrough_service(SERVICE)  # else Serve would send its calls to a replica
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
 
@@ -72,7 +77,7 @@ class State:
 
 @dataclass(slots=True)
 class Health:
-    """Answers the calls of one server. `is_here` and `is_ready` are Serve's handlers: whether the server itself takes
+    """Answers the calls of one server. `is_here` and `is_ready` are handlers of calls: whether the server itself takes
     requests, and a replica's answer."""
 
     is_here: Ask

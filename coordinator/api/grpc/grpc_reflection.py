@@ -1,9 +1,9 @@
-"""Registers gRPC's reflection with Serve's gRPC servers, in both versions that clients ask for: v1 and v1alpha.
+"""Registers gRPC's reflection with gRPC servers, in both versions that clients ask for: v1 and v1alpha.
 
 Serve (2.60) knows only v1alpha, as does its library. The messages of v1 are the same under another name. Descriptors
 are those of the services at this port alone. Reflection checks no keys, so it is registered only where there are none.
 
-Runs inside the proxy or replica process, which finds this function by its import path.
+Serve's function runs inside the proxy or replica process, which finds it by its import path.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ REFLECTED: Final = ("outrider.v1.Generation", "grpc.health.v1.Health", *SERVICES
 
 
 def add_ReflectionServicer_to_server(servicer: Any, server: Any) -> None:
-    """Registers both versions; `servicer` is Serve's placeholder."""
+    """Registers both versions with a server of Serve's; `servicer` is Serve's placeholder."""
+    for name in SERVICES:
+        server.add_passthrough_service(name)  # else Serve would send its calls to a replica
+    add_reflection(server)
+
+
+def add_reflection(server: Any) -> None:
+    """Registers both versions with any server."""
     method = grpc.stream_stream_rpc_method_handler(
         _Reflection(REFLECTED, descriptors()).reflect,
         request_deserializer=read_or_report(reflection_pb2.ServerReflectionRequest.FromString),
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     for name in SERVICES:
-        server.add_passthrough_service(name)  # else Serve would send its calls to a replica
         handler = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
         server.add_generic_rpc_handlers((handler,))
 

@@ -1,7 +1,7 @@
 """The FastAPI application over one service: its routes, its middleware and its error answers.
 
-Ray Serve hosts the application; tests call it directly. Every error is answered with OpenAI's error body, or with
-Anthropic's on the paths of its API.
+Ray Serve hosts the application, or a process of its own; tests call it directly. Every error is answered with OpenAI's
+error body, or with Anthropic's on the paths of its API.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from coordinator.api.anthropic.errors import anthropic_error, has_anthropic_erro
 from coordinator.api.http.batch_calls import BatchCalls
 from coordinator.api.http.generation_calls import IGNORED_HEADER, GenerationCalls, internal_error
 from coordinator.api.http.http_api import HttpApi
-from coordinator.api.http.http_transport import REQUEST_ID_HEADER, Application, RequestContext
+from coordinator.api.http.http_transport import REQUEST_ID_HEADER, Application, LimitedRequests, RequestContext
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.intake.generation_request import REQUEST_ID_CHARS_MAX
+from coordinator.intake.request_limit import RequestLimit
 from coordinator.service.generation_service import GenerationService
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unauthenticated, Unavailable
 
@@ -32,9 +33,14 @@ SHOULD_RETRY_HEADER: Final = "X-Should-Retry"
 
 
 def create_app(
-    service: GenerationService, desk: BatchDesk | None = None, *, is_echoing_request_id: bool = True
+    service: GenerationService,
+    desk: BatchDesk | None = None,
+    *,
+    is_echoing_request_id: bool = True,
+    limit: RequestLimit | None = None,
 ) -> FastAPI:
-    """Builds the application over an opened service, which it does not close; without a `desk` batches are off."""
+    """Builds the application over an opened service, which it does not close; without a `desk` batches are off, and
+    without a `limit` the host of the application has one."""
 
     def body_of(error: OutriderError, request: HTTPConnection, status: int | None = None) -> dict[str, Any]:
         if has_anthropic_errors(request.url.path):
@@ -61,6 +67,8 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
     )
+    if limit is not None:
+        app.add_middleware(LimitedRequests, limit=limit, refuse=answer)
     app.add_middleware(
         RequestContext,
         is_echoing=is_echoing_request_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -17,9 +17,10 @@ from starlette.types import Scope as AsgiScope
 from coordinator.access.api_keys import Caller, Scope
 from coordinator.api.http.client_connection import ClientConnection
 from coordinator.intake.generation_request import REQUEST_ID_CHARS_MAX
+from coordinator.intake.request_limit import RequestLimit
 from coordinator.intake.worker_threads import WorkerThreads
 from outrider.concurrency.background import until_ended
-from outrider.errors import BodyTooLong, BodyTooSlow, ClientLeft, InvalidRequest, OutriderError
+from outrider.errors import BodyTooLong, BodyTooSlow, ClientLeft, InvalidRequest, OutriderError, Overloaded
 
 ResultT = TypeVar("ResultT")
 
@@ -140,6 +141,25 @@ class RequestContext:
             if scope["path"] not in _OPEN_PATHS:
                 app = self._refuse(error, HTTPConnection(scope))
         await app(scope, receive, send_with_id)
+
+
+class LimitedRequests:
+    """Middleware that refuses requests beyond a limit before it reads their bodies. Health is always answered."""
+
+    def __init__(
+        self, app: ASGIApp, *, limit: RequestLimit, refuse: Callable[[OutriderError, HTTPConnection], Response]
+    ) -> None:
+        self._app, self._limit, self._refuse = app, limit, refuse
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        app = self._app
+        with ExitStack() as stack:
+            if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+                try:
+                    stack.enter_context(self._limit.entered())
+                except Overloaded as error:
+                    app = self._refuse(error, HTTPConnection(scope))
+            await app(scope, receive, send)
 
 
 def _authorization(headers: Headers) -> str | None:

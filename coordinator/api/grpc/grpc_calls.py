@@ -1,0 +1,67 @@
+"""The calls of the gRPC API over one service, for whatever server hosts them: callers, failures, pace of clients.
+
+The host gives a call that raises the status of its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from coordinator.access.api_keys import Scope
+from coordinator.api.grpc import grpc_api
+from coordinator.api.grpc.grpc_ingress import Pace
+from coordinator.intake.generation_request import Origin
+from coordinator.service.generation_service import GenerationService
+from outrider.observability.tracing import TRACEPARENT
+from protos.outrider.v1 import generation_pb2
+
+Metadata = Iterable[tuple[str, Any]] | None
+
+
+class GrpcCalls:
+    """outrider.v1.Generation, and the readiness for grpc.health.v1."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+        environment = service.environment
+        on_cut = environment.metrics.slow_readers.labels("connection").inc
+        self.pace = Pace(environment.settings.client_stall_max_s, on_cut)
+        """Limits on the pace of clients."""
+
+    def generate(
+        self, request: generation_pb2.GenerationRequest, metadata: Metadata
+    ) -> AsyncGenerator[generation_pb2.GenerationChunk]:
+        """Serves Generation.Generate. Raises OutriderError, at once if the caller may not ask."""
+        return grpc_api.generate(self._service, request, self._origin(metadata))
+
+    def list_models(self, metadata: Metadata) -> generation_pb2.ListModelsResponse:
+        """Serves Generation.ListModels. Raises Unauthenticated or Forbidden."""
+        self._origin(metadata)
+        return grpc_api.list_models(self._service)
+
+    def readiness(self) -> health_pb2.HealthCheckResponse:
+        """Tells whether a target worker is usable."""
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if self._service.catalog.served() else status.NOT_SERVING)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts an error that ends the call."""
+        try:
+            yield
+        except Exception as error:
+            self._service.count_failure(error)
+            raise
+
+    def _origin(self, metadata: Metadata) -> Origin:
+        """Authenticates a call by its metadata. Raises Unauthenticated or Forbidden."""
+        found = dict(metadata or ())
+        return Origin(
+            self._service.authenticate(found.get("authorization"), Scope.GENERATE),
+            found.get(TRACEPARENT),
+            found.get(grpc_api.CANARY_KEY_METADATA, ""),
+        )

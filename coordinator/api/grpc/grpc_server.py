@@ -1,0 +1,94 @@
+"""A gRPC server of grpc.aio with the services of one replica, for a process that Ray Serve does not host.
+
+Its limits are those of a replica behind HAProxy: messages of a bounded size, bounded calls at once, time limits for
+clients that do not read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+
+from coordinator.api.grpc.grpc_calls import GrpcCalls
+from coordinator.api.grpc.grpc_health import add_health
+from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX, add_generation, readable, readable_stream, timed
+from coordinator.api.grpc.grpc_reflection import add_reflection
+from coordinator.intake.request_limit import RequestLimit
+from outrider.errors import OutriderError
+from protos.outrider.v1 import generation_pb2
+
+_log = logging.getLogger(__name__)
+
+_OPTIONS: Final = (
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.so_reuseport", 0),  # two coordinators on one port would share its connections at random
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Finds clients that vanished, so that their sequences end.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+def make_server(
+    calls: GrpcCalls, limit: RequestLimit, is_leaving: Callable[[], bool], *, has_reflection: bool
+) -> grpc.aio.Server:
+    """Makes a server that has no port yet. `is_leaving`: whether this process is about to end."""
+    server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_concurrent_streams", limit.num_max + 100)])
+
+    async def is_here(_: Any, context: Any) -> bytes:
+        if is_leaving():
+            context.set_code(grpc.StatusCode.UNAVAILABLE)
+        return b""
+
+    async def is_ready(_: Any, __: Any) -> bytes:
+        return calls.readiness().SerializeToString()
+
+    add_generation(_Servicer(calls, limit), server)
+    add_health(server, is_here, is_ready)
+    if has_reflection:
+        add_reflection(server)
+    return server
+
+
+class _Servicer:
+    """The methods of outrider.v1.Generation as grpc.aio calls them."""
+
+    def __init__(self, calls: GrpcCalls, limit: RequestLimit) -> None:
+        self._calls, self._limit = calls, limit
+        self.Generate = readable_stream(timed(self._generate, lambda: calls.pace))
+        self.ListModels = readable(self._list_models)
+
+    async def _generate(self, request: generation_pb2.GenerationRequest, context: Any) -> AsyncGenerator[Any]:
+        try:
+            with self._calls.counted():
+                chunks = self._calls.generate(request, context.invocation_metadata())
+                async with aclosing(chunks):
+                    with self._limit.entered():
+                        async for chunk in chunks:
+                            yield chunk
+        except Exception as error:
+            await _abort(context, error)
+
+    async def _list_models(self, _: Any, context: Any) -> generation_pb2.ListModelsResponse:
+        try:
+            with self._calls.counted(), self._limit.entered():
+                return self._calls.list_models(context.invocation_metadata())
+        except Exception as error:
+            await _abort(context, error)
+
+
+async def _abort(context: Any, error: Exception) -> NoReturn:
+    """Ends a call with the status of the error that ended it; one that is no OutriderError is a defect of ours."""
+    if not isinstance(error, OutriderError):
+        _log.exception("a call over gRPC failed", exc_info=error)
+        error = OutriderError("internal error; the log has it")
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+    raise AssertionError("abort raises")

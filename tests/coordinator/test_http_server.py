@@ -1,0 +1,207 @@
+"""The HTTP server of a coordinator without Ray: what it answers by itself, and which clients it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from coordinator.hosting import http_server
+from coordinator.hosting.http_server import HEAD_BYTES_MAX, HttpServer
+from tests.coordinator.fakes import eventually
+
+WITHIN_S = 20.0
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Site:
+    """An application that answers with `told`, once it may."""
+
+    def __init__(self) -> None:
+        self.told = "hello"
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.num_asked = 0
+        self.is_leaving = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_asked += 1
+        await self.may_answer.wait()
+        await PlainTextResponse(self.told)(scope, receive, send)
+
+
+@asynccontextmanager
+async def serving(site: Site) -> AsyncIterator[tuple[HttpServer, int]]:
+    server = HttpServer(site, "127.0.0.1", 0, lambda: site.is_leaving)
+    port = await server.start()
+    try:
+        yield server, port
+    finally:
+        await server.cut()
+        await server.stop()
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with asyncio.timeout(WITHIN_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def answer_from(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """The status and the body of an answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    return int(head.split()[1]), await reader.readexactly(int(length.partition(b":")[2]))
+
+
+@contextmanager
+def limit(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server, name, value)
+        yield
+
+
+class TestReadiness:
+    async def test_it_answers_as_ray_serve_does(self) -> None:
+        site = Site()
+        asked = b"GET /-/healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+        async with serving(site) as (_, port), connected(port) as (reader, writer):
+            writer.write(asked)
+            assert await answer_from(reader) == (200, b"success")
+            site.is_leaving = True
+            writer.write(asked)
+            assert await answer_from(reader) == (503, b"DRAINING")
+        assert site.num_asked == 0
+
+
+class TestConnections:
+    async def test_a_connection_has_one_request_after_the_other(self) -> None:
+        site = Site()
+        async with serving(site) as (_, port), connected(port) as (reader, writer):
+            for told in ("one", "two"):
+                site.told = told
+                writer.write(GET)
+                assert await answer_from(reader) == (200, told.encode())
+
+    async def test_one_that_is_idle_after_an_answer_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with limit(monkeypatch, "IDLE_MAX_S", 0.1):
+            async with serving(Site()) as (_, port), connected(port) as (reader, writer):
+                writer.write(GET)
+                assert (await answer_from(reader))[0] == 200
+                assert await reader.read() == b""
+
+    async def test_there_are_only_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with limit(monkeypatch, "CONNECTIONS_MAX", 1):
+            async with serving(Site()) as (_, port):
+                async with connected(port) as (reader, writer):
+                    writer.write(GET)
+                    assert (await answer_from(reader))[0] == 200
+                    async with connected(port) as (other, _):
+                        with suppress(ConnectionResetError):
+                            assert await other.read() == b""
+                async with asyncio.timeout(WITHIN_S):
+                    while not await self.is_answered(port):  # there is room again, once the server knows
+                        pass
+
+    async def is_answered(self, port: int) -> bool:
+        async with connected(port) as (reader, writer):
+            writer.write(GET)
+            with suppress(ConnectionResetError, asyncio.IncompleteReadError):
+                return (await answer_from(reader))[0] == 200
+            return False
+
+
+class TestHeads:
+    @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"\r\n"], ids=["nothing", "a part", "an empty line"])
+    async def test_a_head_that_does_not_come_ends_its_connection(
+        self, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    ) -> None:
+        with limit(monkeypatch, "HEAD_TIME_MAX_S", 0.2):
+            async with serving(Site()) as (_, port), connected(port) as (reader, writer):
+                writer.write(sent)
+                status, body = await answer_from(reader)
+                assert (status, json.loads(body)["error"]["code"]) == (408, "request_timeout")
+                assert await reader.read() == b""
+
+    async def test_the_second_request_of_a_connection_has_no_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with limit(monkeypatch, "HEAD_TIME_MAX_S", 0.2):
+            async with serving(Site()) as (_, port), connected(port) as (reader, writer):
+                writer.write(GET)
+                assert (await answer_from(reader))[0] == 200
+                writer.write(b"\r\n")
+                assert (await answer_from(reader))[0] == 408
+
+    async def test_an_answer_that_takes_its_time_is_not_a_head_that_does(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = Site()
+        site.may_answer.clear()
+        with limit(monkeypatch, "HEAD_TIME_MAX_S", 0.1):
+            async with serving(site) as (_, port), connected(port) as (reader, writer):
+                writer.write(GET + b"GET /next HT")  # a part of the next one, too
+                await eventually(lambda: site.num_asked == 1, "the request has come")
+                await asyncio.sleep(0.3)
+                site.may_answer.set()
+                assert await answer_from(reader) == (200, b"hello")
+
+    async def test_one_that_is_too_long_is_refused(self) -> None:
+        site = Site()
+        async with serving(site) as (_, port), connected(port) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\nX: ")
+            with suppress(ConnectionResetError):
+                for _ in range(HEAD_BYTES_MAX // 1000 + 2):
+                    writer.write(b"x" * 1000)
+                    await writer.drain()
+            status, body = await answer_from(reader)
+        assert (status, json.loads(body)["error"]["type"]) == (431, "invalid_request_error")
+        assert site.num_asked == 0
+
+    async def test_a_body_may_be_longer_than_a_head(self) -> None:
+        site = Site()
+        async with serving(site) as (_, port), connected(port) as (reader, writer):
+            for _ in range(2):
+                writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000)
+                assert await answer_from(reader) == (200, b"hello")
+
+    async def test_what_is_not_http_is_refused_in_the_words_of_the_api(self) -> None:
+        async with serving(Site()) as (_, port), connected(port) as (reader, writer):
+            writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+            status, body = await answer_from(reader)
+            assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
+            assert await reader.read() == b""
+
+
+class TestStop:
+    async def test_it_takes_no_more_and_gives_what_it_owes(self) -> None:
+        site = Site()
+        site.may_answer.clear()
+        async with serving(site) as (server, port), connected(port) as (reader, writer), connected(port) as (idle, _):
+            writer.write(GET)
+            await eventually(lambda: site.num_asked == 1, "the request has come")
+            stopping = asyncio.create_task(server.stop())
+            assert await idle.read() == b""
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+            assert not stopping.done()
+            site.may_answer.set()
+            assert await answer_from(reader) == (200, b"hello")
+            await stopping
+
+    async def test_what_is_cut_ends(self) -> None:
+        site = Site()
+        site.may_answer.clear()
+        async with serving(site) as (server, port), connected(port) as (reader, writer):
+            writer.write(GET)
+            await eventually(lambda: site.num_asked == 1, "the request has come")
+            stopping = asyncio.create_task(server.stop())
+            await server.cut()
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            await stopping

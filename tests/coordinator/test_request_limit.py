@@ -1,0 +1,141 @@
+"""The bound on requests that a process without Ray takes in at once: one for both APIs, refused in each one's words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.access.api_keys import Scope, entry, new_key
+from coordinator.api.grpc.grpc_calls import GrpcCalls
+from coordinator.api.grpc.grpc_ingress import MESSAGE_BYTES_MAX
+from coordinator.api.grpc.grpc_server import make_server
+from coordinator.api.http.application import create_app
+from coordinator.intake.request_limit import RequestLimit
+from outrider.errors import Overloaded
+from protos.outrider.v1 import generation_pb2, generation_pb2_grpc
+from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import eventually
+from tests.coordinator.serve_grpc import ask
+
+BODY: dict[str, Any] = {"prompt": "import", "temperature": 0, "max_tokens": 12}
+
+
+def client_of(cluster: Cluster, limit: RequestLimit) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(cluster.service, limit=limit))
+    return httpx.AsyncClient(transport=transport, base_url="http://coordinator", timeout=30)
+
+
+@asynccontextmanager
+async def channel_to(cluster: Cluster, limit: RequestLimit) -> AsyncIterator[grpc.aio.Channel]:
+    server = make_server(GrpcCalls(cluster.service), limit, lambda: False, has_reflection=False)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.details()
+    return caught.value.code()
+
+
+class TestRequestLimit:
+    def test_what_has_left_leaves_room_also_where_it_failed(self) -> None:
+        limit = RequestLimit(1)
+        with pytest.raises(ValueError, match="mine"), limit.entered():
+            raise ValueError("mine")
+        with limit.entered(), pytest.raises(Overloaded, match="1 requests"), limit.entered():
+            raise AssertionError("the block is not entered")
+        with limit.entered():
+            pass
+
+
+class TestBothApis:
+    async def test_one_request_too_many_is_refused_before_its_body_is_read(self, clusters: ClusterFactory) -> None:
+        limit, may_go = RequestLimit(1), asyncio.Event()
+        target = clusters.target(may_step=lambda num_tokens: may_go.is_set())
+        async with (
+            clusters.open([target]) as cluster,
+            client_of(cluster, limit) as client,
+            channel_to(cluster, limit) as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            first = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await eventually(lambda: target.num_open == 1, "the first one is at the target")
+            refused = await client.post("/v1/completions", content=b"not JSON")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert refused.headers["X-Request-Id"]
+            anthropic = await client.post("/v1/messages", content=b"not JSON")
+            assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert [(await client.get(path)).status_code for path in ("/health", "/livez")] == [200, 200]
+            asked = generation_pb2.GenerationRequest(prompt="import")
+            assert await code_of(stub.Generate(asked, timeout=10).read()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            models = stub.ListModels(generation_pb2.ListModelsRequest(), timeout=10)
+            assert await code_of(models) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert (await health).status == health_pb2.HealthCheckResponse.SERVING
+            may_go.set()
+            assert (await first).status_code == 200
+            assert [chunk async for chunk in stub.Generate(asked, timeout=10)][-1].HasField("finished")
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+
+class TestGrpcServer:
+    async def test_a_key_is_asked_for_and_reflection_is_not_there(
+        self, clusters: ClusterFactory, tmp_path: Path
+    ) -> None:
+        key, path = new_key(), tmp_path / "keys.toml"
+        path.write_text(entry(key, "search", frozenset({Scope.GENERATE}), None, ""))
+        asked = generation_pb2.GenerationRequest(prompt="import")
+        async with (
+            clusters.open([clusters.target()], settings={"api_keys_file": str(path)}) as cluster,
+            channel_to(cluster, RequestLimit(9)) as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            assert await code_of(stub.Generate(asked, timeout=10).read()) is grpc.StatusCode.UNAUTHENTICATED
+            models = stub.ListModels(generation_pb2.ListModelsRequest(), timeout=10)
+            assert await code_of(models) is grpc.StatusCode.UNAUTHENTICATED
+            call = stub.Generate(asked, timeout=10, metadata=[("authorization", f"Bearer {key}")])
+            assert [chunk async for chunk in call][-1].HasField("finished")
+            reflection = ask(channel, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", b"")
+            assert await code_of(reflection) is grpc.StatusCode.UNIMPLEMENTED
+        assert cluster.service.environment.metrics.request_failure.labels("UNAUTHENTICATED")._value.get() == 2
+
+    async def test_a_message_is_bounded(self, clusters: ClusterFactory) -> None:
+        async with clusters.open([clusters.target()]) as cluster, channel_to(cluster, RequestLimit(9)) as channel:
+            raw = generation_pb2.GenerationRequest(prompt="x" * MESSAGE_BYTES_MAX).SerializeToString()
+            refused = ask(channel, "/outrider.v1.Generation/Generate", raw)
+            assert await code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    async def test_a_defect_of_ours_is_logged_and_shows_nothing_of_itself(
+        self, clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with clusters.open([clusters.target()]) as cluster, channel_to(cluster, RequestLimit(9)) as channel:
+
+            def fail(*_: object) -> None:
+                raise ValueError("of our own")
+
+            monkeypatch.setattr(cluster.service, "authenticate", fail)
+            call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerationRequest(), timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+        assert (caught.value.code(), caught.value.details()) == (
+            grpc.StatusCode.INTERNAL,
+            "internal error; the log has it",
+        )
+        assert "of our own" in caplog.text

@@ -17,7 +17,9 @@ from helm_python import Chart, HelmError
 from helm_python.chart import lint, package
 
 from coordinator.access.api_keys import KeyRing
+from coordinator.settings import Listen
 from k8s.helm.chart import FOLDER, PRESETS, REGISTRY, chart, merged, notes, preset, render
+from outrider.settings import settings_of
 from tests.k8s.pods import NAME, pods
 from tests.k8s.test_manifests import SECURED, container_of, first, spec_of
 
@@ -273,6 +275,15 @@ class TestGateway:
             objects = render(merged(SECURED, {"coordinator": {"hosting": hosting}}))
             (route,) = [each for each in objects if each["kind"] == "HTTPRoute"]
             assert {ref["name"] for rule in route["spec"]["rules"] for ref in rule["backendRefs"]} == {service}
+
+
+def test_a_plain_coordinator_has_time_to_finish_its_longest_stream() -> None:
+    """Its own default would end streams after ten seconds."""
+    objects = render({"coordinator": {"deadlineMaxSeconds": 600}})
+    container, spec = container_of(objects, "coordinator"), spec_of(objects, "coordinator")
+    assert "--drain-grace-s=600" in container["args"]
+    notice_s = container["lifecycle"]["preStop"]["sleep"]["seconds"] + settings_of(Listen)["drain_notice_s"].initial
+    assert notice_s + 600 < spec["terminationGracePeriodSeconds"]
 
 
 def test_users_of_redis_have_the_passwords_of_their_addresses() -> None:

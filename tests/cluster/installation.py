@@ -286,5 +286,5 @@ def tails(num_lines: int, folder: Path = FILES / "logs") -> str:
     parts = []
     for path in sorted(folder.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()[-num_lines:]
-        parts += [f"--- {path.stem}", *lines]
+        parts += [f"--- {path.stem}", *(line[:300] for line in lines)]
     return "\n".join(parts)

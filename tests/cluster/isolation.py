@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.cluster.gateway import program as envoy
-from tests.e2e.chaos.cgroups import Controller, Group, Place, find_place
+from tests.e2e.chaos.cgroups import Controller, Place, find_place
 from tests.e2e.chaos.cgroups import why_not as why_no_group
 
 UNSHARE: Final = (
@@ -29,6 +29,7 @@ UNSHARE: Final = (
     *("--pid", "--fork", "--kill-child", "--mount-proc"),
 )
 NAMESPACES: Final = ("net", "mnt", "pid")
+GROUP: Final = "outrider-cluster"
 END_TIMEOUT_S: Final = 60.0
 GONE_TIMEOUT_S: Final = 10.0
 _TRIAL: Final = """
@@ -92,7 +93,9 @@ def run(words: list[str]) -> int:
         # In namespaces of its own /run is empty, so that namespaces of networks have names that nobody else sees.
         script = 'mount -t tmpfs tmpfs /run && exec "$@"'
         story = [sys.executable, "-m", "tests.cluster.story", *words, *group_words]
-        process = subprocess.Popen([*UNSHARE, "sh", "-c", script, "sh", *story])
+        # If this process is lost, the kernel ends the run.
+        words = ["setpriv", "--pdeathsig", "KILL", *UNSHARE, "sh", "-c", script, "sh", *story]
+        process = subprocess.Popen(words, start_new_session=True)
         try:
             seen = _namespaces(process.pid)
             status = _wait(process)
@@ -106,10 +109,13 @@ def run(words: list[str]) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the end. Ctrl-C, which the story gets as well, gives it time to end in order."""
+    """Waits for the end. Ctrl-C and SIGTERM are passed on, and give it time to end in order."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return process.wait()
     except KeyboardInterrupt:
+        for child in _children(process.pid):
+            os.kill(child, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
         return 128 + signal.SIGINT
@@ -124,14 +130,28 @@ def _memory_groups() -> Iterator[list[str]]:
         return
     place = find_place(Controller.MEMORY, Path("/proc/self/cgroup").read_text())
     assert place is not None
-    folder = place.folder / f"outrider-cluster-{uuid.uuid4().hex[:12]}"
-    group = Group(folder, place.is_version_2)
+    for earlier in place.folder.glob(f"{GROUP}-*"):  # of runs whose first process was killed
+        if not Path("/proc", earlier.name.split("-")[2]).exists():
+            _remove_groups(earlier)
+    folder = place.folder / f"{GROUP}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
     try:
         yield [f"--memory-groups={folder}", *(["--memory-version-2"] if place.is_version_2 else [])]
     finally:
-        for each in [path for path in folder.iterdir() if path.is_dir()]:  # of pods, if the run broke off
-            each.rmdir()
-        group.remove()
+        _remove_groups(folder)
+
+
+def _remove_groups(folder: Path) -> None:
+    """Removes a control group, and those of pods in it that a run has left."""
+    for each in [path for path in folder.iterdir() if path.is_dir()]:
+        each.rmdir()
+    folder.rmdir()
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def _namespaces(pid: int) -> set[str]:
@@ -140,7 +160,7 @@ def _namespaces(pid: int) -> set[str]:
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(OSError):
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            for child in _children(pid):
                 found = {os.readlink(f"/proc/{child}/ns/{kind}") for kind in NAMESPACES}
                 if found.isdisjoint(own):
                     return found

@@ -23,7 +23,7 @@ from tests.cluster.pod_plan import ContainerPlan
 from tests.images.stages import CONFIGURATION, SYSTEM
 
 FILES: Final = Path("/run/outrider")
-"""Where everything of a run is; a file system in memory that only this process sees."""
+"""Folder of everything in a run: a file system in memory that only this process sees."""
 ROOT: Final = FILES / "root"
 ETC: Final = FILES / "etc"
 _DEVICES: Final = ("full", "null", "random", "urandom", "zero")
@@ -33,7 +33,7 @@ _GROUPS: Final = "root:x:0:\nredis:x:999:\noutrider:x:10001:\n"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a container runs."""
+    """The surroundings of a container: its pod, and what is mounted."""
 
     pod: str
     shared_group: int

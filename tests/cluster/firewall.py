@@ -26,7 +26,7 @@ class Service:
 
     address: str
     ports: Mapping[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
-    """By the service's port: that of the pods, and their addresses."""
+    """Maps the service's port to that of the pods, and their addresses."""
 
 
 def rules(own: Party, policies: Sequence[Object], peers: Sequence[Peer], services: Sequence[Service], node: str) -> str:

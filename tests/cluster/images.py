@@ -18,13 +18,13 @@ DOCKERFILES: Final = {
     "outrider-worker": ROOT / "k8s/images/worker.Dockerfile",
     "outrider-coordinator": ROOT / "k8s/images/coordinator.Dockerfile",
 }
-"""By the name of the repository in an image's reference."""
+"""Dockerfiles by the name of the repository in an image's reference."""
 VIRTUAL_ENVIRONMENT: Final = Path(sys.prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a container begins with."""
+    """Everything that a container gets from its image."""
 
     entrypoint: tuple[str, ...]
     environment: Mapping[str, str]
@@ -77,6 +77,6 @@ def _packages(stages: list[Stage]) -> list[str]:
 
 
 def _copies(stages: list[Stage]) -> list[tuple[str, str]]:
-    """What stages copy from the repository, and where it goes."""
+    """Paths that stages copy from the repository, each with its destination."""
     copies = [each for stage in stages for each in stage.of("COPY") if "from" not in each.flags]
     return [(source, each.words[-1]) for each in copies for source in each.words[:-1]]

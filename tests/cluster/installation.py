@@ -37,7 +37,7 @@ ISSUES_S: Final = 1.0
 """The time that a certificate takes to be issued."""
 CLIENT: Final = "client"
 OUTSIDERS: Final = {GATEWAY: OTHERS["proxy"], CLIENT: OTHERS["stranger"], "prometheus": OTHERS["prometheus"]}
-"""Who has a namespace beside the pods of the installation."""
+"""Parties that have a network namespace beside the pods of the installation."""
 PASSIVE: Final = frozenset(
     {
         *("ServiceAccount", "PriorityClass", "PodDisruptionBudget", "Issuer", "Certificate", "Service"),

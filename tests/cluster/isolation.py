@@ -54,7 +54,7 @@ END
 
 
 def why_not() -> str:
-    """What this machine lacks, in words; empty if it has everything."""
+    """Returns what this machine lacks, in words; empty if it has everything."""
     programs = ("ip", "nft", "unshare", "nsenter", "setpriv", "chroot", "mount", "redis-server")
     if missing := [name for name in programs if shutil.which(name) is None]:
         return f"programs that are missing: {', '.join(missing)}"

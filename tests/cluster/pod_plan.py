@@ -1,4 +1,4 @@
-"""What a node does for a pod, from its rendered specification: commands, environments, volumes, probes. Pure.
+"""Plans of pods, from their rendered specifications: commands, environments, volumes, probes. Pure.
 
 Only the fields that the chart uses are understood. Another one raises ValueError, so that nothing is silently left out.
 """
@@ -57,7 +57,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a pod has before it starts."""
+    """Facts about a pod that are known before it starts."""
 
     name: str
     address: str

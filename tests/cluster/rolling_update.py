@@ -1,4 +1,4 @@
-"""How a Deployment's controller replaces pods. Pure: counts in, the next step out."""
+"""A Deployment's controller: decides which pods to replace. Pure: counts in, the next step out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.k8s.pods import Object
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How many pods there may be beyond the wanted number, and how many of these may be unavailable."""
+    """Limits: pods beyond the wanted number, and pods that may be unavailable."""
 
     num_wanted: int
     num_surplus_max: int

@@ -1,4 +1,4 @@
-"""What the chart names and this branch does not have yet, said in another way.
+"""Other words for what the chart names and this branch does not have yet.
 
 TODO(lead): remove this module, and its one call in `story.py`, when these are merged: `--announce` without a port, and
 `--settings` of `python -m coordinator --hosting=plain` with the setting `models_file`.

@@ -1,4 +1,4 @@
-"""What `make cluster` tries, in order. Runs inside of the namespaces that `isolation` makes."""
+"""Everything that `make cluster` tries, in order. It runs inside of the namespaces that `isolation` makes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import compileall
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -84,34 +85,27 @@ class Story:
         assert found["metrics_from_outside"] == 404, found
 
     async def check_policies(self) -> None:
-        """Dials every pod from every pod and outsider; each connection has to be as the policies say."""
+        """Dials every pod and the gateway from every pod and outsider; each connection has to be as policies say."""
         pods = {pod.identity.labels[NAME]: pod for pod in self.installation.pods}
-        parties = {name: Party(pod.identity.labels) for name, pod in pods.items()}
-        sources = {name: (pod.identity.name, parties[name]) for name, pod in pods.items()}
-        sources |= {
-            name: (name, OTHERS[other])
-            for name, other in (("gateway", "proxy"), (CLIENT, "stranger"), ("prometheus", "prometheus"))
-        }
-        hops = [(name, port) for name in pods for port in PORTS]
-        dialled = [(pods[name].identity.address, port) for name, port in hops]
+        outsiders = {"gateway": OTHERS["proxy"], CLIENT: OTHERS["stranger"], "prometheus": OTHERS["prometheus"]}
+        parties = {name: Party(pod.identity.labels) for name, pod in pods.items()} | outsiders
+        namespaces = {name: pod.identity.name for name, pod in pods.items()} | {name: name for name in outsiders}
+        addresses = {name: pod.identity.address for name, pod in pods.items()} | self.installation.addresses
+        hops = [*((name, port) for name in pods for port in PORTS), ("gateway", 443)]
 
         async def dial(source: str) -> list[bool]:
-            return await reachable(sources[source][0], dialled, DIAL_S)
+            return await reachable(namespaces[source], [(addresses[name], port) for name, port in hops], DIAL_S)
 
-        results = await asyncio.gather(*map(dial, sources))
-        wrong, num_open = [], 0
-        for source, found in zip(sources, results, strict=True):
+        wrong, opened = [], []
+        for source, found in zip(parties, await asyncio.gather(*map(dial, parties)), strict=True):
             for (name, port), is_open in zip(hops, found, strict=True):
-                if name == source:  # its own address is on its loopback
-                    continue
-                num_open += is_open
-                should = can_reach(self.installation.policies, sources[source][1], parties[name], port)
-                if is_open is not should:
-                    wrong.append(f"{source} {'reaches' if is_open else 'cannot reach'} port {port} of {name}")
-        num_all = sum(name != source for source in sources for name, _ in hops)
-        self.say(f"policies: {num_open} of {num_all} connections open, {num_all - num_open} shut")
+                if name != source:  # whose own address is on its loopback
+                    opened.append(is_open)
+                    if is_open is not can_reach(self.installation.policies, parties[source], parties[name], port):
+                        wrong.append(f"{source} {'reaches' if is_open else 'cannot reach'} port {port} of {name}")
+        self.say(f"policies: {sum(opened)} of {len(opened)} connections open, {len(opened) - sum(opened)} shut")
         assert not wrong, wrong
-        assert 0 < num_open < num_all
+        assert 0 < sum(opened) < len(opened)
 
     async def run_helm_test(self) -> None:
         pod = await self.installation.run_pod(self._test_pod)
@@ -197,13 +191,13 @@ def main(given: argparse.Namespace, group_place: GroupPlace | None) -> int:
     try:
         asyncio.run(tell(given, group_place))
     except BaseExceptionGroup as group:
-        if group.subgroup(KeyboardInterrupt):
-            raise KeyboardInterrupt from group
         _fail(group)
         return 1
     except (AssertionError, CommandError) as error:
         _fail(error)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         if given.logs is not None:
             shutil.copytree(FILES / "logs", given.logs, dirs_exist_ok=True)

@@ -56,7 +56,7 @@ async def made_secrets(kept: Mapping[str, Mapping[str, bytes]], *, is_upgrade: b
 
 
 async def test_an_upgrade_keeps_the_passwords_and_keys_that_are_there() -> None:
-    """By Helm's own `lookup`, which asks an API server."""
+    """Helm's own `lookup` asks an API server for them."""
     first = await made_secrets({}, is_upgrade=False)
     assert await made_secrets(first, is_upgrade=True) == first
     assert await made_secrets({}, is_upgrade=True) != first

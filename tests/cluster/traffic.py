@@ -26,7 +26,7 @@ _FAILURES_MAX: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where and how clients ask."""
+    """Addresses and a key, with which clients ask."""
 
     host: str
     grpc_host: str
@@ -79,7 +79,7 @@ class Tally:
 
 
 async def checked(access: Access) -> dict[str, Any]:
-    """What `client.py check` found. Raises CommandError."""
+    """Runs `client.py check`; returns what it found. Raises CommandError."""
     found: dict[str, Any] = json.loads((await command(*access.words("check"))).splitlines()[-1])
     return found
 

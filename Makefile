@@ -5,12 +5,13 @@
 #   make rollout         replace everything in an installation under load   (make rollout ARGS=--help)
 #   make chaos           break a running system at random, compare every answer  (make chaos ARGS=--help)
 #   make fuzz            send a running system 10,000 bad inputs, judge every answer  (make fuzz ARGS=--help)
+#   make cluster         run the rendered Helm chart without a cluster: upgrade, kills  (make cluster ARGS=--help; root)
 #   make test-clients    run other people's clients against a live server  (make test-clients ARGS="openai_node --write")
 #   make docs            serve the documentation on this machine     (make docs ARGS="-a 127.0.0.1:8100")
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients rollout chaos fuzz bench lint stubs lock sbom audit install clean distclean
+.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients rollout chaos fuzz cluster bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
 LOCK_ARGS ?=
@@ -99,6 +100,9 @@ chaos: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.e2e.fuzz $(ARGS)
+
+cluster: $(STAMP)
+	@$(BIN)/python -m tests.cluster $(ARGS)
 
 rollout: $(STAMP)
 	@$(BIN)/python -m tests.e2e.rollout $(ARGS)

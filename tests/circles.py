@@ -22,6 +22,7 @@ LATER: Final = ("slow", "thorough", "long")
 """Markers of tests that the first circle leaves out."""
 WHERE_CHANGED: Final = {
     "tests/benchmarks/": ("benchmarks/",),
+    "tests/cluster/": ("k8s/",),
     "tests/command_line/simulator/": ("command_line/simulator/",),
     "tests/demo/": ("demo/",),
     "tests/e2e/": (),

@@ -52,7 +52,11 @@ def render(
     """
     given = merged({"images": {"registry": REGISTRY}}, values or {})
     chart().validate_schema(given)
-    files = chart().render(given, name=release, namespace=namespace, is_install=True)
+    return objects_of(chart().render(given, name=release, namespace=namespace, is_install=True))
+
+
+def objects_of(files: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Objects of rendered templates, in the order of these."""
     objects = []
     for path in sorted(files):
         if path.endswith(".yaml"):

@@ -147,7 +147,7 @@ def test_torchrun_and_ray_start_where_manifests_look_for_them(worker: Image, coo
 
 def test_the_coordinator_image_has_what_manifests_and_the_guide_call(coordinator: Image) -> None:
     assert "--draft-model" in run(coordinator, ["command_line", "canary", "start", "--help"])
-    script = (ROOT / "k8s" / "base" / "haproxy.sh").read_text(encoding="utf-8")
+    script = (ROOT / "k8s" / "helm" / "outrider" / "files" / "haproxy.sh").read_text(encoding="utf-8")
     named = [word for word in script.split() if word.startswith(("/app/", "/venv/"))]
     assert len(named) == 2
     for path in named:

@@ -162,13 +162,13 @@ def _permits(policies: Sequence[Object], direction: str, ours: Party, other: Par
     peers = "to" if direction == "Egress" else "from"
     rules = [rule for policy in chosen for rule in policy.get(direction.lower(), ())]
     return not chosen or any(
-        (peers not in rule or any(_is_peer(peer, other) for peer in rule[peers]))
+        (peers not in rule or any(is_peer(peer, other) for peer in rule[peers]))
         and ("ports" not in rule or any(each["port"] == port for each in rule["ports"]))
         for rule in rules
     )
 
 
-def _is_peer(peer: Object, other: Party) -> bool:
+def is_peer(peer: Object, other: Party) -> bool:
     match sorted(peer):
         case ["ipBlock"]:
             return False  # of an address outside the cluster's pods

@@ -280,6 +280,15 @@ class TestGateway:
             assert {ref["name"] for rule in route["spec"]["rules"] for ref in rule["backendRefs"]} == {service}
 
 
+def test_a_plain_coordinator_has_time_to_finish_its_longest_stream() -> None:
+    """Its own default would end streams after ten seconds."""
+    objects = render({"coordinator": {"deadlineMaxSeconds": 600}})
+    container, spec = container_of(objects, "coordinator"), spec_of(objects, "coordinator")
+    assert "--drain-grace-s=600" in container["args"]
+    (notice_s,) = (int(word.partition("=")[2]) for word in container["args"] if word.startswith("--drain-notice-s="))
+    assert notice_s + 600 + 10 < spec["terminationGracePeriodSeconds"]
+
+
 def test_users_of_redis_have_the_passwords_of_their_addresses() -> None:
     secret: Mapping[str, str] = first(render(), "Secret", "redis")["stringData"]
     for user in ("coordinator", "target", "draft"):

@@ -1,0 +1,168 @@
+"""A container: a process in namespaces of its own, on a read-only root with what its image and its volumes have.
+
+The root is made by a shell script, as the first thing that runs in the new namespaces. Everything that it mounts goes
+with them. Only folders of the system, the image's and the volumes are there; nothing else of this machine is visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.cluster.network import inside
+from tests.cluster.pod_plan import ContainerPlan
+from tests.images.stages import CONFIGURATION, SYSTEM
+
+FILES: Final = Path("/run/outrider")
+"""Folder of everything in a run: a file system in memory that only this process sees."""
+ROOT: Final = FILES / "root"
+ETC: Final = FILES / "etc"
+_DEVICES: Final = ("full", "null", "random", "urandom", "zero")
+_USERS: Final = "root:x:0:0::/:/bin/sh\nredis:x:999:999::/data:/bin/sh\noutrider:x:10001:10001::/tmp:/bin/sh\n"
+_GROUPS: Final = "root:x:0:\nredis:x:999:\noutrider:x:10001:\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The surroundings of a container: its pod, and what is mounted."""
+
+    pod: str
+    shared_group: int
+    volumes: Mapping[str, Path]
+    hosts: Path
+    memory_group: Path | None
+
+
+def prepare_etc() -> None:
+    """Makes /etc of all containers: of this machine what a base image has as well, and the images' users."""
+    ROOT.mkdir()
+    ETC.mkdir()
+    for name in (*CONFIGURATION, "alternatives"):
+        path = Path("/etc") / name
+        if path.is_dir():
+            shutil.copytree(path, ETC / name, symlinks=True, ignore_dangling_symlinks=True)
+        elif path.is_file():
+            shutil.copy2(path, ETC / name)
+    for name in ("shadow", "gshadow"):
+        (ETC / name).unlink(missing_ok=True)
+    for name, text in (("passwd", _USERS), ("group", _GROUPS), ("hosts", ""), ("nsswitch.conf", "hosts: files\n")):
+        (ETC / name).write_text(text)
+
+
+def root_script(plan: ContainerPlan, place: Place) -> str:
+    """The script that makes the root and becomes the container's process. Pure."""
+    root = str(ROOT)
+    lines = ["set -e"]
+    if place.memory_group is not None:
+        lines.append(f"echo 0 > {place.memory_group}/cgroup.procs")
+    lines += [
+        f"echo {place.pod} > /proc/sys/kernel/hostname",
+        f"mount -t tmpfs -o mode=755,size=8m root {root}",
+        f"cd {root}",
+    ]
+
+    def bind(source: Path | str, path: str, *, is_read_only: bool = True) -> None:
+        target = shlex.quote(f"{root}{path}")
+        lines.append(f"mkdir -p {target}")
+        lines.append(f"mount --bind {shlex.quote(str(source))} {target}")
+        if is_read_only:
+            lines.append(f"mount -o remount,bind,ro {target}")
+
+    for name in SYSTEM:
+        original = Path("/") / name
+        if original.is_symlink():
+            lines.append(f"ln -s {os.readlink(original)} {name}")
+        elif original.is_dir():
+            bind(original, f"/{name}")
+    lines += [f"cp -a {ETC} etc", f"mount --bind {place.hosts} etc/hosts"]
+    prefix = os.path.realpath(sys.base_prefix)
+    if not Path(prefix).is_relative_to("/usr"):
+        bind(prefix, prefix)
+    for path, folder in plan.image.folders.items():
+        bind(folder, path)
+    lines += ["mkdir -p proc sys dev tmp", "mount -t proc proc proc", "mount -t tmpfs -o mode=755,size=64k dev dev"]
+    for name in _DEVICES:
+        lines += [f"touch dev/{name}", f"mount --bind /dev/{name} dev/{name}"]
+    lines += ["ln -s /proc/self/fd dev/fd", "mkdir dev/shm", "mount -t tmpfs -o mode=1777,size=64m shm dev/shm"]
+    lines += _control_groups(plan, place)
+    for mount in plan.mounts:
+        bind(place.volumes[mount.volume], mount.path, is_read_only=mount.is_read_only)
+    as_user = [
+        *("setpriv", f"--reuid={plan.user}", f"--regid={plan.group}", f"--groups={place.shared_group}"),
+        *("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--pdeathsig=KILL"),
+    ]
+    environment = [f"{name}={value}" for name, value in plan.environment.items()]
+    words = [*as_user, "env", "-i", f"--chdir={plan.image.workdir}", *environment, *plan.words]
+    lines += [f"mount -o remount,ro {root}", f"exec chroot {root} {shlex.join(words)}"]
+    return "\n".join(lines)
+
+
+def _control_groups(plan: ContainerPlan, place: Place) -> list[str]:
+    """Shows the container its limit of memory as version 2 of control groups does, whichever this machine has."""
+    lines = [
+        "mount --rbind /sys sys",
+        "mount -o remount,bind,ro sys",
+        "mount -t tmpfs -o size=64k groups sys/fs/cgroup",
+    ]
+    if place.memory_group is not None and plan.memory_bytes is not None:
+        usage = next(
+            path for name in ("memory.current", "memory.usage_in_bytes") if (path := place.memory_group / name).exists()
+        )
+        lines += [
+            f"echo {plan.memory_bytes} > sys/fs/cgroup/memory.max",
+            "touch sys/fs/cgroup/memory.current",
+            f"mount --bind {usage} sys/fs/cgroup/memory.current",
+        ]
+    return [*lines, "mount -o remount,ro sys/fs/cgroup"]
+
+
+class Container:
+    """A running container."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, plan: ContainerPlan, place: Place, log: Path) -> Container:
+        """Returns at once; what the container prints goes to the end of the log."""
+        words = [
+            *inside(place.pod),
+            *("unshare", "--mount", "--propagation", "private", "--uts", "--ipc", "--pid", "--fork", "--kill-child"),
+            *("sh", "-c", root_script(plan, place)),
+        ]
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the node, which ends its pods in order
+            )
+        return cls(process)
+
+    async def wait(self) -> int:
+        """Waits for its end; returns the exit status, or minus the signal that ended it."""
+        return await self._process.wait()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the container's first process a signal, as a runtime does. Nothing happens if it has ended."""
+        with suppress(ProcessLookupError, FileNotFoundError):
+            pid = self._process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for child in children:
+                os.kill(int(child), number)
+            if not children and number is signal.SIGKILL and self.is_running:  # it has hardly begun
+                self._process.kill()

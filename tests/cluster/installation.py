@@ -1,0 +1,290 @@
+"""The installed objects, and the controllers that act on them: deployments, services, policies, certificates, routes.
+
+Invariant: a pod starts only when its own rules, and those of everybody who may talk to it, are loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import string
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from tests.cluster import firewall
+from tests.cluster.certificate_issuer import CertificateIssuer
+from tests.cluster.container import FILES, prepare_etc
+from tests.cluster.firewall import Peer, Service
+from tests.cluster.gateway import NAME as GATEWAY
+from tests.cluster.gateway import Gateway
+from tests.cluster.gateway_config import backends
+from tests.cluster.network import NODE, Network
+from tests.cluster.pod import Pod, Say, remove_files
+from tests.cluster.pod_plan import NAMESPACE, Contents, Identity, service_links
+from tests.cluster.rolling_update import Counts, next_step, strategy_of
+from tests.e2e.chaos.cgroups import Place as GroupPlace
+from tests.k8s.pods import Object, matches
+from tests.k8s.policy_rules import OTHERS, Party
+
+LOOK_S: Final = 0.25
+"""Between two rounds of the controllers, if nothing has changed."""
+ISSUES_S: Final = 1.0
+"""The time that a certificate takes to be issued."""
+CLIENT: Final = "client"
+OUTSIDERS: Final = {GATEWAY: OTHERS["proxy"], CLIENT: OTHERS["stranger"], "prometheus": OTHERS["prometheus"]}
+"""Parties that have a network namespace beside the pods of the installation."""
+PASSIVE: Final = frozenset(
+    {
+        *("ServiceAccount", "PriorityClass", "PodDisruptionBudget", "Issuer", "Certificate", "Service"),
+        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment"),
+    }
+)
+"""Kinds that are only kept: controllers look at them, or nothing here does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """A service's own address, and for each of its ports the pods' port and the addresses of ready pods."""
+
+    address: str
+    ports: Mapping[int, tuple[int, tuple[str, ...]]]
+
+
+class Installation:
+    """A cluster of one node with one installation."""
+
+    def __init__(self, say: Say, group_place: GroupPlace | None) -> None:
+        self.pods: list[Pod] = []
+        self.gateway = Gateway()
+        self.addresses: dict[str, str] = {}  # of outsiders
+        self._say, self._group_place = say, group_place
+        self._network, self._issuer = Network(), CertificateIssuer()
+        self._objects: dict[tuple[str, str], Object] = {}
+        self._secrets: dict[str, Mapping[str, bytes]] = {}
+        self._config_maps: dict[str, Mapping[str, bytes]] = {}
+        self._service_addresses: dict[str, str] = {}
+        self._waiting: list[Pod] = []  # for their rules
+        self._changed = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._controllers: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        prepare_etc()
+        (FILES / "hosts").write_text("127.0.0.1 localhost\n")
+        (FILES / "logs").mkdir(exist_ok=True)
+        await self._network.open()
+        for name in OUTSIDERS:
+            self.addresses[name] = await self._network.add(name)
+        await self._tasks.__aenter__()
+        self._controllers = self._tasks.create_task(self._control())
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        if self._controllers is not None:
+            self._controllers.cancel()
+        for pod in self.pods:
+            pod.abandon()
+        await self.gateway.stop()
+        await self._tasks.__aexit__(*error)
+
+    @property
+    def secrets(self) -> Mapping[str, Mapping[str, bytes]]:
+        return self._secrets
+
+    @property
+    def policies(self) -> list[Object]:
+        return [each["spec"] for each in self._of("NetworkPolicy")]
+
+    @property
+    def endpoints(self) -> dict[str, Endpoints]:
+        """Services that have an address, by name."""
+        found = {}
+        for service in self._of("Service"):
+            spec, name = service["spec"], service["metadata"]["name"]
+            if spec.get("clusterIP") != "None":
+                chosen = [pod for pod in self.pods if matches({"matchLabels": spec["selector"]}, pod.identity.labels)]
+                ready = tuple(pod.identity.address for pod in chosen if pod.is_ready)
+                ports = {each["port"]: (_number(each["targetPort"], chosen), ready) for each in spec["ports"]}
+                found[name] = Endpoints(self._service_addresses[name], ports)
+        return found
+
+    def apply(self, objects: Sequence[Object]) -> None:
+        """Takes objects over, one after the other; controllers act on them from the next round on.
+
+        Raises ValueError for a kind that is not understood here.
+        """
+        for each in objects:
+            kind, name = each["kind"], each["metadata"]["name"]
+            if kind == "Secret":
+                self._secrets[name] = {key: value.encode() for key, value in each["stringData"].items()}
+            elif kind == "ConfigMap":
+                self._config_maps[name] = {key: value.encode() for key, value in each["data"].items()}
+            elif kind not in PASSIVE:
+                raise ValueError(f"objects of kind {kind} are not understood here")
+            if kind == "Service" and each["spec"].get("clusterIP") != "None" and name not in self._service_addresses:
+                self._service_addresses[name] = self._network.service_address()
+            if kind == "Certificate" and (kind, name) not in self._objects:
+                self._tasks.create_task(self._issue(each))
+            self._objects[kind, name] = each
+        self._write_hosts()
+        self._changed.set()
+
+    async def run_pod(self, each: Object) -> Pod:
+        """Starts a pod that has no owner; returns it."""
+        return await self._create("", each["metadata"]["name"], {**each, "metadata": {**each["metadata"]}}, "")
+
+    def of(self, owner: str) -> list[Pod]:
+        """Pods of a deployment that are not ending."""
+        return [pod for pod in self.pods if pod.owner == owner and not pod.is_ending]
+
+    @property
+    def deployments(self) -> list[str]:
+        return [each["metadata"]["name"] for each in self._of("Deployment")]
+
+    def what_is_missing(self) -> str:
+        """Deployments that are not rolled out, in words; empty when all are and no pod is ending."""
+        missing = []
+        for deployment in self._of("Deployment"):
+            strategy, name = strategy_of(deployment), deployment["metadata"]["name"]
+            current = [pod for pod in self.of(name) if pod.revision == _revision(deployment)]
+            num_ready = sum(pod.is_available(strategy.min_ready_s) for pod in current)
+            if not num_ready == len(self.of(name)) == strategy.num_wanted:
+                missing.append(f"{name}: {num_ready} of {strategy.num_wanted} available, {len(self.of(name))} in all")
+        missing += [f"{pod} is ending" for pod in self.pods if pod.is_ending]
+        return "; ".join(missing)
+
+    async def delete_all(self) -> None:
+        """Deletes everything as an uninstallation does; returns when no pod is left."""
+        for key in [key for key in self._objects if key[0] == "Deployment"]:
+            del self._objects[key]
+        await asyncio.gather(*(pod.end() for pod in list(self.pods)))
+        while self.pods:  # noqa: ASYNC110 - controllers look at it as often
+            await asyncio.sleep(LOOK_S)
+
+    def _of(self, kind: str) -> list[Object]:
+        return [each for (found, _), each in self._objects.items() if found == kind]
+
+    async def _issue(self, certificate: Object) -> None:
+        while True:
+            await asyncio.sleep(ISSUES_S)
+            issuers = {each["metadata"]["name"]: each for each in self._of("Issuer")}
+            if (files := self._issuer.issue(certificate, issuers)) is not None:
+                self._secrets[certificate["spec"]["secretName"]] = files
+                return
+
+    async def _control(self) -> None:
+        while True:
+            self._changed.clear()
+            for deployment in self._of("Deployment"):
+                await self._step(deployment)
+            await self._load_rules()
+            for pod in self._waiting:
+                self._tasks.create_task(self._live(pod))
+            self._waiting.clear()
+            if self._of("Gateway"):
+                found = self.endpoints
+                self.gateway.show(
+                    {(name, port): found[name].ports[port] for name, port in backends(list(self._objects.values()))}
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+
+    async def _step(self, deployment: Object) -> None:
+        """Creates and ends pods of a deployment as its strategy wants."""
+        name, strategy, revision = deployment["metadata"]["name"], strategy_of(deployment), _revision(deployment)
+        new = [pod for pod in self.of(name) if pod.revision == revision]
+        old = [pod for pod in self.of(name) if pod.revision != revision]
+
+        def counts(pods: Sequence[Pod]) -> Counts:
+            return Counts(len(pods), sum(pod.is_available(strategy.min_ready_s) for pod in pods))
+
+        num_ending = sum(pod.owner == name and pod.is_ending for pod in self.pods)
+        step = next_step(strategy, counts(new), counts(old), num_ending)
+        for pods, number in ((old, step.num_old_to_end), (new, step.num_new_to_end)):
+            for pod in sorted(pods, key=lambda pod: pod.is_available(strategy.min_ready_s))[:number]:
+                self._say(f"{pod}: ending")
+                self._tasks.create_task(pod.end())
+        for _ in range(step.num_new):
+            suffix = "".join(random.choices(string.ascii_lowercase, k=5))
+            await self._create(name, f"{name}-{revision}-{suffix}", deployment["spec"]["template"], revision)
+
+    async def _create(self, owner: str, name: str, template: Object, revision: str) -> Pod:
+        spec = template["spec"]
+        self._check_admission(spec)
+        links = {
+            each["metadata"]["name"]: (
+                self._service_addresses[each["metadata"]["name"]],
+                {port["name"]: port["port"] for port in each["spec"]["ports"]},
+            )
+            for each in self._of("Service")
+            if each["metadata"]["name"] in self._service_addresses
+        }
+        identity = Identity(name, await self._network.add(name), template["metadata"]["labels"], service_links(links))
+        pod = Pod(identity, spec, owner, revision, self._say, self._changed.set, self._group_place)
+        self.pods.append(pod)
+        self._waiting.append(pod)
+        self._changed.set()
+        return pod
+
+    def _check_admission(self, spec: Object) -> None:
+        """Raises ValueError for an account or a class of priority that is not there."""
+        for kind, field in (("ServiceAccount", "serviceAccountName"), ("PriorityClass", "priorityClassName")):
+            if field in spec and (kind, spec[field]) not in self._objects:
+                raise ValueError(f"the {kind} {spec[field]} is not there")
+
+    async def _live(self, pod: Pod) -> None:
+        await pod.run(lambda: Contents(self._secrets, self._config_maps))
+        await self._network.remove(pod.identity.name)
+        remove_files(pod.identity.name)
+        self.pods.remove(pod)
+        self._changed.set()
+
+    async def _load_rules(self) -> None:
+        """Loads the rules of every pod and outsider, as they are for the pods that there are now."""
+        parties = {name: (party, self.addresses[name]) for name, party in OUTSIDERS.items()}
+        parties |= {pod.identity.name: (Party(pod.identity.labels), pod.identity.address) for pod in self.pods}
+        peers = [Peer(*each) for each in parties.values()]
+        services = [Service(each.address, each.ports) for each in self.endpoints.values()]
+        for name, (party, _) in parties.items():
+            await self._network.load(name, firewall.rules(party, self.policies, peers, services, NODE))
+
+    def _write_hosts(self) -> None:
+        """Names of services, in the file that all pods have as /etc/hosts."""
+        lines = ["127.0.0.1 localhost"]
+        for name, address in self._service_addresses.items():
+            lines.append(f"{address} {name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc.cluster.local")
+        with (FILES / "hosts").open("r+") as file:  # in place: pods have this very file
+            file.write("\n".join([*lines, ""]))
+            file.truncate()
+
+
+def _revision(deployment: Object) -> str:
+    text = json.dumps(deployment["spec"]["template"], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _number(port: int | str, pods: Sequence[Pod]) -> int:
+    """The number of a port that pods name; 0 if there is no pod."""
+    if isinstance(port, int):
+        return port
+    for pod in pods:
+        for container in pod.spec["containers"]:
+            for each in container.get("ports", ()):
+                if each["name"] == port:
+                    return int(each["containerPort"])
+    return 0
+
+
+def tails(num_lines: int, folder: Path = FILES / "logs") -> str:
+    """The ends of all logs."""
+    parts = []
+    for path in sorted(folder.glob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-num_lines:]
+        parts += [f"--- {path.stem}", *(line[:300] for line in lines)]
+    return "\n".join(parts)

@@ -30,13 +30,13 @@ from coordinator.hosting.haproxy_launcher import LOOPBACK
 from coordinator.hosting.ingress import Chosen, Ingress, ProxyUnusable, choose
 from coordinator.hosting.ray_environment import ray_environment
 from coordinator.hosting.ray_processes import RayProcesses, kill_descendants
+from coordinator.models.models_file import open_models
 from coordinator.settings import REFUSALS_AT_ONCE, CoordinatorSettings, Listen, Proxy
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry.redis_connection import redis_url_from
 from outrider.registry.registry import check_redis
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.settings import from_flags, make_parser
-from outrider.text.tokenizer import Tokenizer
 
 SETTINGS: Final = (CoordinatorSettings, Listen)
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
@@ -245,7 +245,7 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
 
     Raises ConfigurationError or RegistryUnavailable.
     """
-    Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
+    open_models(settings)
     if settings.tls_dir is not None:
         check_role(TlsFiles(Path(settings.tls_dir)).current(), Role.COORDINATOR)
     if settings.api_keys_file is not None:

@@ -18,7 +18,6 @@ from outrider.settings import (
     CAPACITY,
     MODEL,
     NETWORK,
-    REQUIRED,
     SECURITY,
     SPECULATION,
     check,
@@ -54,8 +53,14 @@ class CoordinatorSettings:
     """Settings of every replica. Raises ValueError that names the field or its flag."""
 
     tokenizer_dir: str = setting(
-        REQUIRED, "model folder whose tokenizer the targets share",
-        MODEL, "folder", flag="--tokenizer", parse=lambda path: str(Path(path).resolve()),
+        "", "model folder whose tokenizer the targets share",
+        MODEL, "folder", flag="--tokenizer", shows="none: --models names it",
+        parse=lambda path: str(Path(path).resolve()),
+    )  # fmt: skip
+    models_file: str | None = setting(
+        None, "TOML file of several models, each with its own tokenizer, chat template, parsers and draft models, "
+        "instead of --tokenizer; it may change at any time",
+        MODEL, "file", flag="--models", shows="one model, or several of one tokenizer", parse=_absolute,
     )  # fmt: skip
     redis_url: str = same_as(RedisSettings, "redis_url", "")
     served_model_names: tuple[str, ...] = setting(
@@ -88,7 +93,8 @@ class CoordinatorSettings:
         SPECULATION, flag="--no-priors", is_inverse=True, is_advanced=True,
     )  # fmt: skip
     requests_max: int = setting(
-        512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n",
+        512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n; "
+        "half of them are kept for all served models in equal parts, so that none takes up every place",
         CAPACITY, "requests", flag="--max-requests", at_least=1,
     )  # fmt: skip
     queue_wait_max_s: float = setting(
@@ -197,6 +203,7 @@ class CoordinatorSettings:
     def __post_init__(self) -> None:
         check(self)
         check_combination(self.tool_call_parser, self.reasoning_parser)
+        self._check_models()
         if self.require_worker_ids and self.tls_dir is None:
             raise ValueError("require_worker_ids needs tls_dir: certificates name the ids")
         may_have_port = self.tls_dir is not None or self.is_metrics_insecure
@@ -208,6 +215,24 @@ class CoordinatorSettings:
             )
         for tenant, weight in self.tenant_weights:
             check_tenant_weight(tenant, weight)
+
+    def _check_models(self) -> None:
+        """Raises ValueError unless exactly one setting says which models there are."""
+        if self.models_file is None:
+            if not self.tokenizer_dir:
+                raise ValueError("--tokenizer (tokenizer_dir) or --models (models_file) is required")
+            return
+        of_one_model = {
+            "--tokenizer": self.tokenizer_dir,
+            "--served-model-name": self.served_model_names,
+            "--chat-template": self.chat_template,
+            "--tool-call-parser": self.tool_call_parser,
+            "--reasoning-parser": self.reasoning_parser,
+        }
+        if given := [flag for flag, value in of_one_model.items() if value]:
+            raise ValueError(
+                f"{given[0]} is for one model, and --models names several; say it in the entries of {self.models_file}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         tokenizer_dir = use_vocabulary(engine, arguments)
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
-        name = arguments.model.resolve().name
+        name = arguments.served_model_name or arguments.model.resolve().name
         metrics = DraftMetrics(name, process.options.worker_id)
         info = worker_info(
             *(engine, process.options, name, process.incarnation),

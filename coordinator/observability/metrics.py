@@ -138,6 +138,9 @@ class CoordinatorMetrics:
         self.api_keys_degraded = self._gauge(
             "api_keys_degraded", "1 while the file of API keys, or an entry of it, cannot be read"
         )
+        self.models_file_degraded = self._gauge(
+            "models_file_degraded", "1 while the file of models is wrong, so that its last change has no effect"
+        )
         self.attach_failures = self._counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.poisonous_prompt = self._gauge(
             "poisonous_prompt",

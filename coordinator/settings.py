@@ -53,14 +53,13 @@ class CoordinatorSettings:
     """Settings of every replica. Raises ValueError that names the field or its flag."""
 
     tokenizer_dir: str = setting(
-        "", "model folder whose tokenizer the targets share",
-        MODEL, "folder", flag="--tokenizer", shows="none: --models names it",
-        parse=lambda path: str(Path(path).resolve()),
+        "", "model folder whose tokenizer the targets share; required without --models",
+        MODEL, "folder", flag="--tokenizer", parse=lambda path: str(Path(path).resolve()),
     )  # fmt: skip
     models_file: str | None = setting(
         None, "TOML file of several models, each with its own tokenizer, chat template, parsers and draft models, "
         "instead of --tokenizer; it may change at any time",
-        MODEL, "file", flag="--models", shows="one model, or several of one tokenizer", parse=_absolute,
+        MODEL, "file", flag="--models", parse=_absolute,
     )  # fmt: skip
     redis_url: str = same_as(RedisSettings, "redis_url", "")
     served_model_names: tuple[str, ...] = setting(
@@ -94,7 +93,7 @@ class CoordinatorSettings:
     )  # fmt: skip
     requests_max: int = setting(
         512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n; "
-        "half of them are kept for all served models in equal parts, so that none takes up every place",
+        "half of them are kept for all served models in equal parts, so that no model can take all of them",
         CAPACITY, "requests", flag="--max-requests", at_least=1,
     )  # fmt: skip
     queue_wait_max_s: float = setting(

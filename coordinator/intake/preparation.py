@@ -173,10 +173,11 @@ class RequestPreparation:
         return await self.decode(prompt_token_ids, tokenizer, skip_special_tokens=request.skip_special_tokens)
 
     async def _compiler(self, served: ServedModel, vocab_size: int) -> GrammarCompiler:
-        compiler = served.compilers.get(vocab_size)
+        grammars = served.grammars
+        compiler = grammars.compilers.get(vocab_size)
         if compiler is None:  # in a thread, since it may have modules to import
-            new = await self._threads.run(served.new_compiler, vocab_size)
-            compiler = served.compilers.setdefault(vocab_size, new)
+            new = await self._threads.run(grammars.new_compiler, vocab_size)
+            compiler = grammars.compilers.setdefault(vocab_size, new)
         return compiler
 
 

@@ -166,7 +166,7 @@ class ModelsFile:
         except ConfigurationError as error:
             raise ConfigurationError(f"{self._path}: model {entry.name}: {error.message}") from error
         if self._loaded:  # requests are served: whatever takes long is done before its first one
-            model.load_grammars()
+            model.grammars.load()
         return _Loaded(entry, template, stamp, model)
 
 

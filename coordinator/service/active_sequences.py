@@ -8,7 +8,7 @@ where there is one model, is for whoever comes first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 
 class ActiveSequences:
@@ -22,16 +22,16 @@ class ActiveSequences:
     def num(self) -> int:
         return self._num_of.total()
 
-    def excess(self, model: str, num: int, served: Collection[str]) -> int:
-        """How many of `num` more sequences of a model are too many; `served`: all models that requests may name.
+    def excess(self, model: str, num: int, served: Callable[[], Collection[str]]) -> int:
+        """How many of `num` more sequences of a model are too many; `served` returns the models that requests may name.
 
         A request with more sequences than the limit is served alone."""
-        if not self.num:
+        if not self.num or self.num + num <= self._num_max // 2:  # all others' parts are free, too
             return 0
-        part = self._num_max // (2 * max(len(served), 1))
-        num_kept = 0
+        names, num_kept = served(), 0
+        part = self._num_max // (2 * max(len(names), 1))
         if self._num_of[model] + num > part:
-            num_kept = sum(max(part - self._num_of[other], 0) for other in served if other != model)
+            num_kept = sum(max(part - self._num_of[other], 0) for other in names if other != model)
         return max(self.num + num + num_kept - self._num_max, 0)
 
     def add(self, model: str, num: int) -> None:

@@ -127,7 +127,7 @@ class GenerationService:
             self._stack.push_async_callback(self._quick_registry.close)
         if registry is None and self._injected_snapshot is None:
             for model in environment.models.current().models:
-                await self.threads.run(model.load_grammars)
+                await self.threads.run(model.grammars.load)
             registry = redis = Registry(environment.settings.redis_url)
             self._stack.push_async_callback(redis.close)
             if environment.settings.uses_priors:
@@ -278,7 +278,7 @@ class GenerationService:
     async def _enter(self, spec: GenerationSpec, *, has_begun: bool) -> Held | None:
         """Counts the request's sequences for this replica and its tenant. Raises Overloaded if either has too many."""
         environment, num = self.environment, spec.num_candidates
-        excess = self._active.excess(spec.model, num, self.catalog.names())
+        excess = self._active.excess(spec.model, num, self.catalog.names)
         if excess > 0:
             newcomer = Ticket(spec.request.priority, spec.request.tenant)
             if not environment.placement.admission.shed_for(spec.model, newcomer, min(excess, num)):

@@ -179,7 +179,7 @@ class TestEachRequest:
                 answer = await cluster.complete(model=name, structured_outputs={"regex": "[ab]{3}"})
                 assert answer.status_code == 200
             table = cluster.service.environment.models.current()
-            compilers = [table.by_name[name].compilers[4096] for name in NAMES]
+            compilers = [table.by_name[name].grammars.compilers[4096] for name in NAMES]
         assert compilers[0] is not compilers[1]
         assert [each._tokenizer_json.parent.name for each in compilers] == list(NAMES)
 

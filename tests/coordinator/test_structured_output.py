@@ -77,7 +77,7 @@ async def test_the_first_grammar_finds_the_vocabulary_loaded(
     monkeypatch.setattr("outrider.grammar.tokenizer.load_tokenizer", load)
     async with clusters.open([clusters.target()]) as cluster:
         (model,) = cluster.service.environment.models.current().models
-        model.load_grammars()
+        model.grammars.load()
         assert loaded == [clusters.model_dir / "tokenizer.json"]
         answer = await cluster.complete(structured_outputs={"regex": "[ab]{3}x"})
     assert answer.status_code == 200

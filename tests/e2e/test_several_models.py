@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -33,8 +35,9 @@ from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from tests import models
 from tests.coordinator.tiny_model import exchange_letters
+from tests.docs.pages import fences, read
 from tests.e2e.replicas import metric, ready_line, wait_until_ready
-from tests.e2e.system import Command, events_of, eventually, needs_the_pair, text_of
+from tests.e2e.system import ROOT, Command, events_of, eventually, needs_the_pair, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_the_pair]
 
@@ -358,6 +361,45 @@ def test_a_wrong_file_is_refused_and_nothing_changes(fleet: Fleet) -> None:
         fleet.write(before)
         eventually(lambda: fleet.health()["refused_models_file"], lambda reason: reason is None, "it is right again")
     fleet.until_listed("demo", "tiny")
+
+
+def test_the_guides_pairs_are_served(fleet: Fleet) -> None:
+    """The commands and the file of the page, with this system's Redis and port."""
+    page = read("docs/guides/several-models.md")
+    (entries,) = (each.content for each in fences(page) if each.language == "toml")
+    shell = [each.content for each in fences(page) if each.language == "sh"]
+    started: list[Command] = []
+    try:
+        for line in shell[0].splitlines():
+            words = shlex.split(line.removesuffix("&"))
+            if words[1] in ("target-worker", "draft-worker"):
+                name = words[words.index("--served-model-name") + 1]
+                started.append(Command.start(fleet.folder / name, *words[1:], "--redis-url", fleet.redis_url))
+            else:
+                assert words in (
+                    ["export", "OUTRIDER_REDIS_URL=redis://127.0.0.1:6379/0"],
+                    ["outrider", "coordinator", "--models", "models.toml"],
+                )
+        assert len(started) == 4
+        for worker in started:
+            wait_until_ready(worker)
+        before = (fleet.folder / "models.toml").read_text()
+        fleet.write(before + entries.replace('"demo/', f'"{ROOT}/demo/'))
+        fleet.until_listed("demo", "tiny", "code", "code-mini")
+        told = [
+            json.loads(subprocess.check_output(["sh", "-c", line.replace("8000", str(fleet.http_port))], timeout=60))
+            for line in shell[1].splitlines()
+        ]
+        assert {"code", "code-mini"} <= {each["id"] for each in told[0]["data"]}
+        assert told[1]["model"] == "code-mini"
+        assert told[1]["usage"]["completion_tokens"] > 0
+        assert fleet.complete("gpt-4o-mini").json()["model"] == "code-mini"
+        # One tokenizer, two drafts: the text is the target's in any case.
+        assert fleet.complete("code").json()["choices"][0]["text"] == fleet.expected["demo"]
+        fleet.write(before)
+        fleet.until_listed("demo", "tiny")
+    finally:
+        stop(*started)
 
 
 def test_a_pair_whose_targets_die_holds_up_no_other(fleet: Fleet) -> None:

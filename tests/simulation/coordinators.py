@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 import grpc
@@ -64,6 +65,7 @@ class Letters:
     has_chat_template = True
     chat_template = ""
     vocab_size = VOCAB_SIZE
+    model_dir = Path("letters")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join("abcde"[token_id] for token_id in token_ids)
@@ -167,8 +169,8 @@ class Coordinator(Process):
         self._journal_bytes_max = journal_bytes_max
         self._num_ids = 0
         self._name = f"{name}/{life}"
-        compilers = {VOCAB_SIZE: cast(Any, GrammarCompiler(is_coordinator=True))}
-        model = ServedModel(cast(Tokenizer, Letters()), choose_format(""), compilers=compilers)
+        model = ServedModel(cast(Tokenizer, Letters()), choose_format(""))
+        model.grammars.compilers[VOCAB_SIZE] = cast(Any, GrammarCompiler(is_coordinator=True))
         self._outside = Outside(
             models=FixedModels(ModelTable(others=model)),
             channels=cast(WorkerChannels, _Channels(network, self)),

@@ -54,7 +54,7 @@ class CoordinatorSettings:
 
     tokenizer_dir: str = setting(
         "", "model folder whose tokenizer the targets share; required without --models",
-        MODEL, "folder", flag="--tokenizer", parse=lambda path: str(Path(path).resolve()),
+        MODEL, "folder", flag="--tokenizer", parse=lambda path: path and str(Path(path).resolve()),
     )  # fmt: skip
     models_file: str | None = setting(
         None, "TOML file of several models, each with its own tokenizer, chat template, parsers and draft models, "

@@ -19,6 +19,7 @@ from coordinator.models.models_file import MODELS_MAX, ModelsFile, open_models
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import ConfigurationError
 from outrider.security import watched_files
+from outrider.settings import from_flags, make_parser
 from tests.coordinator.fakes import record_of
 from tests.coordinator.tiny_model import write_model_dir, write_other_model_dir
 from tests.e2e.system import eventually
@@ -300,6 +301,14 @@ class TestSettings:
         fields: dict[str, Any] = {"redis_url": "unused", "models_file": "models.toml", field: value}
         with pytest.raises(ValueError, match=f"{flag} is for one model"):
             CoordinatorSettings(**fields)
+
+    def test_the_flag_is_enough(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        parser = make_parser("coordinator", None, CoordinatorSettings)
+        given = parser.parse_args(["--models", "models.toml", "--redis-url", "unused"])
+        assert from_flags(CoordinatorSettings, given).models_file == str(tmp_path / "models.toml")
+        given = parser.parse_args(["--tokenizer", "model", "--redis-url", "unused"])
+        assert from_flags(CoordinatorSettings, given).tokenizer_dir == str(tmp_path / "model")
 
     def test_the_simple_form_is_one_model_under_every_name(self, folders: Path) -> None:
         made = CoordinatorSettings(redis_url="unused", tokenizer_dir=str(folders / "small"))

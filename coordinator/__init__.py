@@ -6,6 +6,7 @@ In reading order, the lowest room first; a room imports only rooms above it in t
     settings         what one coordinator is told at its start
     access           who may ask and how much: API keys, tokens, rate limits, limits of concurrent sequences
     placement        which workers serve a request, and in which order requests wait for a slot
+    models           the served models: tokenizer, formats, grammars and draft models of each
     intake           a request as every API hands it in, checked and tokenized
     recovery         what outlives a replica or a target: journal, resumption, poisonous requests
     speculation      whether speculation pays for a request

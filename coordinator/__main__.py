@@ -6,6 +6,7 @@ Exit status: 0 after a signal, 1 when it cannot start, 2 for a wrong command lin
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -17,14 +18,14 @@ from typing import Any, Final
 
 from coordinator.access.authentication import Authentication
 from coordinator.api.http.batch_service import open_store
+from coordinator.models.models_file import open_models
 from coordinator.settings import CoordinatorSettings, Hosting, Listen
 from outrider.addresses import bound_socket, is_unspecified, join_address
 from outrider.errors import ConfigurationError, OutriderError
 from outrider.registry.redis_connection import redis_url_from
 from outrider.registry.registry import check_redis
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
-from outrider.settings import from_flags, make_parser
-from outrider.text.tokenizer import Tokenizer
+from outrider.settings import from_flags, from_mapping, make_parser, settings_of
 
 SETTINGS: Final = (CoordinatorSettings, Listen)
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store" below the folder, and Linux's limit of
@@ -32,9 +33,12 @@ SETTINGS: Final = (CoordinatorSettings, Listen)
 _RAY_TEMP_DIR_BYTES_MAX: Final = 107 - 64
 
 
+_ONLY_IN_FILES: Final = frozenset(name for name, each in settings_of(CoordinatorSettings).items() if each.flag is None)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the coordinator; returns the exit status."""
-    settings, listen = _parse(arguments)
+    settings, listen = parse(arguments)
     if listen.host not in LOOPBACK_HOSTS and not listen.has_public_tls and settings.knows_callers:
         way_out = "" if listen.hosting is Hosting.PLAIN else "give --tls-dir, or "
         print(
@@ -86,8 +90,8 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
 
     Raises ConfigurationError or RegistryUnavailable.
     """
-    if listen.hosting is not Hosting.PLAIN:  # which reads it itself in a moment
-        Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
+    if listen.hosting is not Hosting.PLAIN:  # which reads them itself in a moment
+        open_models(settings)
     if settings.tls_dir is not None:
         check_role(TlsFiles(Path(settings.tls_dir)).current(), Role.COORDINATOR)
     Authentication.of(settings)
@@ -106,9 +110,17 @@ def _check_before_start(settings: CoordinatorSettings, listen: Listen) -> None:
         )
 
 
-def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]:
+def parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]:
+    """Reads the command line. Ends the process with status 2 for a wrong one."""
     parser = make_parser("python -m coordinator", __doc__, *SETTINGS)
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "--settings",
+        metavar="FILE",
+        type=Path,
+        help="JSON object of settings of replicas, as in Ray Serve's configuration; flags count before it",
+    )
+    in_file = _settings_of_file(parser, arguments)
+    given = parser.parse_args(arguments, argparse.Namespace(**in_file))
     try:
         url = redis_url_from(given.redis_url or None, given.redis_url_file)
     except ConfigurationError as error:
@@ -128,18 +140,34 @@ def _parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen
         if is_given and given.tls_dir is None:
             parser.error(f"{flag} needs --tls-dir")
     try:
-        settings = from_flags(
-            CoordinatorSettings,
-            given,
-            redis_url=url,
-            log_path=_log_path(given.hosting),
-            metrics_host=given.host,
-            is_metrics_insecure=given.is_insecure or vars(given).get("is_metrics_insecure", False),
-        )
+        others = {
+            "log_path": _log_path(given.hosting),
+            "metrics_host": given.host,
+            "is_metrics_insecure": given.is_insecure or vars(given).get("is_metrics_insecure", False),
+        } | {name: value for name, value in in_file.items() if name in _ONLY_IN_FILES}
+        settings = from_flags(CoordinatorSettings, given, **(others | {"redis_url": url}))
         tls_dir = None if settings.tls_dir is None else Path(settings.tls_dir)
         return settings, from_flags(Listen, given, tls_dir=tls_dir)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _settings_of_file(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Settings by name of the file that --settings names, if it does. Ends the process if they are not good."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--settings", type=Path)
+    path = finder.parse_known_args(arguments)[0].settings
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+        return from_mapping(CoordinatorSettings, found, "settings")
+    except OSError as error:
+        parser.error(f"--settings {path}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"--settings {path}: {error}")
 
 
 def _log_path(hosting: Hosting) -> str | None:

@@ -20,7 +20,6 @@ from outrider.settings import (
     CAPACITY,
     MODEL,
     NETWORK,
-    REQUIRED,
     SECURITY,
     SPECULATION,
     SettingError,
@@ -68,8 +67,13 @@ class CoordinatorSettings:
     """Settings of every replica. Raises ValueError that names the field or its flag."""
 
     tokenizer_dir: str = setting(
-        REQUIRED, "model folder whose tokenizer the targets share",
-        MODEL, "folder", flag="--tokenizer", parse=lambda path: str(Path(path).resolve()),
+        "", "model folder whose tokenizer the targets share; required without --models",
+        MODEL, "folder", flag="--tokenizer", parse=lambda path: path and str(Path(path).resolve()),
+    )  # fmt: skip
+    models_file: str | None = setting(
+        None, "TOML file of several models, each with its own tokenizer, chat template, parsers and draft models, "
+        "instead of --tokenizer; it may change at any time",
+        MODEL, "file", flag="--models", parse=_absolute,
     )  # fmt: skip
     redis_url: str = same_as(RedisSettings, "redis_url", "")
     served_model_names: tuple[str, ...] = setting(
@@ -102,7 +106,8 @@ class CoordinatorSettings:
         SPECULATION, flag="--no-priors", is_inverse=True, is_advanced=True,
     )  # fmt: skip
     requests_max: int = setting(
-        512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n",
+        512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n; "
+        "half of them are kept for all served models in equal parts, so that no model can take all of them",
         CAPACITY, "requests", flag="--max-requests", at_least=1,
     )  # fmt: skip
     queue_wait_max_s: float = setting(
@@ -232,6 +237,7 @@ class CoordinatorSettings:
     def __post_init__(self) -> None:
         check(self)
         check_combination(self.tool_call_parser, self.reasoning_parser)
+        self._check_models()
         if self.require_worker_ids and self.tls_dir is None:
             raise ValueError("require_worker_ids needs tls_dir: certificates name the ids")
         check_identity_provider(self)
@@ -249,6 +255,24 @@ class CoordinatorSettings:
     def knows_callers(self) -> bool:
         """Whether requests need an API key or a token."""
         return self.api_keys_file is not None or self.oidc_issuer is not None
+
+    def _check_models(self) -> None:
+        """Raises ValueError unless exactly one setting says which models there are."""
+        if self.models_file is None:
+            if not self.tokenizer_dir:
+                raise ValueError("--tokenizer (tokenizer_dir) or --models (models_file) is required")
+            return
+        of_one_model = {
+            "--tokenizer": self.tokenizer_dir,
+            "--served-model-name": self.served_model_names,
+            "--chat-template": self.chat_template,
+            "--tool-call-parser": self.tool_call_parser,
+            "--reasoning-parser": self.reasoning_parser,
+        }
+        if given := [flag for flag, value in of_one_model.items() if value]:
+            raise ValueError(
+                f"{given[0]} is for one model, and --models names several; say it in the entries of {self.models_file}"
+            )
 
 
 def check_identity_provider(given: Any) -> None:

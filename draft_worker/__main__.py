@@ -62,7 +62,7 @@ def use_vocabulary(engine: Engine, arguments: argparse.Namespace) -> Path:
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = from_flags(DraftLimits, arguments)
-    name = arguments.model.resolve().name
+    name = arguments.served_model_name or arguments.model.resolve().name
     async with KIND.opened(arguments, partial(DraftMetrics, name)) as worker:
         process, metrics = worker.process, worker.metrics
         engine = await worker.load()

@@ -21,8 +21,12 @@ _SHARE: Final[Mapping[str, Any]] = {"group": SPECULATION, "at_least": 0, "at_mos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Settings of the token ids in which a draft worker names its hints."""
+    """Settings of the model's name, and of the token ids in which a draft worker names its hints."""
 
+    served_model_name: str | None = setting(
+        None, "name of the draft model, by which a coordinator's --models file and canaries choose it",
+        MODEL, "name", shows="the model folder's name",
+    )  # fmt: skip
     target_tokenizer: Path | None = setting(
         None, "the target's model folder, or one with its tokenizer.json: hints use its token ids",
         MODEL, "folder", shows="the draft has the same",

@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("engine.profiling", "worker"),
     ),
     "coordinator": (
-        *("formats", "settings", "access", "placement", "intake"),
+        *("formats", "settings", "access", "placement", "models", "intake"),
         *("recovery", "speculation", "workers", "observability"),
         *(
             "output",

@@ -49,6 +49,7 @@ def start(
     share: options.Share = 0.1,
     off: options.Off = False,
     draft_model: options.DraftModel = "",
+    model: options.Model = "",
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     audit_share: options.AuditShare = None,
     objective: options.Better = Objective.TPOT,
@@ -83,6 +84,7 @@ def start(
                 num_speculative_tokens=num_speculative_tokens or 0,
             ),
             share=share,
+            model=model,
             rule=Rule(
                 objective=objective,
                 margin=margin,

@@ -31,13 +31,22 @@ RedisUrlFile = Annotated[
     ),
 ]
 Share = Annotated[float, _on_whom_option(min=0.001, max=0.999, help="Share of the request keys, 0 to 1.")]
+Model = Annotated[
+    str,
+    _on_whom_option(
+        metavar="NAME",
+        help="Only requests of this served model. Give it with --draft-model where several models are served: the "
+        "draft is one model's, and requests of the others would go without hints.",
+        show_default="all models",
+    ),
+]
 Off = Annotated[bool, _tried_option("--off", help="No speculation at all.")]
 DraftModel = Annotated[
     str,
     _tried_option(
         metavar="NAME",
-        help="Use draft workers whose model folder has this name. From then on no other request uses them. The "
-        "canary begins when one of them is live.",
+        help="Use draft workers whose model has this name (its folder's, or their --served-model-name). From then on "
+        "no other request uses them. The canary begins when one of them is live.",
         show_default=False,
     ),
 ]

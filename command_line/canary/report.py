@@ -135,7 +135,8 @@ def page(view: CanaryView) -> RenderableType:
 def _headline(view: CanaryView, canary: Canary) -> Text:
     plan = canary.plan
     mode = "acts as the rule says" if plan.is_automatic else "recommends"
-    text = f"Canary {plan.canary_id}: {plan.change}, {plan.share:.1%} of the keys, {canary.state}"
+    of_model = f" of {plan.model}" if plan.model else ""
+    text = f"Canary {plan.canary_id}{of_model}: {plan.change}, {plan.share:.1%} of the keys, {canary.state}"
     if canary.state in _DECIDED:
         return Text.assemble((text, "bold"), f" ({canary.reason})" if canary.reason else "")
     if canary.has_ended(view.clock_ms):

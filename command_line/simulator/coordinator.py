@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from command_line.simulator.clock import Clock, Link
 from command_line.simulator.streams import MODEL, Reservations, Stream
 from command_line.simulator.workers import DraftWorker, TargetWorker
+from coordinator.formats.output_format import choose_format
 from coordinator.intake.generation_request import GenerationInput, GenerationSpec
+from coordinator.models.served_model import ServedModel
 from coordinator.placement.fair_queue import Ticket
 from coordinator.placement.routing import Router, WorkerKey, key_of
 from coordinator.placement.slot_queue import Offer, PlacementRequest, Round, Slot, SlotQueue
@@ -43,6 +45,7 @@ from draft_worker.messages import AttachmentRefused, AttachSession, DetachSessio
 from outrider.errors import OutriderError
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import SamplingParams, SpeculationSettings
+from outrider.text.tokenizer import Tokenizer
 from target_worker.messages import (
     Action,
     ChangeSpeculation,
@@ -59,6 +62,15 @@ _TARGET_ATTEMPTS_MAX: Final = 3
 _WAIT_S: Final = 0.1
 _FOREVER_S: Final = 1e9
 _POLICY: Final = FallbackPolicy()
+
+
+class _NoTokenizer:
+    """Stands for the tokenizer: requests are token ids, and nobody reads the output."""
+
+    fingerprint = ""
+
+
+_SERVED: Final = ServedModel(cast(Tokenizer, _NoTokenizer()), choose_format(""))
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +105,7 @@ class Coordinator:
         """`targets` and `drafts` are the workers by address; `on_end` gets every stream that ended or was refused."""
         self._clock, self._reservations = clock, reservations
         self._targets, self._drafts, self._link_to, self._on_end = targets, drafts, link_to, on_end
-        self._router = Router("", (), chance, quarantine_s=3.0)
+        self._router = Router(lambda _: None, chance, quarantine_s=3.0)
         self._slots = SlotQueue(MODEL, self._router, wait_max_s=max_queue_wait_s, weights={})
         self._poison, self._trials = PoisonRecord(), Trials()
         self._sessions: dict[str, _Session] = {}
@@ -113,6 +125,7 @@ class Coordinator:
             max_tokens=request.num_output_tokens,
             sampling=sampling,
             deadline_s=_FOREVER_S,
+            served=_SERVED,
         )
         losses = SequenceLosses(
             spec,

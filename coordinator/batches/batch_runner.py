@@ -1,8 +1,9 @@
 """The loop of one replica that runs batches' lines in spare capacity.
 
 Every replica has one. It claims as many lines as there is room for, shared evenly by the batches that run, and renews
-their leases. Results gather for a moment, are stored as a part, and then committed. If this process dies, others run
-its lines again once their leases end; a result that was not committed is lost, and one that was is not repeated.
+their leases. Half of the room is kept for all batches in equal parts, in addition to what others have taken. Results
+gather for a moment, are stored as a part, and then committed. If this process dies, others run its lines again once
+their leases end; a result that was not committed is lost, and one that was is not repeated.
 """
 
 from __future__ import annotations
@@ -129,6 +130,10 @@ class BatchRunner:
         """Lines that this replica runs; those whose results wait to be committed are not among them."""
         return sum(len(book.tasks) for book in self._books.values())
 
+    def _num_running_of(self, batch: Batch) -> int:
+        book = self._books.get(batch.batch_id)
+        return 0 if book is None else len(book.tasks)
+
     async def _keep(self) -> None:
         while True:
             self._has_room.clear()
@@ -158,11 +163,14 @@ class BatchRunner:
         self._metrics.batches_degraded.set(0)
         self._metrics.batches_open.set(len(active))
         self._metrics.batch_lines_left.set(sum(batch.num_lines - batch.counts.num_ended for batch in batches))
-        room = 0 if self._results.is_full else self._lines.room() - self.num_running
+        total = 0 if self._results.is_full else self._lines.room()
+        room = total - self.num_running
         for number, batch in enumerate(batches):
             share = math.ceil(max(room, 0) / (len(batches) - number))
-            if share > 0:
-                room -= await self._claim(batch, share)
+            # A batch whose lines wait for a target must not take up the room of those of other models.
+            kept = math.ceil(total / 2 / len(batches)) - self._num_running_of(batch)
+            if (num := max(share, kept)) > 0:
+                room -= await self._claim(batch, num)
 
     async def _move_on(self, batch: Batch) -> bool:
         """Takes a batch a step further; returns whether lines of it may run."""

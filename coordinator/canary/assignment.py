@@ -2,7 +2,7 @@
 
 A request takes part unless it sets itself how much to speculate (`speculation.enabled`, `always` or
 `num_speculative_tokens`). Its setting is honoured in both arms, so it would not distinguish them. Which draft
-workers it may use is still decided here.
+workers it may use is still decided here. Requests of other models than the plan's have nothing to do with it.
 
 The last known plan applies until its own end, whether or not Redis answers. Then every request is control.
 """
@@ -50,7 +50,7 @@ class CanaryDesk:
     def assign(self, spec: GenerationSpec, now_s: float) -> GenerationSpec:
         """Assigns a request to an arm and applies that arm's change to it."""
         canary = self.canary
-        if canary is None:
+        if canary is None or canary.plan.model not in ("", spec.model):
             return spec
         clock_ms, request = self.clock_ms(now_s), spec.request
         key = request.canary_key or request.request_id

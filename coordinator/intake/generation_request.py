@@ -17,6 +17,8 @@ from coordinator.formats.answer_parts import ToolUse
 from coordinator.formats.output_format import AnswerPlan
 from coordinator.intake.cache_salt import cache_salt
 from coordinator.intake.run_identity import RunIdentity, digest_of
+from coordinator.models.served_model import ServedModel
+from coordinator.placement.routing import ModelKey
 from outrider.canary.plan import ANY_DRAFT, Assignment, DraftChoice
 from outrider.errors import ContextExceeded, InvalidRequest
 from outrider.observability.tracing import NO_SPAN, Span
@@ -111,6 +113,7 @@ class GenerationSpec:
     max_tokens: int  # most tokens shown; 0: the prompt is only scored
     sampling: SamplingParams  # as sent to workers, with the seed if any; max_tokens at least 1
     deadline_s: float  # from arrival
+    served: ServedModel  # the model as it was served when the request came in
     num_speculative_tokens: int = 0  # most hints verified per step, by the request's limit and the targets'; 0: unknown
     prompt_text: str | None = None  # shown before the output
     shows_special_tokens: bool = False
@@ -120,6 +123,11 @@ class GenerationSpec:
     drafts: DraftChoice = ANY_DRAFT
     is_background: bool = False  # runs after all other requests, for no client
     run: RunIdentity = field(default_factory=RunIdentity, compare=False)
+
+    @property
+    def model_key(self) -> ModelKey:
+        """Name and tokenizer that its targets must have."""
+        return ModelKey(self.model, self.served.fingerprint)
 
     @property
     def has_drawn_seed(self) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from coordinator.formats.answer_parts import AnswerRules
-from coordinator.formats.output_format import PROMPT_END_TOKENS, AnswerPlan, choose_format
+from coordinator.formats.output_format import PROMPT_END_TOKENS, AnswerPlan
 from coordinator.intake.closed_schema import closed_grammar
 from coordinator.intake.generation_request import (
     PROMPT_BYTES_MAX,
@@ -25,8 +25,9 @@ from coordinator.intake.generation_request import (
     truncated,
 )
 from coordinator.intake.worker_threads import WorkerThreads
+from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
-from outrider.errors import ConfigurationError, InvalidRequest
+from outrider.errors import InvalidRequest
 from outrider.registry.worker_record import WorkerRecord
 from outrider.sampling_params import GrammarSpec, SamplingParams
 from outrider.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
@@ -44,47 +45,38 @@ _INLINE_SCHEMA_CHARS_MAX: Final = 4096
 
 
 class RequestPreparation:
-    """Prepares the requests of one replica and keeps the grammar compilers, which are slow to load."""
+    """Prepares the requests of one replica."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        settings: CoordinatorSettings,
-        chance: random.Random,
-        threads: WorkerThreads,
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, chance: random.Random, threads: WorkerThreads) -> None:
         """`chance` draws seeds if the operator wants every request to have one; `threads` do large work."""
-        self._tokenizer = tokenizer
         self._threads = threads
         self._settings = settings
         self._chance = chance
-        self._compilers: dict[int, GrammarCompiler] = {}  # by vocabulary size
-        self.output_format = choose_format(
-            tokenizer.chat_template, settings.tool_call_parser, settings.reasoning_parser
-        )
 
-    async def prepare(self, request: GenerationInput, model: str, targets: Sequence[WorkerRecord]) -> GenerationSpec:
-        """Prepares a request, checked by `check_input`, for any of `targets` (at least 1). Raises InvalidRequest."""
+    async def prepare(
+        self, request: GenerationInput, served: ServedModel, model: str, targets: Sequence[WorkerRecord]
+    ) -> GenerationSpec:
+        """Prepares a request, checked by `check_input`, for any of `targets` (at least 1), which serve `served` under
+        the name `model`. Raises InvalidRequest."""
         vocab_size = min(target.vocab_size for target in targets)
         request.sampling.check_vocabulary(vocab_size)
         max_model_len = max(target.max_model_len for target in targets)
-        prompt_token_ids = truncated(request, await self.tokenize(request), max_model_len)
+        prompt_token_ids = truncated(request, await self.tokenize(request, served.tokenizer), max_model_len)
         max_tokens = fit_to_context(request, prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size)
-        tokenizer, settings = self._tokenizer, self._settings
         request = await self._with_closed_schema(request)
-        plan = self._plan(request, prompt_token_ids)
-        grammar = await self._checked_grammar(request, plan, vocab_size)
+        plan = _plan(request, served, prompt_token_ids)
+        grammar = await self._checked_grammar(request, served, plan, vocab_size)
         sampling = effective_sampling(
             dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar)),
             max_tokens,
             bad_words=await self._unless_short(
-                len(request.bad_words) <= _INLINE_BAD_WORDS_MAX, _bad_word_token_ids, request, tokenizer
+                len(request.bad_words) <= _INLINE_BAD_WORDS_MAX, _bad_word_token_ids, request, served.tokenizer
             ),
             seed=self._seed(request.sampling),
         )
-        deadline_s = settings.deadline_default_s if request.deadline_s is None else request.deadline_s
-        if not 0 < deadline_s <= settings.deadline_max_s:
-            raise InvalidRequest("deadline_ms", f"the deadline may be at most {settings.deadline_max_s:g} s")
+        deadline_s, deadline_max_s = self.deadline_s(request, served), self._settings.deadline_max_s
+        if not 0 < deadline_s <= deadline_max_s:
+            raise InvalidRequest("deadline_ms", f"the deadline may be at most {deadline_max_s:g} s")
         spec = GenerationSpec(
             request=request,
             model=model,
@@ -92,49 +84,38 @@ class RequestPreparation:
             max_tokens=max_tokens,
             sampling=sampling,
             deadline_s=deadline_s,
+            served=served,
             num_speculative_tokens=_most_hints(request, targets),
-            prompt_text=await self._echoed(request, prompt_token_ids),
-            shows_special_tokens=not request.skip_special_tokens or self._has_special_marks(plan),
+            prompt_text=await self._echoed(request, served.tokenizer, prompt_token_ids),
+            shows_special_tokens=not request.skip_special_tokens or _has_special_marks(plan, served.tokenizer),
             plan=plan,
         )
         check_prompt_logprobs(spec)
         return identified(spec)
 
-    def _plan(self, request: GenerationInput, prompt_token_ids: Sequence[int]) -> AnswerPlan | None:
-        """Plans how the answer is parsed; None if all of it is content."""
-        if not request.is_parsed:
-            return None
-        prompt_end = self._tokenizer.decode(prompt_token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        reasoning = self.output_format.reasoning_after(prompt_end)
-        plan = AnswerPlan(self.output_format, AnswerRules(request.tools, request.sampling.grammar, reasoning))
-        return None if plan.new_parser() is None else plan
-
-    def _has_special_marks(self, plan: AnswerPlan | None) -> bool:
-        """Whether skipping special tokens would hide the marks of the parts of an answer."""
-        tokenizer = self._tokenizer
-        marks = () if plan is None else plan.form.marks
-        return any(tokenizer.is_special(tokenizer.added_token_ids.get(mark, -1)) for mark in marks)
+    def deadline_s(self, request: GenerationInput, served: ServedModel) -> float:
+        """Time for the whole request, from its arrival."""
+        if request.deadline_s is not None:
+            return request.deadline_s
+        return served.deadline_default_s or self._settings.deadline_default_s
 
     async def _checked_grammar(
-        self, request: GenerationInput, plan: AnswerPlan | None, vocab_size: int
+        self, request: GenerationInput, served: ServedModel, plan: AnswerPlan | None, vocab_size: int
     ) -> GrammarSpec | None:
         """Returns the grammar of the whole answer. Raises InvalidRequest naming the parameter that does not compile."""
         structure = request.sampling.grammar
         if structure is not None:
-            await self._check_grammar(structure, request.grammar_parameter, vocab_size, request.tenant)
+            compiler = await self._compiler(served, vocab_size)
+            await _check_grammar(compiler, structure, request.grammar_parameter, request.tenant)
         if plan is None:
             return structure
         parameter = request.grammar_parameter if request.tools is None else "tools"
         with _grammar_errors_name(parameter):
-            grammar = plan.grammar(self._tokenizer.added_token_ids)
+            grammar = plan.grammar(served.tokenizer.added_token_ids)
         if grammar is not None and grammar != structure:
-            await self._check_grammar(grammar, parameter, vocab_size, request.tenant)
+            compiler = await self._compiler(served, vocab_size)
+            await _check_grammar(compiler, grammar, parameter, request.tenant)
         return grammar
-
-    async def _check_grammar(self, grammar: GrammarSpec, parameter: str, vocab_size: int, tenant: str) -> None:
-        compiler = await self._compiler(vocab_size)
-        with _grammar_errors_name(parameter):
-            await compiler.check_async(grammar, tenant)
 
     async def _with_closed_schema(self, request: GenerationInput) -> GenerationInput:
         """Returns the request with objects of its JSON schema closed."""
@@ -146,18 +127,18 @@ class RequestPreparation:
             grammar = await self._unless_short(is_short, closed_grammar, grammar)
         return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar))
 
-    async def tokenize(self, request: GenerationInput) -> list[int]:
+    async def tokenize(self, request: GenerationInput, tokenizer: Tokenizer) -> list[int]:
         """Tokenizes the prompt. Raises InvalidRequest if it is too long or the chat template refuses the messages."""
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.messages is not None:
-            text = await self._unless_short(_is_short_chat(request), self._rendered, request)
+            text = await self._unless_short(_is_short_chat(request), _rendered, request, tokenizer)
         else:
             text = request.text or ""
             _check_prompt(text, "prompt")
         adds_special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
-        encode = self._tokenizer.encode
-        return await self._unless_short(len(text) <= LONG_TEXT_CHARS, encode, text, add_special_tokens=adds_special)
+        is_short = len(text) <= LONG_TEXT_CHARS
+        return await self._unless_short(is_short, tokenizer.encode, text, add_special_tokens=adds_special)
 
     async def _unless_short(
         self,
@@ -169,27 +150,19 @@ class RequestPreparation:
         """Does `work` here if it is short, else in a thread."""
         return work(*args, **kwargs) if is_short else await self._threads.run(work, *args, **kwargs)
 
-    def _rendered(self, request: GenerationInput) -> str:
-        messages = request.messages or ()
-        text = self._tokenizer.render_chat(messages, **request.chat_template_kwargs)
-        if request.continue_final_message:
-            text = _cut_after_final_message(text, messages[-1])
-        _check_prompt(text, "messages")
-        return text
-
     def _seed(self, sampling: SamplingParams) -> int | None:
         is_drawn = self._settings.seed_requests and sampling.temperature > 0
         # Clients that store numbers as doubles can send 53 bits back unchanged.
         return self._chance.getrandbits(53) if is_drawn and sampling.seed is None else sampling.seed
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    async def decode(self, token_ids: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> str:
         """Decodes token ids to text."""
-        decode = self._tokenizer.decode
-        return await self._unless_short(
-            len(token_ids) <= LONG_TEXT_TOKENS, decode, token_ids, skip_special_tokens=skip_special_tokens
-        )
+        is_short = len(token_ids) <= LONG_TEXT_TOKENS
+        return await self._unless_short(is_short, tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def _echoed(self, request: GenerationInput, prompt_token_ids: Sequence[int]) -> str | None:
+    async def _echoed(
+        self, request: GenerationInput, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]
+    ) -> str | None:
         if not request.echo:
             return None
         if request.messages is not None:  # as in vLLM, the part of the answer that the client wrote
@@ -197,34 +170,45 @@ class RequestPreparation:
             return str(last["content"]) if last["role"] == "assistant" else ""
         if request.text is not None and request.truncate_prompt_tokens is None:
             return request.text
-        return await self.decode(prompt_token_ids, skip_special_tokens=request.skip_special_tokens)
+        return await self.decode(prompt_token_ids, tokenizer, skip_special_tokens=request.skip_special_tokens)
 
-    async def _compiler(self, vocab_size: int) -> GrammarCompiler:
-        compiler = self._compilers.get(vocab_size)
+    async def _compiler(self, served: ServedModel, vocab_size: int) -> GrammarCompiler:
+        grammars = served.grammars
+        compiler = grammars.compilers.get(vocab_size)
         if compiler is None:  # in a thread, since it may have modules to import
-            new = await self._threads.run(self._new_compiler, vocab_size)
-            compiler = self._compilers.setdefault(vocab_size, new)
+            new = await self._threads.run(grammars.new_compiler, vocab_size)
+            compiler = grammars.compilers.setdefault(vocab_size, new)
         return compiler
 
-    def load_grammars(self) -> None:
-        """Loads what the first grammar needs, before the first request. Blocks.
 
-        It takes 0.5 s of imports, and llguidance reads the vocabulary in one call that keeps the interpreter's lock.
-        """
-        from outrider.grammar.tokenizer import load_tokenizer
+def _plan(request: GenerationInput, served: ServedModel, prompt_token_ids: Sequence[int]) -> AnswerPlan | None:
+    """Plans how the answer is parsed; None if all of it is content."""
+    if not request.is_parsed:
+        return None
+    prompt_end = served.tokenizer.decode(prompt_token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+    reasoning = served.output_format.reasoning_after(prompt_end)
+    plan = AnswerPlan(served.output_format, AnswerRules(request.tools, request.sampling.grammar, reasoning))
+    return None if plan.new_parser() is None else plan
 
-        with suppress(ConfigurationError):  # a request with a grammar reports it
-            load_tokenizer(self._tokenizer.model_dir / "tokenizer.json")
 
-    def _new_compiler(self, vocab_size: int) -> GrammarCompiler:
-        from outrider.grammar import GrammarCompiler
+def _has_special_marks(plan: AnswerPlan | None, tokenizer: Tokenizer) -> bool:
+    """Whether skipping special tokens would hide the marks of the parts of an answer."""
+    marks = () if plan is None else plan.form.marks
+    return any(tokenizer.is_special(tokenizer.added_token_ids.get(mark, -1)) for mark in marks)
 
-        tokenizer = self._tokenizer
-        return GrammarCompiler(
-            tokenizer.model_dir / "tokenizer.json",
-            vocab_size=vocab_size,
-            eos_token_ids=tokenizer.eos_token_ids,
-        )
+
+def _rendered(request: GenerationInput, tokenizer: Tokenizer) -> str:
+    messages = request.messages or ()
+    text = tokenizer.render_chat(messages, **request.chat_template_kwargs)
+    if request.continue_final_message:
+        text = _cut_after_final_message(text, messages[-1])
+    _check_prompt(text, "messages")
+    return text
+
+
+async def _check_grammar(compiler: GrammarCompiler, grammar: GrammarSpec, parameter: str, tenant: str) -> None:
+    with _grammar_errors_name(parameter):
+        await compiler.check_async(grammar, tenant)
 
 
 def _most_hints(request: GenerationInput, targets: Sequence[WorkerRecord]) -> int:

@@ -46,9 +46,9 @@ def digest_of(*parts: object) -> str:
     return state.hexdigest()
 
 
-def prompt_digest(token_ids: Sequence[int], grammar: object) -> str:
+def prompt_digest(model: str, token_ids: Sequence[int], grammar: object) -> str:
     """Identifies the computation of a request, independent of the caller and of repetition."""
-    return digest_of(array("q", token_ids).tobytes(), grammar)
+    return digest_of(model, array("q", token_ids).tobytes(), grammar)
 
 
 class RunIdentity:

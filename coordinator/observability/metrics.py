@@ -144,6 +144,9 @@ class CoordinatorMetrics:
         self.token_refusals = self._counter(
             "token_refusals", "Tokens of the identity provider that were refused, by reason", "reason"
         )
+        self.models_file_degraded = self._gauge(
+            "models_file_degraded", "1 while the file of models is wrong, so that its last change has no effect"
+        )
         self.attach_failures = self._counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.poisonous_prompt = self._gauge(
             "poisonous_prompt",

@@ -18,7 +18,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from outrider.canary.plan import ANY_DRAFT, DraftChoice
 from outrider.registry.worker_record import Snapshot, WorkerRecord
@@ -46,6 +46,16 @@ BUSY: Final = 0.75
 NEAR_US: Final = 2_000, 10_000
 """Round trips between draft worker and target, microseconds: near up to the first, far beyond the second. A target's
 step takes tens of milliseconds, and hints that are late for one are verified in the next."""
+
+
+class ModelKey(NamedTuple):
+    """Name and tokenizer of the model that a target must serve."""
+
+    name: str
+    tokenizer_fingerprint: str
+
+    def fits(self, target: WorkerRecord) -> bool:
+        return (target.model_name, target.tokenizer_fingerprint) == self
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +92,22 @@ def background_slots(worker: WorkerRecord) -> int:
 class Router:
     """Picks workers for one replica of the coordinator.
 
-    A target must serve the model under the name asked for, with the coordinator's tokenizer. A draft worker needs the
-    same tokenizer only: its model's name is no limit to what it can hint at.
+    A target must serve the model under the name asked for, with the request's tokenizer. A draft worker needs the
+    target's tokenizer; its model's name is a limit only where the served model, or a canary, names its draft models.
     """
 
     def __init__(
         self,
-        fingerprint: str,
-        served_model_names: Collection[str],
+        unserved: Callable[[WorkerRecord], str | None],
         chance: random.Random,
         quarantine_s: float,
         objection: Callable[[WorkerRecord], str | None] = lambda worker: None,
     ) -> None:
-        """`served_model_names`: the only names served; empty serves every target's name. `objection`: reason not to use
-        a worker, whatever its record says (`coordinator.workers.worker_identity`)."""
+        """`unserved`: why no model that is served now can use a worker (`coordinator.models`); sequences that have
+        begun keep to the model that they began with. `objection`: reason not to use a worker, whatever its record says
+        (`coordinator.workers.worker_identity`)."""
+        self._unserved = unserved
         self._objection = objection
-        self._fingerprint = fingerprint
-        self._served = frozenset(served_model_names)
         self._chance = chance
         self._quarantine_s = quarantine_s
         self._num_open: Counter[WorkerKey] = Counter()
@@ -107,10 +116,10 @@ class Router:
         self._num_failures: dict[WorkerKey, int] = {}  # of draft workers, in a row
 
     def usable(self, workers: Iterable[WorkerRecord], now_s: float) -> tuple[list[WorkerRecord], list[Exclusion]]:
-        """Splits workers into those that may be picked and those that may not."""
+        """Splits workers into those that new requests may use and those that they may not."""
         chosen, excluded = [], []
         for worker in workers:
-            reason = self._reason_against(worker, now_s)
+            reason = self._unserved(worker) or self._reason_against(worker, now_s)
             if reason is None:
                 chosen.append(worker)
             else:
@@ -118,22 +127,28 @@ class Router:
         return chosen, excluded
 
     def models(self, snapshot: Snapshot, now_s: float) -> dict[str, list[WorkerRecord]]:
-        """Usable targets by model name, in order of the names. If all of a model did not answer a moment ago, it has
-        these."""
+        """Usable targets of the served models by name, in order of the names. If all of a model did not answer a moment
+        ago, it has these."""
         found: dict[str, list[WorkerRecord]] = {}
-        for worker in sorted(self._fit(snapshot.targets), key=lambda worker: worker.model_name):
-            found.setdefault(worker.model_name, []).append(worker)
-        return {
-            name: [each for each in workers if not self._is_passed_over(each, now_s)] or workers
-            for name, workers in found.items()
-        }
+        for worker in sorted(snapshot.targets, key=lambda worker: worker.model_name):
+            if self._unserved(worker) is None and self._unfitness(worker) is None:
+                found.setdefault(worker.model_name, []).append(worker)
+        return {name: self._answering(workers, now_s) for name, workers in found.items()}
+
+    def targets_of(self, snapshot: Snapshot, now_s: float, model: ModelKey) -> list[WorkerRecord]:
+        """The targets of one model, as `models` has them, whether it is still served or not."""
+        fit = [each for each in snapshot.targets if model.fits(each) and self._unfitness(each) is None]
+        return self._answering(fit, now_s)
+
+    def _answering(self, workers: list[WorkerRecord], now_s: float) -> list[WorkerRecord]:
+        return [each for each in workers if not self._is_passed_over(each, now_s)] or workers
 
     def rank_targets(
         self,
         snapshot: Snapshot,
         now_s: float,
         *,
-        model: str,
+        model: ModelKey,
         num_tokens: int,
         excluded: Collection[WorkerKey],
         prefix: int | None = None,
@@ -144,8 +159,13 @@ class Router:
         `prefix` is the prompt's `prefix_key`; `accepts` decides whether a target can continue the tokens generated so
         far.
         """
-        usable, _ = self.usable(snapshot.targets, now_s)
-        candidates = [worker for worker in usable if _can_take(worker, model, num_tokens, excluded) and accepts(worker)]
+        candidates = [
+            worker
+            for worker in snapshot.targets
+            if _can_take(worker, model, num_tokens, excluded)
+            and self._reason_against(worker, now_s) is None
+            and accepts(worker)
+        ]
         loads = {
             worker.worker_id: self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
             for worker in candidates
@@ -158,14 +178,15 @@ class Router:
         self,
         snapshot: Snapshot,
         *,
-        model: str,
+        model: ModelKey,
         num_tokens: int,
         excluded: Collection[WorkerKey],
         accepts: Callable[[WorkerRecord], bool] = lambda _: True,
     ) -> bool:
         """Whether `rank_targets` would name a target if none were passed over."""
         return any(
-            _can_take(worker, model, num_tokens, excluded) and accepts(worker) for worker in self._fit(snapshot.targets)
+            _can_take(worker, model, num_tokens, excluded) and self._unfitness(worker) is None and accepts(worker)
+            for worker in snapshot.targets
         )
 
     def rank_drafts(
@@ -176,17 +197,20 @@ class Router:
         num_tokens: int,
         excluded: Collection[WorkerKey],
         target: WorkerRecord | None = None,
+        admits: Callable[[WorkerRecord], bool] = lambda _: True,
         choice: DraftChoice = ANY_DRAFT,
         is_background: bool = False,
     ) -> list[WorkerRecord]:
         """Draft workers of this choice with a free slot and room for `num_tokens`, the one to take first in front:
-        those with spare capacity before busy ones, then those near `target`."""
-        usable, _ = self.usable(snapshot.drafts, now_s)
+        those with spare capacity before busy ones, then those near `target`. `admits`: whether a draft worker may send
+        hints for the sequence's model."""
         groups: dict[tuple[bool, int], list[WorkerRecord]] = {}
         loads: dict[str, float] = {}
-        for worker in usable:
+        for worker in snapshot.drafts:
             if (
-                choice.admits(worker.model_name)
+                self._reason_against(worker, now_s) is None
+                and admits(worker)
+                and choice.admits(worker.model_name)
                 and worker.max_model_len >= num_tokens
                 and self.has_room(worker, is_background=is_background)
                 and key_of(worker) not in excluded
@@ -273,10 +297,6 @@ class Router:
                 del self._passed_over_until_s[key]
                 self._num_failures.pop(key, None)
 
-    def _fit(self, workers: Iterable[WorkerRecord]) -> list[WorkerRecord]:
-        """Workers that may be picked, now or once they are no longer passed over."""
-        return [worker for worker in workers if self._unfitness(worker) is None]
-
     def _reason_against(self, worker: WorkerRecord, now_s: float) -> str | None:
         unfitness = self._unfitness(worker)
         if unfitness is None and self._is_passed_over(worker, now_s):
@@ -284,10 +304,7 @@ class Router:
         return unfitness
 
     def _unfitness(self, worker: WorkerRecord) -> str | None:
-        if worker.tokenizer_fingerprint != self._fingerprint:
-            return f"tokenizer fingerprint {worker.tokenizer_fingerprint}, ours is {self._fingerprint}"
-        if worker.pool == "target" and self._served and worker.model_name not in self._served:
-            return f"serves {worker.model_name!r}, this coordinator serves {', '.join(sorted(self._served))}"
+        """Why a worker may not be picked, now or once it is no longer passed over."""
         return self._objection(worker) or (None if worker.state == "ready" else worker.state)
 
     def _is_passed_over(self, worker: WorkerRecord, now_s: float) -> bool:
@@ -319,9 +336,8 @@ class Router:
         return max(num_known, self._num_open[key_of(worker)])
 
 
-def _can_take(worker: WorkerRecord, model: str, num_tokens: int, excluded: Collection[WorkerKey]) -> bool:
-    is_long_enough = worker.max_model_len >= num_tokens
-    return worker.model_name == model and is_long_enough and key_of(worker) not in excluded
+def _can_take(worker: WorkerRecord, model: ModelKey, num_tokens: int, excluded: Collection[WorkerKey]) -> bool:
+    return model.fits(worker) and worker.max_model_len >= num_tokens and key_of(worker) not in excluded
 
 
 def _home(prefix: int, candidates: Sequence[WorkerRecord], loads: Mapping[str, float]) -> WorkerRecord | None:

@@ -74,7 +74,7 @@ async def run_choices(
     ranked = environment.placement.router.rank_targets(
         environment.snapshot(),
         environment.now_s(),
-        model=spec.model,
+        model=spec.model_key,
         num_tokens=spec.num_tokens_max,
         excluded=(),
         prefix=prefix_key(spec.prompt_token_ids, spec.cache_salt),

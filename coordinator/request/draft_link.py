@@ -81,6 +81,7 @@ class DraftLink:
                 num_tokens=self._session.spec.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,
+                admits=self._session.spec.served.admits_draft,
                 choice=self._session.spec.drafts,
                 is_background=is_background,
             )

@@ -14,6 +14,7 @@ from typing import Self
 
 from coordinator.access.concurrency_limits import ConcurrencyLimits
 from coordinator.access.rate_limits import RateLimits
+from coordinator.models.models_file import ServedModels, open_models
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.placement.admission import Admission
 from coordinator.placement.reservations import Reservations
@@ -32,14 +33,13 @@ from outrider.observability.tracing import OFF, Tracing
 from outrider.registry.registry import Registry, RegistryCalls
 from outrider.registry.worker_record import Snapshot, WorkerRecord
 from outrider.security.tls import Dialer, Role, TlsFiles, check_role
-from outrider.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
     """A replica's services, clock, randomness and ids, given from outside. The simulation gives its own."""
 
-    tokenizer: Tokenizer
+    models: ServedModels
     channels: WorkerChannels
     metrics: CoordinatorMetrics
     identities: WorkerIdentities = field(default_factory=lambda: WorkerIdentities(None, time.monotonic))
@@ -53,13 +53,13 @@ class Outside:
     @classmethod
     def real(cls, settings: CoordinatorSettings) -> Self:
         """The collaborators of a real coordinator. Raises ConfigurationError."""
-        tokenizer = Tokenizer(Path(settings.tokenizer_dir), settings.chat_template)
+        models = open_models(settings)
         files = None if settings.tls_dir is None else TlsFiles(Path(settings.tls_dir))
         if files is not None:
             check_role(files.current(), Role.COORDINATOR)
         identities = WorkerIdentities(files, time.monotonic, requires_ids=settings.require_worker_ids)
         return cls(
-            tokenizer=tokenizer,
+            models=models,
             channels=WorkerChannels(Dialer(files), identities.name_at),
             identities=identities,
             metrics=CoordinatorMetrics(files, settings.metrics_names),
@@ -162,11 +162,10 @@ class Environment:
         """`snapshot` returns the live workers, and `reason_against` why one is not used. The registries are those that
         keep slots, losses and limits of all replicas; without one this replica keeps its own."""
         self.settings, self.snapshot, self.now_s = settings, snapshot, outside.now_s
-        self.tokenizer, self.channels, self.new_id = outside.tokenizer, outside.channels, outside.new_id
+        self.models, self.channels, self.new_id = outside.models, outside.channels, outside.new_id
         self.metrics, self.tracing = outside.metrics, outside.tracing
         router = Router(
-            outside.tokenizer.fingerprint,
-            settings.served_model_names,
+            lambda worker: outside.models.current().reason_against(worker),
             outside.chance,
             settings.quarantine_s,
             reason_against,

@@ -79,7 +79,7 @@ class SequenceLosses:
     @cached_property
     def prompt_digest(self) -> str:
         """Digest that names the prompt and grammar in the record."""
-        return prompt_digest(self._spec.prompt_token_ids, self._spec.sampling.grammar)
+        return prompt_digest(self._spec.model, self._spec.prompt_token_ids, self._spec.sampling.grammar)
 
     @property
     def trial_tokens(self) -> int:

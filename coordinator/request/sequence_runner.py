@@ -92,7 +92,7 @@ class SequenceRunner:
             spec,
             index,
             arrival_s=arrival_s,
-            output=SequenceOutput(spec, environment.tokenizer, point, arrival_s),
+            output=SequenceOutput(spec, spec.served.tokenizer, point, arrival_s),
             choice=TargetChoice(spec, environment.placement.router, environment.snapshot, losses, preferred),
             losses=losses,
             controller=FallbackController(

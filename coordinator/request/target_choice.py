@@ -39,7 +39,7 @@ class TargetChoice:
         return {
             target.worker_id: run.accepts(target)
             for target in self._snapshot().targets
-            if target.model_name == self._spec.model
+            if self._spec.model_key.fits(target)
         }
 
     def rank(self, now_s: float) -> list[WorkerRecord]:
@@ -49,7 +49,7 @@ class TargetChoice:
         ranked = self._router.rank_targets(
             self._snapshot(),
             now_s,
-            model=self._spec.model,
+            model=self._spec.model_key,
             num_tokens=self._spec.num_tokens_max,
             excluded=self._tried,
             prefix=self._prefix,
@@ -75,7 +75,7 @@ class TargetChoice:
         """Whether all targets have been tried. One that just failed to answer another sequence may answer soon."""
         return not self._router.expects_target(
             self._snapshot(),
-            model=self._spec.model,
+            model=self._spec.model_key,
             num_tokens=self._spec.num_tokens_max,
             excluded=self._tried,
             accepts=self._spec.run.accepts,
@@ -108,7 +108,7 @@ class TargetChoice:
 
     def why_none(self, refusal: OutriderError | None, num_tokens: int, now_s: float) -> OutriderError:
         """The error of a sequence with so many tokens that no target takes; `refusal` is the last target's answer."""
-        others = self._router.models(self._snapshot(), now_s).get(self._spec.model, [])
+        others = self._router.targets_of(self._snapshot(), now_s, self._spec.model_key)
         if others and not any(map(self._spec.run.accepts, others)):
             why = "none of the target workers that are there has the weights and numerics that it began with"
             return Unavailable(

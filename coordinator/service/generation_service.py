@@ -41,6 +41,7 @@ from coordinator.recovery.resumption import Resumption
 from coordinator.request.choices import ChoiceOutput, RequestFinished, run_choices
 from coordinator.request.environment import Environment, Outside
 from coordinator.request.request_record import RequestRecord
+from coordinator.service.active_sequences import ActiveSequences
 from coordinator.service.housekeeping import Housekeeping
 from coordinator.service.model_catalog import ModelCatalog
 from coordinator.service.poison_guard import PoisonGuard
@@ -73,8 +74,6 @@ class GenerationService:
     ) -> None:
         """`snapshot` replaces the registry's snapshot of workers in tests."""
         outside = outside or Outside.real(settings)
-        if not outside.tokenizer.has_chat_template:
-            _log.warning("%s has no chat template; messages are joined by newlines", settings.tokenizer_dir)
         self._injected_snapshot, self._registry = snapshot, outside.registry
         self._quick_registry: Registry | None = None
         if outside.registry is None and snapshot is None:
@@ -83,7 +82,7 @@ class GenerationService:
         self._prior_store: PriorStore | None = None
         self._canary_keeper: CanaryKeeper | None = None
         self._stack = AsyncExitStack()
-        self._num_active = 0  # sequences, also those that wait
+        self._active = ActiveSequences(settings.requests_max)
         refusals = outside.metrics.token_refusals
         self._callers = Authentication.of(settings, lambda reason: refusals.labels(reason).inc())
         self._identities = outside.identities.watch(self.snapshot)
@@ -98,17 +97,16 @@ class GenerationService:
             limits_in=self._quick_registry,
         )
         self.threads = WorkerThreads()  # for what would block the event loop
-        self.preparation = RequestPreparation(outside.tokenizer, settings, outside.chance, self.threads)
-        _log.info("formats of the output: %s", self.preparation.output_format.description)
+        self.preparation = RequestPreparation(settings, outside.chance, self.threads)
         self.streams = ResumableStreams(self.admit)
         self.responses = StoredResponses(self._quick_registry, outside.now_s, settings.response_life_s)
         self.canary = CanaryDesk(uuid.uuid4().hex)
         self.catalog = ModelCatalog(
+            outside.models,
             environment.placement.router,
             self.snapshot,
             outside.now_s,
-            settings.served_model_names,
-            lambda pool: self._directory.last_departure(pool) if self._directory else None,
+            lambda pool, model: self._directory.last_departure(pool, model or None) if self._directory else None,
         )
         self._poison_guard = PoisonGuard(environment.losses, outside.metrics, outside.now_s)
         self._canary_auditor = CanaryAuditor(environment, self.canary, self._hurry_canary)
@@ -129,7 +127,8 @@ class GenerationService:
         if self._quick_registry is not None:
             self._stack.push_async_callback(self._quick_registry.close)
         if registry is None and self._injected_snapshot is None:
-            await self.threads.run(self.preparation.load_grammars)
+            for model in environment.models.current().models:
+                await self.threads.run(model.grammars.load)
             registry = redis = Registry(environment.settings.redis_url)
             self._stack.push_async_callback(redis.close)
             if environment.settings.uses_priors:
@@ -173,6 +172,7 @@ class GenerationService:
             metrics.api_keys_degraded: lambda: keys is not None and keys.is_degraded,
             metrics.identity_provider_degraded: lambda: tokens is not None and tokens.provider.is_degraded,
             metrics.canary_degraded: lambda: keeper is not None and keeper.is_degraded,
+            metrics.models_file_degraded: lambda: self.environment.models.refusal() is not None,
             metrics.journal_degraded: lambda: self.streams.is_degraded,
             metrics.priors_degraded: lambda: store is not None and store.is_degraded,
         }
@@ -197,7 +197,7 @@ class GenerationService:
     @property
     def num_active(self) -> int:
         """The number of sequences that this replica serves, those that wait for a slot included."""
-        return self._num_active
+        return self._active.num
 
     @property
     def knows_callers(self) -> bool:
@@ -218,16 +218,16 @@ class GenerationService:
         environment, caller = self.environment, request.origin.caller
         request = _on_behalf_of_its_caller(request)
         check_input(request)
-        model, targets = self.catalog.find(request.model)
+        served, model, targets = self.catalog.find(request.model)
         if not has_begun:
             environment.limits.rates.check(caller)
             retry_after_s = environment.placement.admission.retry_after_s(model)
             num, parameter = (request.best_of, "best_of") if request.best_of else (request.n, "n")
             environment.limits.concurrency.check(caller, num, retry_after_s, parameter)
-            time_left_s = request.deadline_s or environment.settings.deadline_default_s
+            time_left_s = self.preparation.deadline_s(request, served)
             ticket = Ticket(request.priority, request.tenant)
             environment.placement.admission.check_room(model, ticket, time_left_s)
-        spec = await self.preparation.prepare(request, model, targets)
+        spec = await self.preparation.prepare(request, served, model, targets)
         # Shared computation counts for each sequence: as many contexts take up room.
         num_prompt_tokens = len(spec.prompt_token_ids) * spec.num_candidates
         await environment.limits.rates.admit(caller, num_prompt_tokens, has_begun=has_begun)
@@ -273,23 +273,22 @@ class GenerationService:
                 self._poison_guard.suspect(spec)
             if stream is not None:
                 stream.end()
-            self._num_active -= spec.num_candidates
+            self._active.remove(spec.model, spec.num_candidates)
             environment.limits.concurrency.release(held)
 
     async def _enter(self, spec: GenerationSpec, *, has_begun: bool) -> Held | None:
         """Counts the request's sequences for this replica and its tenant. Raises Overloaded if either has too many."""
         environment, num = self.environment, spec.num_candidates
-        # A request with more sequences than the limit is served alone.
-        excess = self._num_active + num - environment.settings.requests_max if self._num_active else 0
+        excess = self._active.excess(spec.model, num, self.catalog.names)
         if excess > 0:
             newcomer = Ticket(spec.request.priority, spec.request.tenant)
             if not environment.placement.admission.shed_for(spec.model, newcomer, min(excess, num)):
                 raise Overloaded(
                     f"this replica serves its most of {environment.settings.requests_max} sequences: there are "
-                    f"{self._num_active}, and this request would be {num} more",
+                    f"{self.num_active}, and this request would be {num} more",
                     environment.placement.admission.retry_after_s(spec.model),
                 )
-        self._num_active += num
+        self._active.add(spec.model, num)
         try:
             return await environment.limits.concurrency.hold(
                 spec.request.origin.caller,
@@ -298,7 +297,7 @@ class GenerationService:
                 has_begun=has_begun,
             )
         except BaseException:
-            self._num_active -= num
+            self._active.remove(spec.model, num)
             raise
 
     def _observed(

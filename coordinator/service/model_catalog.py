@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from coordinator.models.model_table import ModelTable
+from coordinator.models.models_file import ServedModels
+from coordinator.models.served_model import ServedModel
 from coordinator.placement.routing import Exclusion, Router
 from outrider.errors import InvalidRequest, ModelNotFound, Unavailable
 from outrider.registry.worker_record import Pool, Snapshot, WorkerRecord
+from outrider.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,26 +23,51 @@ class ModelStatus:
     max_model_len: int  # of the target with the longest context, tokens
     num_target_workers: int
     num_draft_workers: int
+    has_chat_template: bool
+
+
+class FoundModel(NamedTuple):
+    """A served model that has a usable target."""
+
+    served: ServedModel
+    name: str
+    targets: list[WorkerRecord]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCatalog:
     """Answers queries about models from the last snapshot of the registry."""
 
+    _models: ServedModels
     _router: Router
     _snapshot: Callable[[], Snapshot]
     _now_s: Callable[[], float]
-    _served_model_names: Collection[str]
-    _last_departure: Callable[[Pool], str | None]  # the worker that left a pool last
+    # The worker of this model that left its pool last.
+    _last_departure: Callable[[Pool, str], str | None]
 
     def served(self) -> list[ModelStatus]:
         """Models with at least one usable target, in order of their names."""
         snapshot, now_s = self._snapshot(), self._now_s()
         drafts, _ = self._router.usable(snapshot.drafts, now_s)
         return [
-            ModelStatus(model, max(target.max_model_len for target in targets), len(targets), len(drafts))
-            for model, targets in self._router.models(snapshot, now_s).items()
+            ModelStatus(
+                name,
+                max(target.max_model_len for target in targets),
+                len(targets),
+                sum(map(served.admits_draft, drafts)),
+                served.tokenizer.has_chat_template,
+            )
+            for served, name, targets in self._live(self._models.current()).values()
         ]
+
+    def names(self) -> Collection[str]:
+        """The models that requests may name, with or without a target."""
+        table = self._models.current()
+        return self._live(table).keys() | table.by_name.keys()
+
+    def num_drafts(self) -> int:
+        """The number of draft workers that some model may use."""
+        return len(self._router.usable(self._snapshot().drafts, self._now_s())[0])
 
     def exclusions(self) -> list[Exclusion]:
         """Registered workers that are not used, with reasons."""
@@ -45,38 +75,68 @@ class ModelCatalog:
         _, excluded = self._router.usable((*snapshot.targets, *snapshot.drafts), now_s)
         return excluded
 
-    def check_name(self, name: str) -> None:
-        """Raises ModelNotFound for a name that is not served; an empty one is the only model."""
-        self._check_name(name, self._router.models(self._snapshot(), self._now_s()))
+    def tokenizer_of(self, asked: str) -> tuple[Tokenizer, int | None]:
+        """The tokenizer of a model, which need not have a target, and its longest context, in tokens, if it has one. An
+        empty name is the only tokenizer. Raises ModelNotFound and InvalidRequest."""
+        table = self._models.current()
+        live = self._live(table)
+        name = self._name_of(asked, table, live)
+        served = table.get(name) if name else table.only
+        if served is None:
+            raise _ambiguous(live.keys() | table.by_name.keys())
+        targets = [target for found in live.values() for target in found.targets if name in ("", found.name)]
+        return served.tokenizer, max((target.max_model_len for target in targets), default=None)
 
-    def _check_name(self, name: str, models: Mapping[str, object]) -> list[str]:
-        """Returns the names that are served. Raises ModelNotFound."""
-        served = sorted(models.keys() | set(self._served_model_names))
-        if name and served and name not in served:
-            raise ModelNotFound(f"The model {name!r} does not exist; there is {', '.join(served)}")
-        return served
-
-    def find(self, name: str) -> tuple[str, list[WorkerRecord]]:
-        """The model's name and its usable targets. Raises NotFound naming those served, or Unavailable."""
-        models = self._router.models(self._snapshot(), self._now_s())
-        served = self._check_name(name, models)
+    def find(self, asked: str) -> FoundModel:
+        """A model with its usable targets; an empty name is the only one. Raises ModelNotFound naming those served,
+        InvalidRequest if a name is required, or Unavailable."""
+        table = self._models.current()
+        live = self._live(table)
+        name = self._name_of(asked, table, live)
         if not name:
+            served = live.keys() | table.by_name.keys()
             if len(served) > 1:
-                raise InvalidRequest("model", f"model is required, for there are several: {', '.join(served)}")
-            name = served[0] if served else ""
-        if name not in models:
-            raise Unavailable(self._why_no_target(), 2.0)
-        return name, models[name]
+                raise _ambiguous(served)
+            name = next(iter(served), "")
+        if name not in live:
+            raise Unavailable(self._why_no_target(name, table), 2.0)
+        return live[name]
 
     def has_draft(self, model_name: str) -> bool:
         """Whether a draft worker of this model could be used."""
         usable, _ = self._router.usable(self._snapshot().drafts, self._now_s())
         return any(worker.model_name == model_name for worker in usable)
 
-    def _why_no_target(self) -> str:
-        reasons = [f"{each.worker_id}: {each.reason}" for each in self.exclusions() if each.pool == "target"]
+    def _live(self, table: ModelTable) -> dict[str, FoundModel]:
+        """The models of a table that have a usable target, by name."""
+        targets_by_name = self._router.models(self._snapshot(), self._now_s())
+        return {
+            name: FoundModel(served, name, targets)
+            for name, targets in targets_by_name.items()
+            if (served := table.get(name)) is not None
+        }
+
+    def _name_of(self, asked: str, table: ModelTable, live: dict[str, FoundModel]) -> str:
+        """The name of the model that a client means. Raises ModelNotFound."""
+        name, served = table.name_of(asked), live.keys() | table.by_name.keys()
+        if name and served and name not in served:
+            raise ModelNotFound(f"The model {name!r} does not exist; there is {', '.join(sorted(served))}")
+        return name
+
+    def _why_no_target(self, name: str, table: ModelTable) -> str:
+        """The reason, from the targets of this name and those of names that nobody serves."""
+        targets = [
+            each for each in self._snapshot().targets if each.model_name == name or not table.get(each.model_name)
+        ]
+        _, excluded = self._router.usable(targets, self._now_s())
+        reasons = [f"{each.worker_id}: {each.reason}" for each in excluded]
         if not reasons:
-            reasons += filter(None, [self._last_departure("target")])
+            reasons += filter(None, [self._last_departure("target", name)])
         if self._snapshot().degraded:
             reasons.append("the registry does not answer")
-        return "no target worker is live" + (f" ({'; '.join(reasons)})" if reasons else "")
+        of_model = f" of {name}" if len(table.by_name) > 1 else ""
+        return f"no target worker{of_model} is live" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+def _ambiguous(names: Collection[str]) -> InvalidRequest:
+    return InvalidRequest("model", f"model is required, for there are several: {', '.join(sorted(names))}")

@@ -55,4 +55,4 @@ class PoisonGuard:
 
 
 def _digest(spec: GenerationSpec) -> str:
-    return prompt_digest(spec.prompt_token_ids, spec.sampling.grammar)
+    return prompt_digest(spec.model, spec.prompt_token_ids, spec.sampling.grammar)

@@ -19,6 +19,8 @@ REFRESH_S: Final = 0.5
 JUMP_S: Final = 1.0
 """Smallest jump of Redis' clock; less is an adjustment. A lease that is renewed has at least four seconds left."""
 NO_EVENT: Final = PoolView().last_event
+DEPARTURES_MAX: Final = 64
+"""Models whose last departure is remembered, the latest ones."""
 FIRST_LOOK_S: Final = 10.0
 """Time for which opening a directory tries. A replica that knows no worker serves nobody; other replicas can."""
 _SETTLE_S: Final = 0.02  # many members that change together are read once
@@ -58,7 +60,8 @@ class WorkerDirectory:
         self._away: set[Pool] = set(POOLS)  # could not be read when last tried
         self._clock_behind_s: dict[Pool, float] = {}  # of Redis' clock behind ours, when last read
         self._trusted_until_s: dict[Pool, float] = {}  # on the loop's clock; records from before count until then
-        self._departed: dict[Pool, tuple[str, float]] = {}  # of empty pools: who and why, and when
+        # By pool and model, of those that have no worker left: who left last and why, and when.
+        self._departed: dict[tuple[Pool, str], tuple[str, float]] = {}
         self.snapshot = Snapshot(degraded=True)
 
     async def __aenter__(self) -> Self:
@@ -139,16 +142,25 @@ class WorkerDirectory:
         for worker in self._workers(pool):
             if worker.worker_id not in present:
                 why = "its lease ran out" if view.last_kind == "expired" else "it left"
-                self._departed[pool] = f"{worker.worker_id}: {why}", now_s
+                self._departed.pop((pool, worker.model_name), None)
+                self._departed[pool, worker.model_name] = f"{worker.worker_id}: {why}", now_s
                 _log.warning("%s worker %s is gone: %s", pool, worker.worker_id, why)
-        if present:
-            self._departed.pop(pool, None)
+        for worker in view.workers:
+            self._departed.pop((pool, worker.model_name), None)
+        while len(self._departed) > DEPARTURES_MAX:
+            del self._departed[next(iter(self._departed))]
 
-    def last_departure(self, pool: Pool) -> str:
-        """The last worker to leave an empty pool, with reason and age, in words; empty if none has left."""
-        if pool not in self._departed:
+    def last_departure(self, pool: Pool, model: str | None = None) -> str:
+        """The last worker of a model to leave its pool, if that has none of it left, with reason and age, in words;
+        empty if none has left. Without a model: of any."""
+        found = [
+            departure
+            for (its_pool, its_model), departure in self._departed.items()
+            if its_pool == pool and model in (None, its_model)
+        ]
+        if not found:
             return ""
-        departure, at_s = self._departed[pool]
+        departure, at_s = found[-1]
         return f"{departure} {asyncio.get_running_loop().time() - at_s:.0f} s ago"
 
     def _has_jumped(self, pool: Pool, view: PoolView, asked_s: float, now_s: float) -> bool:

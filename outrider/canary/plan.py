@@ -103,6 +103,7 @@ class CanaryPlan(_Part):
     canary_id: Annotated[str, Field(pattern=r"^[a-z0-9]{4,32}$")]
     change: ArmChange
     share: Annotated[float, Field(gt=0.0, lt=1.0)]  # of the keys
+    model: Annotated[str, Field(max_length=_NAME_CHARS_MAX)] = ""  # whose requests take part; empty: all models'
     rule: Rule = Rule()
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # of the canary's requests that can be audited
     duration_s: Annotated[float, Field(gt=0.0, le=DURATION_MAX_S)] = 86400.0

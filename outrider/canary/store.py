@@ -113,7 +113,9 @@ class CanaryStore:
         ConfigurationError while another one is in force."""
         state = CanaryState.WAITING if plan.change.draft_model else CanaryState.RUNNING
         duration_ms = round(plan.duration_s * 1000)
-        arguments: list[str | float] = [plan.canary_id, plan.model_dump_json(), state, LEAD_MS, duration_ms]
+        # Replicas of a release that knows no models can follow a canary that names none.
+        described = plan.model_dump_json(exclude=None if plan.model else {"model"})
+        arguments: list[str | float] = [plan.canary_id, described, state, LEAD_MS, duration_ms]
         other = await self._registry.ask(self._begin(keys=_KEYS, args=arguments))
         if other:
             raise ConfigurationError(f"the canary {other} is in force; end it first, with `outrider canary abort`")

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import ConfigurationError, InvalidRequest
 from outrider.grammar.compile_queue import CompileQueue, start_with_a_deep_stack
@@ -30,10 +30,18 @@ DIGEST_BYTES: Final = 32
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, each one once while it is among the latest. Thread-safe."""
 
-    def __init__(self, tokenizer_json: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: Path,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        load: Callable[[Path], tuple[LLTokenizer, int]] = load_tokenizer,
+    ) -> None:
         """`vocab_size` is the number of rows of the model's output layer; the tokenizer may have more or fewer ids. The
-        file is read when the first grammar comes."""
+        file is read, by `load`, when the first grammar comes."""
         self._tokenizer_json = tokenizer_json
+        self._load = load
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self._lock = threading.Lock()
@@ -91,7 +99,7 @@ class GrammarCompiler:
     def _vocabulary(self) -> Vocabulary:
         with self._lock:
             if self._loaded is None:
-                tokenizer, num_known = load_tokenizer(self._tokenizer_json)
+                tokenizer, num_known = self._load(self._tokenizer_json)
                 num_usable = min(num_known, self._vocab_size)
                 self._loaded = Vocabulary(tokenizer, num_usable, self._vocab_size, self._eos_token_ids)
             return self._loaded

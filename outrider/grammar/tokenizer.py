@@ -7,7 +7,6 @@ none, whatever they are called, so a grammar that asks for the text `<|eos|>` ge
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from llguidance import LLTokenizer
 from outrider.errors import ConfigurationError
 
 
-@lru_cache(maxsize=1)
 def load_tokenizer(tokenizer_json: Path) -> tuple[LLTokenizer, int]:
-    """The vocabulary, and the number of ids in it that the model knows; the last result is cached.
+    """The vocabulary, and the number of ids in it that the model knows.
 
     One more id follows them, which ends a sequence for llguidance alone: `GrammarCompiler` knows the model's own ids.
     Raises ConfigurationError when llguidance cannot read the file or cannot know the bytes of its tokens.

@@ -33,9 +33,11 @@ Stamp = tuple[tuple[int, int, int], ...]
 class WatchedFiles(Generic[ContentT]):
     """The last valid result of `read` on `paths`. Thread-safe."""
 
-    def __init__(self, paths: Sequence[Path], read: Callable[[], ContentT]) -> None:
-        """Reads once. Raises what `read` raises, which for invalid files is ConfigurationError."""
+    def __init__(self, paths: Sequence[Path], read: Callable[[], ContentT], small_bytes: int = SMALL_BYTES) -> None:
+        """Reads once. Raises what `read` raises, which for invalid files is ConfigurationError. With a `small_bytes` of
+        0 a thread reads every change: what the files name takes long to load."""
         self._paths = paths
+        self._small_bytes = small_bytes
         self._read = read
         self._lock = threading.Lock()
         self._looked_at_s = time.monotonic()
@@ -74,7 +76,7 @@ class WatchedFiles(Generic[ContentT]):
         # Rejected files may become valid without a change: a disk that failed, a permission that is restored.
         if stamp == self._refused and now_s < self._again_at_s:
             return
-        if sum(size for _, _, size in stamp) <= SMALL_BYTES:
+        if sum(size for _, _, size in stamp) <= self._small_bytes:
             try:
                 self._take(stamp, self._read())
             except ConfigurationError as error:

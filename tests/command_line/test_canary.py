@@ -102,6 +102,7 @@ def test_a_canary_is_started_as_the_flags_say(operator: Operator) -> None:
     shown = operator.run(
         "start", "--draft-model", "v2", "--num-speculative-tokens", 4, "--share", 0.25, "--objective", "ttft",
         "--margin", 0.1, "--min-requests", 60, "--alpha", 0.01, "--duration", "90m", "--auto", "--audit-share", 0.5,
+        "--model", "large",
     )  # fmt: skip
     assert "draft model v2, at most 4 speculative tokens, 25.0% of the keys, waiting" in shown
     assert "90 min left; acts as the rule says" in shown
@@ -111,8 +112,8 @@ def test_a_canary_is_started_as_the_flags_say(operator: Operator) -> None:
     assert canary.pop("seconds_left") == pytest.approx(5400, abs=30)
     assert canary == {
         "change": {"speculates": True, "draft_model": "v2", "num_speculative_tokens": 4},
-        "share": 0.25, "audit_share": 0.5, "duration_s": 5400.0, "is_automatic": True, "state": "waiting",
-        "share_now": 0.0, "reason": "",
+        "share": 0.25, "model": "large", "audit_share": 0.5, "duration_s": 5400.0, "is_automatic": True,
+        "state": "waiting", "share_now": 0.0, "reason": "",
         "rule": {
             "objective": "ttft", "margin": 0.1, "failure_margin": 0.005, "requests_min": 60, "alpha": 0.01,
         },

@@ -32,12 +32,20 @@ class Cluster:
     client: httpx.AsyncClient
     targets: list[FakeTarget] = field(default_factory=list)
     drafts: list[FakeDraft] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)  # the one that the service sees; a test may replace it
 
     async def complete(self, **body: Any) -> httpx.Response:
         """POST /v1/completions of a greedy request, changed by `body`."""
         return await self.client.post(
             "/v1/completions", json={"prompt": "import", "temperature": 0, "max_tokens": 12, **body}
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the only model."""
+        only = self.service.environment.models.current().only
+        assert only is not None
+        return only.tokenizer
 
     @property
     def num_open(self) -> int:
@@ -75,22 +83,24 @@ class ClusterFactory:
             async def started(pool: Pool, workers: Sequence[FakeTarget | FakeDraft]) -> tuple[WorkerRecord, ...]:
                 addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
                 fingerprint = self.tokenizer.fingerprint
-                names = [{"model_name": getattr(worker, "model_name", "demo")} for worker in workers]
                 return tuple(
-                    record_of(pool, address, fingerprint, **(name | record))
-                    for address, name in zip(addresses, names, strict=True)
+                    record_of(
+                        pool, address, worker.fingerprint or fingerprint, **({"model_name": worker.model_name} | record)
+                    )
+                    for address, worker in zip(addresses, workers, strict=True)
                 )
 
             snapshot = Snapshot(await started("target", targets), await started("draft", drafts))
             options = {"tokenizer_dir": str(self.model_dir), "redis_url": "unused", **(settings or {})}
             made = CoordinatorSettings(**options)
             outside = replace(Outside.real(made), registry=registry)
-            service = await stack.enter_async_context(GenerationService(made, lambda: snapshot, outside))
+            seen = [snapshot]
+            service = await stack.enter_async_context(GenerationService(made, lambda: seen[0], outside))
             transport = httpx.ASGITransport(create_app(service))
             client = await stack.enter_async_context(
                 httpx.AsyncClient(transport=transport, base_url="http://coordinator", timeout=30)
             )
-            yield Cluster(service, client, targets, drafts)
+            yield Cluster(service, client, targets, drafts, seen)
 
 
 @pytest.fixture(scope="session")

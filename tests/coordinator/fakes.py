@@ -7,12 +7,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
+from coordinator.formats.output_format import choose_format
+from coordinator.models.model_table import ModelTable
+from coordinator.models.served_model import ServedModel
 from outrider.registry.worker_record import Pool, WorkerRecord
+from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 ACCEPTED, BONUS, PLAIN = (
@@ -48,6 +53,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     falls_silent_at: int | None = None
     waits_s: float = 0.0  # until the first step, saying so
     is_hung: bool = False  # takes calls and says nothing at all
+    model_name: str = "demo"  # as registered
+    fingerprint: str | None = None  # as registered; None: the cluster's
     may_step: Callable[[int], bool] = lambda num_tokens: True  # after so many tokens; it waits until it may
     held_s_max: float = 5.0  # that it waits for it
     requests: list[target_pb2.GenerateRequest] = field(default_factory=list)
@@ -171,6 +178,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     lets_go_after_s: float | None = None
     is_mute: bool = False  # accepts the call and never reports
     model_name: str = "demo"  # as registered
+    fingerprint: str | None = None  # as registered; None: the cluster's
     requests: list[draft_pb2.AttachRequest] = field(default_factory=list)
     num_open: int = 0
     num_closed: int = 0
@@ -238,6 +246,18 @@ def record_of(pool: Pool, address: str, fingerprint: str, /, **changes: Any) -> 
         "num_model_parameters": 1000,
     }
     return WorkerRecord(**(values | changes))
+
+
+def served_model(fingerprint: str = "0" * 16, **options: Any) -> ServedModel:
+    """A model whose text nobody reads."""
+    tokenizer = SimpleNamespace(fingerprint=fingerprint, has_chat_template=False)
+    return ServedModel(cast(Tokenizer, tokenizer), choose_format(""), **options)
+
+
+def model_table(fingerprint: str, *names: str) -> ModelTable:
+    """One model under these names, or under all."""
+    model = served_model(fingerprint)
+    return ModelTable(dict.fromkeys(names, model), others=None if names else model)
 
 
 async def eventually(condition: Callable[[], bool], what: str, within_s: float = 5.0) -> None:

@@ -31,7 +31,8 @@ async def serve(model_dir: Path, addresses: list[str]) -> None:
         quarantine_s=60.0,
     )
     outside = replace(Outside.real(settings), registry=None)
-    snapshot = Snapshot(tuple(record_of("target", each, outside.tokenizer.fingerprint) for each in addresses), ())
+    (model,) = outside.models.current().models
+    snapshot = Snapshot(tuple(record_of("target", each, model.fingerprint) for each in addresses), ())
     async with GenerationService(settings, lambda: snapshot, outside) as service:
         server = uvicorn.Server(uvicorn.Config(create_app(service), host="127.0.0.1", port=0, log_level="warning"))
         serving = asyncio.create_task(server.serve())

@@ -116,7 +116,7 @@ class TestMessages:
         target = clusters.target()
         async with clusters.open([target]) as cluster:
             assert (await chat(cluster, *messages)).status_code == 200
-            expected = cluster.service.environment.tokenizer.encode(prompt, add_special_tokens=False)
+            expected = cluster.tokenizer.encode(prompt, add_special_tokens=False)
         assert list(target.requests[0].token_ids)[: len(expected)] == expected
 
     @pytest.mark.parametrize("arguments", ["not JSON", {"city": "Rome"}, ""])
@@ -158,7 +158,7 @@ class TestParameters:
         target = clusters.target()
         async with clusters.open([target], settings={"chat_template": template}) as cluster:
             answer = await chat(cluster, reasoning_effort="low")
-            expected = cluster.service.environment.tokenizer.encode("hilow", add_special_tokens=False)
+            expected = cluster.tokenizer.encode("hilow", add_special_tokens=False)
         assert IGNORED_HEADER not in answer.headers
         assert list(target.requests[0].token_ids) == expected
 
@@ -174,7 +174,7 @@ class TestParameters:
     async def test_an_echo_of_a_truncated_prompt_is_what_is_left_of_it(self, clusters: ClusterFactory) -> None:
         async with clusters.open([clusters.target()]) as cluster:
             answer = await cluster.complete(prompt="import os", truncate_prompt_tokens=1, echo=True, max_tokens=1)
-            tokenizer = cluster.service.environment.tokenizer
+            tokenizer = cluster.tokenizer
             last = tokenizer.decode(tokenizer.encode("import os")[-1:])
         assert answer.json()["choices"][0]["text"].startswith(last)
 
@@ -184,7 +184,7 @@ class TestParameters:
             body = {"add_generation_prompt": False, "continue_final_message": True, "echo": True}
             answer = (await chat(cluster, USER, {"role": "assistant", "content": "So far"}, **body)).json()
             plain = (await chat(cluster)).json()
-            expected = cluster.service.environment.tokenizer.encode("So far", add_special_tokens=False)
+            expected = cluster.tokenizer.encode("So far", add_special_tokens=False)
         assert list(target.requests[0].token_ids)[-len(expected) :] == expected
         content = plain["choices"][0]["message"]["content"]
         assert answer["choices"][0]["message"]["content"] == "So far" + content

@@ -16,13 +16,14 @@ import pytest
 from coordinator.placement.admission import Admission
 from coordinator.placement.fair_queue import URGENT, Ticket
 from coordinator.placement.reservations import Reservations
-from coordinator.placement.routing import Router
+from coordinator.placement.routing import ModelKey, Router
 from coordinator.placement.slot_queue import PlacementRequest, Slot
 from outrider.errors import DeadlineExceeded, Overloaded
 from outrider.registry.worker_record import Snapshot, WorkerRecord
 from tests.coordinator.fakes import eventually, record_of
 
 FINGERPRINT = "0123456789abcdef"
+MODEL = ModelKey("demo", FINGERPRINT)
 
 
 def target(number: int, num_slots: int = 1, **changes: Any) -> WorkerRecord:
@@ -49,14 +50,14 @@ class Door:
         return self.router.rank_targets(
             Snapshot(targets=tuple(self.targets)),
             loop.time(),
-            model="demo",
+            model=MODEL,
             num_tokens=num_tokens,
             excluded=(),
         )
 
     def is_hopeless(self, num_tokens: int) -> bool:
         snapshot = Snapshot(targets=tuple(self.targets))
-        return not self.router.expects_target(snapshot, model="demo", num_tokens=num_tokens, excluded=())
+        return not self.router.expects_target(snapshot, model=MODEL, num_tokens=num_tokens, excluded=())
 
     def ask(
         self,
@@ -105,7 +106,7 @@ def opened() -> Opened:
         *targets: WorkerRecord, wait_max_s: float = 30.0, weights: dict[str, float] | None = None
     ) -> AsyncIterator[Door]:
         now_s = asyncio.get_running_loop().time
-        router = Router(FINGERPRINT, (), random.Random(0), quarantine_s=3.0)
+        router = Router(lambda _: None, random.Random(0), quarantine_s=3.0)
         admission = Admission(router, Reservations(None, now_s), now_s, wait_max_s=wait_max_s, weights=weights or {})
         try:
             yield Door(list(targets), admission, router)

@@ -21,6 +21,7 @@ from coordinator.output.text_output import VisibleOutput
 from coordinator.request.choices import ChoiceOutput, RequestFinished
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2
+from tests.coordinator.fakes import served_model
 
 NUM_TOKENS = 512
 EMOJI = "\U0001f600"
@@ -123,6 +124,7 @@ def test_writing_takes_no_more_memory_than_is_counted_for_it(
         max_tokens=NUM_TOKENS,
         sampling=request.sampling,
         deadline_s=60.0,
+        served=served_model(),
     )
     form = AnswerFormat(
         is_chat=is_chat,

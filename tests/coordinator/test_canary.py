@@ -26,7 +26,7 @@ from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2, generation_pb2, target_pb2
 from tests.coordinator.canaries import CLOCK_MS, NEW_DRAFT, OFF, SHORT, hear_of, key_in, plan_of
 from tests.coordinator.conftest import Cluster, ClusterFactory
-from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually
+from tests.coordinator.fakes import FakeDraft, FakeTarget, eventually, served_model
 
 CONTROL, CANARY = ArmName.CONTROL, ArmName.CANARY
 
@@ -111,6 +111,20 @@ class TestArms:
                     await cluster.complete(user=key_in(plan, arm, number))
                     after = Counter({draft.model_name: len(draft.requests) for draft in drafts})
                     assert after - before == Counter({name: 1})
+
+    @pytest.mark.parametrize("state", [CanaryState.RUNNING, CanaryState.PROMOTED, CanaryState.ABORTED])
+    @pytest.mark.parametrize(("model", "takes_part"), [("demo", True), ("another", False)])
+    async def test_a_canary_of_one_model_changes_nothing_for_others(
+        self, clusters: ClusterFactory, state: CanaryState, model: str, takes_part: bool
+    ) -> None:
+        draft, plan = FakeDraft(model_name="old"), plan_of(NEW_DRAFT, model=model)
+        target = clusters.target(may_step=lambda num_tokens: takes_part or bool(draft.requests))
+        async with opened(clusters, target, [draft], plan, state) as cluster:
+            answer = await cluster.complete(user=key_in(plan, CANARY))
+        is_divided = takes_part and state is not CanaryState.ABORTED
+        assert ("canary_arm" in answer.json()["metrics"]) == is_divided
+        if not takes_part:
+            assert len(draft.requests) == 1
 
     async def test_without_a_canary_any_draft_worker_will_do(self, clusters: ClusterFactory) -> None:
         draft = FakeDraft(model_name="new")
@@ -355,7 +369,7 @@ def test_a_request_that_is_run_again_is_nobodys_and_has_no_part_in_the_trace_of_
     spec = GenerationSpec(
         request=GenerationInput(request_id="r", tenant="acme", canary_key="somebody", priority=-5),
         model="demo", prompt_token_ids=(1,), max_tokens=4, sampling=SamplingParams(max_tokens=4), deadline_s=60.0,
-        span=Span("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        served=served_model(), span=Span("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         assignment=Assignment("abcd1234", CANARY, group=0, is_compared=True),
     )  # fmt: skip
     plain = canary_audit.plain_spec(spec)

@@ -31,7 +31,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from coordinator import __main__ as entry
-from coordinator.__main__ import _parse
+from coordinator.__main__ import parse
 from coordinator.hosting import ray_serve
 from coordinator.hosting.ray_processes import NAMES as RAY_PROCESSES
 from coordinator.settings import Hosting, Proxy
@@ -81,18 +81,18 @@ class TestRefusalsAtStart:
 
     def test_flags_become_settings(self, clusters: ClusterFactory) -> None:
         given = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
-        assert not _parse(given)[0].seed_requests
-        assert _parse([*given, "--seed-requests"])[0].seed_requests
-        assert _parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
-        assert _parse([*given, "--client-stall-max", "4.5"])[0].client_stall_max_s == 4.5
+        assert not parse(given)[0].seed_requests
+        assert parse([*given, "--seed-requests"])[0].seed_requests
+        assert parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
+        assert parse([*given, "--client-stall-max", "4.5"])[0].client_stall_max_s == 4.5
 
     def test_worker_ids_are_required_where_it_is_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = ["--tokenizer", ".", "--redis-url", "redis://x", "--require-worker-ids"]
-        assert _parse([*given, "--tls-dir", str(tmp_path)])[0].require_worker_ids
+        assert parse([*given, "--tls-dir", str(tmp_path)])[0].require_worker_ids
         with pytest.raises(SystemExit):
-            _parse(given)
+            parse(given)
         assert "--require-worker-ids needs --tls-dir" in capsys.readouterr().err
 
     def test_files_that_are_links_stay_links_for_they_will_lead_elsewhere(self, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ class TestRefusalsAtStart:
         (tmp_path / "..data").symlink_to("..1")
         (tmp_path / "keys.toml").symlink_to("..data/keys.toml")
         given = ["--tokenizer", ".", "--redis-url", "redis://x"]
-        settings, listen = _parse(
+        settings, listen = parse(
             [*given, "--api-keys", str(tmp_path / "keys.toml"), "--tls-dir", str(tmp_path / "..data")]
         )
         assert settings.api_keys_file == str(tmp_path / "keys.toml")
@@ -111,8 +111,8 @@ class TestRefusalsAtStart:
 
     def test_what_came_of_other_requests_counts_unless_it_is_told_not_to(self) -> None:
         given = ["--tokenizer", ".", "--redis-url", "redis://x"]
-        assert _parse(given)[0].uses_priors
-        assert not _parse([*given, "--no-priors"])[0].uses_priors
+        assert parse(given)[0].uses_priors
+        assert not parse([*given, "--no-priors"])[0].uses_priors
 
     def test_an_unreachable_redis_is_named(self, clusters: ClusterFactory) -> None:
         done = run(
@@ -159,18 +159,18 @@ class TestRefusalsAtStart:
         self, words: str, refusal: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit):
-            _parse(["--tokenizer", ".", "--redis-url", "redis://x", "--hosting", "plain", *words.split()])
+            parse(["--tokenizer", ".", "--redis-url", "redis://x", "--hosting", "plain", *words.split()])
         assert refusal in capsys.readouterr().err
 
     def test_a_flag_of_plain_processes_is_refused_for_ray(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            _parse(["--tokenizer", ".", "--redis-url", "redis://x", "--drain-notice-s", "9"])
+            parse(["--tokenizer", ".", "--redis-url", "redis://x", "--drain-notice-s", "9"])
         assert "--drain-notice-s needs --hosting plain" in capsys.readouterr().err
 
     def test_certificates_of_a_plain_process_are_for_workers_alone(self, tmp_path: Path) -> None:
         given = ["--tokenizer", ".", "--redis-url", "redis://x", "--tls-dir", str(tmp_path)]
-        assert _parse(given)[1].has_public_tls
-        settings, listen = _parse([*given, "--hosting", "plain"])
+        assert parse(given)[1].has_public_tls
+        settings, listen = parse([*given, "--hosting", "plain"])
         assert settings.tls_dir == str(tmp_path)
         assert not listen.has_public_tls
 
@@ -561,3 +561,39 @@ def test_a_coordinator_ends_with_its_ray_and_takes_all_of_it_along(
         tethered.terminate()
         tethered.communicate(timeout=30)
         redis.stop()
+
+
+class TestSettingsFile:
+    def words(self, tmp_path: Path, content: str) -> list[str]:
+        file = tmp_path / "settings.json"
+        file.write_text(content)
+        return ["--tokenizer", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0", "--settings", str(file)]
+
+    def test_sets_what_flags_do_not(self, tmp_path: Path) -> None:
+        content = '{"requests_max": 7, "deadline_max_s": 60, "log_format": "json", "metrics_host": "::"}'
+        settings, _ = parse([*self.words(tmp_path, content), "--max-requests", "9"])
+        assert (settings.requests_max, settings.deadline_max_s) == (9, 60)
+        assert (settings.log_format, settings.metrics_host) == ("json", "::")
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            ("[]", "no JSON object"),
+            ("{", "Expecting"),
+            ('{"request_max": 1}', "unknown settings: request_max"),
+            ('{"log_format": "xml"}', "one of text, json"),
+            ('{"requests_max": 0}', "permitted"),
+        ],
+    )
+    def test_that_is_wrong_is_refused_with_the_reason(
+        self, tmp_path: Path, content: str, reason: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            parse(self.words(tmp_path, content))
+        assert ended.value.code == 2
+        assert reason in capsys.readouterr().err
+
+    def test_that_is_not_there_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            parse([*self.words(tmp_path, "{}")[:-1], str(tmp_path / "none.json")])
+        assert "none.json: No such file" in capsys.readouterr().err

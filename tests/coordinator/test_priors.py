@@ -26,6 +26,7 @@ from coordinator.speculation.priors import (
     key_for,
 )
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams
+from tests.coordinator.fakes import served_model
 
 KEY = PriorKey("demo", "text/free/greedy")
 BAD, GOOD = Evidence(1, 1, 8, 9, 1), Evidence(1, 0, 50, 90, 60)
@@ -43,6 +44,7 @@ def spec(**request: Any) -> GenerationSpec:
         max_tokens=8,
         sampling=sampling,
         deadline_s=1.0,
+        served=served_model(),
     )
 
 

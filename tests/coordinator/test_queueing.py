@@ -132,7 +132,7 @@ async def test_every_sequence_of_a_request_counts_towards_what_a_replica_serves(
         assert (await cluster.complete()).status_code == 200
         assert (await first).status_code == 200
         assert (await cluster.complete(n=6)).status_code == 200  # more than there may be: alone
-        assert cluster.service._num_active == 0
+        assert cluster.service.num_active == 0
 
 
 async def test_a_tenant_that_fills_a_replica_with_requests_of_many_sequences_gives_way(

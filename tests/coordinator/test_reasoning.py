@@ -20,7 +20,7 @@ from coordinator.intake.generation_request import GenerationInput, GenerationSpe
 from coordinator.output.text_output import VisibleOutput
 from outrider.text.detokenizer import IncrementalDetokenizer
 from tests.coordinator.conftest import ClusterFactory
-from tests.coordinator.fakes import PLAIN, FakeTarget
+from tests.coordinator.fakes import PLAIN, FakeTarget, served_model
 from tests.coordinator.test_answer_size import end as end_of_sequence
 from tests.coordinator.test_http_api import events_of, openai_client
 from tests.coordinator.tiny_model import write_model_dir
@@ -268,7 +268,7 @@ class TestUsage:
         request = GenerationInput(request_id="r1", text="hi")
         spec = GenerationSpec(
             request=request, model="demo", prompt_token_ids=(1,), max_tokens=99, sampling=request.sampling,
-            deadline_s=1, plan=plan,
+            deadline_s=1, served=served_model(), plan=plan,
         )  # fmt: skip
         writer = ChoiceWriter(spec, AnswerFormat(is_chat=True), clusters.tokenizer, lambda: "call_1")
         text, num_taken, num_shown = "".join(pieces), 0, 0

@@ -30,7 +30,7 @@ from outrider.observability.tracing import TRACEPARENT, Tracing
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2, target_pb2
 from tests.coordinator.conftest import ClusterFactory
-from tests.coordinator.fakes import FakeTarget
+from tests.coordinator.fakes import FakeTarget, served_model
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 FINISHED = RequestFinished(
@@ -48,7 +48,13 @@ def spec(request_id: str = "r1", tenant: str = "") -> GenerationSpec:
     sampling = SamplingParams(max_tokens=8)
     request = GenerationInput(request_id=request_id, text="x", tenant=tenant)
     return GenerationSpec(
-        request=request, model="demo", prompt_token_ids=(1,), max_tokens=8, sampling=sampling, deadline_s=1.0
+        request=request,
+        model="demo",
+        prompt_token_ids=(1,),
+        max_tokens=8,
+        sampling=sampling,
+        deadline_s=1.0,
+        served=served_model(),
     )
 
 

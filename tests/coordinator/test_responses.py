@@ -29,6 +29,7 @@ from coordinator.service.stored_responses import (
 from outrider.errors import InvalidRequest, NotFound, RegistryUnavailable
 from outrider.registry.registry import Registry
 from tests.coordinator.conftest import Cluster, ClusterFactory
+from tests.coordinator.fakes import served_model
 from tests.coordinator.named_events import CALL, PARAMETERS, TWO_CALLS, answering, check_events, events_of, steady
 from tests.coordinator.test_answer_size import end
 from tests.coordinator.test_http_api import openai_client
@@ -70,7 +71,7 @@ async def ask(cluster: Cluster, request_id: str = "r1", **body: Any) -> httpx.Re
 def prompt_of(cluster: Cluster) -> str:
     """The last prompt: the messages' contents, joined by newlines without a chat template."""
     request = cluster.targets[0].requests[-1]
-    tokenizer = cluster.service.environment.tokenizer
+    tokenizer = cluster.tokenizer
     return tokenizer.decode(request.token_ids[: request.num_prompt_tokens])
 
 
@@ -120,6 +121,7 @@ class TestEvents:
             max_tokens=9,
             sampling=request.sampling,
             deadline_s=1,
+            served=served_model(),
         )
         writer = ResponsesWriter(
             spec, ResponseBody(input="hi"), clusters.tokenizer, created_s=0, new_call_id=lambda: "call_1", is_kept=False

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.placement.routing import FULL_S, LOAD_BOUND, Router, WorkerKey, key_of, prefix_key
+from coordinator.placement.routing import FULL_S, LOAD_BOUND, ModelKey, Router, WorkerKey, key_of, prefix_key
 from outrider.registry.worker_record import Snapshot, WorkerRecord
-from tests.coordinator.fakes import record_of
+from tests.coordinator.fakes import model_table, record_of
 
 FINGERPRINT = "0123456789abcdef"
+MODEL = ModelKey("demo", FINGERPRINT)
 
 
 def router(*names: str) -> Router:
-    return Router(FINGERPRINT, names, random.Random(0), quarantine_s=3.0)
+    return Router(model_table(FINGERPRINT, *names).reason_against, random.Random(0), quarantine_s=3.0)
 
 
 def target(number: int, **changes: Any) -> WorkerRecord:
@@ -37,7 +38,7 @@ def pick(
     excluded: Collection[WorkerKey] = (),
     now_s: float = 0.0,
 ) -> WorkerRecord | None:
-    ranked = made.rank_targets(Snapshot(targets=workers), now_s, model="demo", num_tokens=num_tokens, excluded=excluded)
+    ranked = made.rank_targets(Snapshot(targets=workers), now_s, model=MODEL, num_tokens=num_tokens, excluded=excluded)
     return ranked[0] if ranked else None
 
 
@@ -159,7 +160,7 @@ def test_all_are_ranked_and_what_everybody_reserved_counts() -> None:
     workers = tuple(target(number, incarnation=str(number)) for number in range(5))
     reserved = {str(number): number for number in range(5)}
     ranked = router().rank_targets(
-        Snapshot(workers, num_reserved=reserved), 0.0, model="demo", num_tokens=1, excluded=()
+        Snapshot(workers, num_reserved=reserved), 0.0, model=MODEL, num_tokens=1, excluded=()
     )
     assert sorted(ranked, key=workers.index) == list(workers)
     numbers = [int(worker.incarnation) for worker in ranked]
@@ -181,11 +182,12 @@ def test_a_model_none_of_whose_targets_answered_is_still_served() -> None:
     made.pass_over(second, now_s=11.0)
     assert made.models(snapshot, 12.0) == {"demo": [first, second]}
     assert pick(made, first, second, now_s=12.0) is None
-    assert made.expects_target(snapshot, model="demo", num_tokens=10, excluded={key_of(first)})
+    assert made.expects_target(snapshot, model=MODEL, num_tokens=10, excluded={key_of(first)})
     for model, num_tokens, excluded in (
-        ("demo", 10, {key_of(first), key_of(second)}),
-        ("another", 10, set()),
-        ("demo", 10**9, set()),
+        (MODEL, 10, {key_of(first), key_of(second)}),
+        (MODEL._replace(name="another"), 10, set()),
+        (MODEL._replace(tokenizer_fingerprint="f" * 16), 10, set()),
+        (MODEL, 10**9, set()),
     ):
         assert not made.expects_target(snapshot, model=model, num_tokens=num_tokens, excluded=excluded)
 
@@ -197,7 +199,7 @@ def homes(made: Router, workers: list[WorkerRecord], prompts: list[tuple[int, ..
     snapshot = Snapshot(targets=tuple(workers))
     return [
         made.rank_targets(
-            snapshot, 0.0, model="demo", num_tokens=10, excluded=(), prefix=prefix_key(prompt)
+            snapshot, 0.0, model=MODEL, num_tokens=10, excluded=(), prefix=prefix_key(prompt)
         )[0].worker_id
         for prompt in prompts
     ]  # fmt: skip
@@ -221,7 +223,7 @@ class TestPrefixAffinity:
         found = {
             home
             for seed in range(20)
-            for home in homes(Router(FINGERPRINT, (), random.Random(seed), 3.0), self.workers, [PROMPT])
+            for home in homes(Router(lambda _: None, random.Random(seed), 3.0), self.workers, [PROMPT])
         }
         assert len(found) == 1
 

@@ -391,7 +391,7 @@ async def leave(asking: asyncio.Task[Any], cluster: Cluster) -> None:
     asking.cancel()
     await asyncio.wait([asking])
     await eventually(
-        lambda: cluster.service._num_active == 0 and not any(target.num_open for target in cluster.targets),
+        lambda: cluster.service.num_active == 0 and not any(target.num_open for target in cluster.targets),
         "the request has ended, at its target as well",
         30,
     )

@@ -57,7 +57,7 @@ from outrider.registry.worker_record import Snapshot, WorkerRecord
 from outrider.sampling_params import SamplingParams
 from protos.outrider.v1 import common_pb2, target_pb2
 from tests.coordinator.conftest import ClusterFactory
-from tests.coordinator.fakes import record_of
+from tests.coordinator.fakes import record_of, served_model
 from tests.golden import check_trace
 
 TRACES = Path(__file__).parent / "traces"
@@ -91,8 +91,9 @@ class Run:
             max_tokens=max_tokens,
             sampling=SamplingParams(max_tokens=max(max_tokens, 1)),
             deadline_s=DEADLINE_S,
+            served=served_model(tokenizer.fingerprint),
         )
-        router = Router(tokenizer.fingerprint, (), random.Random(1), 3.0)
+        router = Router(lambda _: None, random.Random(1), 3.0)
         losses = SequenceLosses(spec, 0, self.poison, self.trials, num_losses_max=3, arrival_s=0.0)
         self.machine = SequenceMachine(
             *(spec, 0),

@@ -149,7 +149,7 @@ class TestOverHttp:
             await eventually(lambda: num_slow(cluster, "request") == 1, "its request is ended", _WITHIN_S)
             await until_idle(cluster)
             await eventually(lambda: num_slow(cluster, "connection") == 1, "it is cut off", _WITHIN_S)
-            await eventually(lambda: cluster.service._num_active == 0, "nothing is left of it", _WITHIN_S)
+            await eventually(lambda: cluster.service.num_active == 0, "nothing is left of it", _WITHIN_S)
             with pytest.raises(ConnectionResetError):
                 await client.rest()
 
@@ -368,7 +368,7 @@ class TestOverGrpc:
             await eventually(lambda: num_slow(cluster, "request") == 1, "its request is ended", _WITHIN_S)
             await until_idle(cluster)
             await eventually(lambda: num_slow(cluster, "connection") == 1, "its call is ended", _WITHIN_S)
-            await eventually(lambda: cluster.service._num_active == 0, "nothing is left of it", _WITHIN_S)
+            await eventually(lambda: cluster.service.num_active == 0, "nothing is left of it", _WITHIN_S)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asyncio.wait_for(rest_of(call), _WITHIN_S)
         assert caught.value.code() is grpc.StatusCode.ABORTED

@@ -7,9 +7,11 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from coordinator.api.schema.structured_output import ResponseFormat, StructuredOutputs
 from coordinator.api.schema.tool_schema import Tool, read_tool_use
@@ -63,13 +65,23 @@ async def test_every_way_of_asking_becomes_a_grammar(
     assert (json.loads(grammar.text) if kind is GrammarKind.JSON_SCHEMA else grammar.text) == text
 
 
-async def test_the_first_grammar_finds_the_vocabulary_loaded(clusters: ClusterFactory) -> None:
-    load_tokenizer.cache_clear()
+async def test_the_first_grammar_finds_the_vocabulary_loaded(
+    clusters: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Path] = []
+
+    def load(path: Path) -> tuple[LLTokenizer, int]:
+        loaded.append(path)
+        return load_tokenizer(path)
+
+    monkeypatch.setattr("outrider.grammar.tokenizer.load_tokenizer", load)
     async with clusters.open([clusters.target()]) as cluster:
-        cluster.service.preparation.load_grammars()
+        (model,) = cluster.service.environment.models.current().models
+        model.grammars.load()
+        assert loaded == [clusters.model_dir / "tokenizer.json"]
         answer = await cluster.complete(structured_outputs={"regex": "[ab]{3}x"})
     assert answer.status_code == 200
-    assert (load_tokenizer.cache_info().misses, load_tokenizer.cache_info().hits) == (1, 1)
+    assert len(loaded) == 1
 
 
 async def test_any_text_needs_no_grammar(clusters: ClusterFactory) -> None:

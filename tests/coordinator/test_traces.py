@@ -181,7 +181,7 @@ class Slots(Trace):
 
     def __init__(self, title: str, *contexts: int) -> None:
         super().__init__(title, width=56)
-        self.now_s, self._router = 0.0, Router("0" * 16, (), Random(0), 3.0)
+        self.now_s, self._router = 0.0, Router(lambda _: None, Random(0), 3.0)
         self._targets = [
             record_of(
                 "target",

@@ -29,3 +29,20 @@ def write_model_dir(directory: Path, **config: Any) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", **config}))
     return directory
+
+
+def write_other_model_dir(directory: Path, number: int) -> Path:
+    """A model folder whose tokenizer differs from those of other numbers."""
+    return exchange_letters(write_model_dir(directory), number)
+
+
+def exchange_letters(directory: Path, number: int) -> Path:
+    """Gives a model folder another tokenizer: two letters change places, others for each number."""
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    by_id = {token_id: token for token, token_id in vocab.items()}
+    first, second = 10 + 2 * number, 11 + 2 * number
+    vocab[by_id[first]], vocab[by_id[second]] = second, first
+    path.write_text(json.dumps(content))
+    return directory

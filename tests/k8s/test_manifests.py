@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray.serve._private import constants as serve_constants
 from ray.serve.schema import ServeDeploySchema
 from torch.distributed.run import get_args_parser
 
+from coordinator.__main__ import parse as parse_coordinator
 from coordinator.hosting.app import application
 from draft_worker.__main__ import parse_arguments as parse_draft
 from k8s.helm.chart import PRESETS, merged, preset, render
@@ -155,6 +157,33 @@ def test_a_coordinator_would_start_with_its_arguments_and_environment(
     url.write_text("redis://:secret@redis:6379/0")
     monkeypatch.setenv("OUTRIDER_REDIS_URL_FILE", str(url))
     application(config.applications[0].args)
+
+
+def test_a_plain_coordinator_would_start_with_its_arguments_and_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    objects = rendered("llama-70b, plain")
+    container = container_of(objects, "coordinator")
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    (tmp_path / "url").write_text("redis://:secret@redis:6379/0")
+    monkeypatch.setenv("OUTRIDER_REDIS_URL_FILE", str(tmp_path / "url"))
+    settings_file = tmp_path / "settings.json"
+    settings_file.write_text(first(objects, "ConfigMap", "coordinator")["data"]["settings.json"])
+    role, *words = container["args"]
+    assert role == "coordinator"
+    settings, listen = parse_coordinator(
+        [re.sub("^--settings=.*", f"--settings={settings_file}", word) for word in words]
+    )
+    assert (settings.models_file, settings.deadline_max_s) == ("/etc/outrider/models/models.toml", GENERATION_S)
+    assert (settings.metrics_port, settings.metrics_host) == (9100, "::")
+    assert (listen.hosting, listen.drain_grace_s) == ("plain", GENERATION_S)
+
+
+def test_both_hostings_have_the_same_settings(on_ray: list[dict[str, Any]]) -> None:
+    serve = yaml.safe_load(first(on_ray, "RayService", "coordinator")["spec"]["serveConfigV2"])
+    plain = json.loads(first(rendered("llama-70b, plain"), "ConfigMap", "coordinator")["data"]["settings.json"])
+    assert serve["applications"][0]["args"] == plain | {"log_path": "/proc/1/fd/2"}
 
 
 def test_ray_reads_the_variables_that_it_is_given(on_ray: list[dict[str, Any]]) -> None:

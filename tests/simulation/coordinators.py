@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 import grpc
@@ -16,7 +17,11 @@ import grpc
 from coordinator.access.api_keys import Caller
 from coordinator.api.grpc import grpc_api
 from coordinator.api.http.line_calls import in_background
+from coordinator.formats.output_format import choose_format
 from coordinator.intake.generation_request import NOWHERE, GenerationInput, GenerationSpec, Origin
+from coordinator.models.model_table import ModelTable
+from coordinator.models.models_file import FixedModels
+from coordinator.models.served_model import ServedModel
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.placement.fair_queue import Ticket
 from coordinator.placement.routing import WorkerKey, key_of
@@ -60,6 +65,7 @@ class Letters:
     has_chat_template = True
     chat_template = ""
     vocab_size = VOCAB_SIZE
+    model_dir = Path("letters")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join("abcde"[token_id] for token_id in token_ids)
@@ -163,8 +169,10 @@ class Coordinator(Process):
         self._journal_bytes_max = journal_bytes_max
         self._num_ids = 0
         self._name = f"{name}/{life}"
+        model = ServedModel(cast(Tokenizer, Letters()), choose_format(""))
+        model.grammars.compilers[VOCAB_SIZE] = cast(Any, GrammarCompiler(is_coordinator=True))
         self._outside = Outside(
-            tokenizer=cast(Tokenizer, Letters()),
+            models=FixedModels(ModelTable(others=model)),
             channels=cast(WorkerChannels, _Channels(network, self)),
             metrics=_coordinator_metrics(),
             registry=RegistryClient(network, self),
@@ -174,7 +182,6 @@ class Coordinator(Process):
             policy=_HASTY,
         )
         self.service = GenerationService(settings, outside=self._outside)
-        self.service.preparation._compilers[VOCAB_SIZE] = cast(Any, GrammarCompiler(is_coordinator=True))
         self._put_in_background(background)
         router = self.service.environment.placement.router
         pass_over = router.pass_over

@@ -306,7 +306,7 @@ def _holdings(process: Process) -> Sequence[tuple[str, int]]:
         case Coordinator():
             service = process.service
             return (
-                ("requests", service._num_active),
+                ("requests", service.num_active),
                 ("sessions", sum(service.environment.placement.router._num_open.values())),
                 ("reservations", service.environment.placement.reservations.num_held),
                 ("waiting texts", service.environment.placement.admission.num_waiting),

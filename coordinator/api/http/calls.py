@@ -29,8 +29,10 @@ from coordinator.service.stored_responses import NOTHING_REMEMBERED, RESPONSE_BY
 from outrider.errors import InvalidRequest
 from outrider.text.tokenizer import Tokenizer
 
-NewWriter = Callable[[Sequence[GenerationSpec], Tokenizer, bool], AnswerWriter]
+NewWriter = Callable[[Sequence[GenerationSpec], bool], AnswerWriter]
 """Makes the writer of an answer to requests that differ in the prompt alone; the last tells whether it is stored."""
+TemplateWords = Mapping[str, Sequence[str]]
+"""Parameters that only a chat template can honour, each with the template's variables that stand for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,16 @@ class Asked:
     request_id: str
     is_streaming: bool
     has_event_ids: bool  # each event has an id, so that the stream can be resumed
-    ignored: tuple[str, ...]  # parameters that are not used
+    ignored: tuple[str, ...]  # parameters that are not used, whatever the model
+    template_words: TemplateWords  # those that were sent
     new_writer: NewWriter
     is_resumable: bool = True  # a stream can be resumed, by the id of an event that the client received
     names: Mapping[str, str] = field(default_factory=dict)  # parameters that have other names in the body
     before: Sequence[Mapping[str, Any]] | None = None  # set: the answer is kept, with this conversation before it
+
+    def ignored_by(self, tokenizer: Tokenizer) -> list[str]:
+        """The parameters that a model with this tokenizer does not use."""
+        return [*self.ignored, *unread(self.template_words, tokenizer)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +63,16 @@ class Referring:
     complete: Callable[[Remembered], Asked]  # raises InvalidRequest
 
 
-ReadCall = Callable[[bytes, str, Tokenizer], Asked | Referring]
+def unread(words: TemplateWords, tokenizer: Tokenizer) -> list[str]:
+    """The parameters that the model's chat template does not read."""
+    return [name for name, variables in words.items() if not any(map(tokenizer.template_reads, variables))]
+
+
+ReadCall = Callable[[bytes, str], Asked | Referring]
 """Reads a body; the string is the request's id if the body has none. Raises InvalidRequest."""
 
 
-def _read_openai(
-    kind: type[CompletionBody] | type[ChatBody], raw: bytes, request_id: str, tokenizer: Tokenizer
-) -> Asked:
+def _read_openai(kind: type[CompletionBody] | type[ChatBody], raw: bytes, request_id: str) -> Asked:
     body = parse_body(ChatBody, raw) if kind is ChatBody else parse_body(CompletionBody, raw)
     request_id = body.request_id or request_id
     inputs = body.to_inputs(request_id)
@@ -72,9 +82,7 @@ def _read_openai(
             "stream_options.include_event_ids",
             "include_event_ids: a stream of several prompts cannot be resumed; send them one by one",
         )
-    if isinstance(body, ChatBody):
-        sent = [name for name in TEMPLATE_WORDS if getattr(body, name) is not None]
-        body.ignore(*(name for name in sent if not tokenizer.template_reads(name)))
+    words = TEMPLATE_WORDS if isinstance(body, ChatBody) else ()
     form = AnswerFormat(
         is_chat=kind is ChatBody,
         returns_token_ids=bool(body.return_token_ids),
@@ -85,11 +93,11 @@ def _read_openai(
         names_function=isinstance(body, ChatBody) and body.names_function,
     )
 
-    def new_writer(specs: Sequence[GenerationSpec], tokenizer: Tokenizer, is_kept: bool) -> AnswerWriter:
+    def new_writer(specs: Sequence[GenerationSpec], is_kept: bool) -> AnswerWriter:
         return ResponseWriter(
             specs,
             form,
-            tokenizer,
+            specs[0].served.tokenizer,
             request_id=specs[0].request.request_id if len(specs) == 1 else request_id,
             created_s=int(time.time()),
             new_call_id=lambda: f"call_{uuid.uuid4().hex}",
@@ -101,45 +109,44 @@ def _read_openai(
         is_streaming=bool(body.stream),
         has_event_ids=options.include_event_ids,
         ignored=body.ignored,
+        template_words={name: (name,) for name in words if getattr(body, name) is not None},
         new_writer=new_writer,
     )
 
 
-def _read_response(raw: bytes, request_id: str, tokenizer: Tokenizer) -> Asked | Referring:
+def _read_response(raw: bytes, request_id: str) -> Asked | Referring:
     body = parse_body(ResponseBody, raw)
     is_long = len(raw) > RESPONSE_BYTES_MAX
-    complete = partial(_asked_response, body, request_id, tokenizer, is_long=is_long)
+    complete = partial(_asked_response, body, request_id, is_long=is_long)
     references = body.references()
     return Referring(references=references, complete=complete) if references else complete(NOTHING_REMEMBERED)
 
 
-def _asked_response(
-    body: ResponseBody, request_id: str, tokenizer: Tokenizer, remembered: Remembered, *, is_long: bool
-) -> Asked:
+def _asked_response(body: ResponseBody, request_id: str, remembered: Remembered, *, is_long: bool) -> Asked:
     is_kept = body.store is not False and not is_long
 
-    def new_writer(specs: Sequence[GenerationSpec], tokenizer: Tokenizer, is_kept: bool) -> AnswerWriter:
+    def new_writer(specs: Sequence[GenerationSpec], is_kept: bool) -> AnswerWriter:
         return ResponsesWriter(
             specs[0],
             body,
-            tokenizer,
+            specs[0].served.tokenizer,
             created_s=int(time.time()),
             new_call_id=lambda: f"call_{uuid.uuid4().hex}",
             is_kept=is_kept,
         )
 
-    asked = translated(body, partial(body.translate, remembered), request_id, tokenizer)
+    asked = translated(body, partial(body.translate, remembered), request_id)
     before = [each.model_dump(exclude_unset=True) for each in body.conversation(remembered)] if is_kept else None
     return _asked_once(body, asked, bool(body.stream), new_writer, before)
 
 
-def _read_message(raw: bytes, request_id: str, tokenizer: Tokenizer) -> Asked:
+def _read_message(raw: bytes, request_id: str) -> Asked:
     body = parse_body(MessageBody, raw)
 
-    def new_writer(specs: Sequence[GenerationSpec], tokenizer: Tokenizer, is_kept: bool) -> AnswerWriter:
-        return MessageWriter(specs[0], tokenizer, new_call_id=lambda: f"toolu_{uuid.uuid4().hex}")
+    def new_writer(specs: Sequence[GenerationSpec], is_kept: bool) -> AnswerWriter:
+        return MessageWriter(specs[0], specs[0].served.tokenizer, new_call_id=lambda: f"toolu_{uuid.uuid4().hex}")
 
-    asked = translated(body, body.translate, request_id, tokenizer)
+    asked = translated(body, body.translate, request_id)
     return _asked_once(body, asked, bool(body.stream), new_writer)
 
 
@@ -157,6 +164,7 @@ def _asked_once(
         has_event_ids=False,
         is_resumable=False,
         ignored=body.ignored,
+        template_words=body.template_words(),
         names=body.names,
         before=before,
         new_writer=new_writer,

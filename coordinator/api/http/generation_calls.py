@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -93,8 +93,7 @@ class GenerationCalls:
     ) -> Response:
         """Answers a request by its body, which was just read or is that of a stream in the journal."""
         service, arrival_s = self._service, self._service.environment.now_s()
-        tokenizer = service.environment.tokenizer
-        asked = await unless_small(service.threads, raw, partial(CALLS[kind], raw, request_id_of(request), tokenizer))
+        asked = await unless_small(service.threads, raw, partial(CALLS[kind], raw, request_id_of(request)))
         if isinstance(asked, Referring):
             service.environment.limits.rates.check(caller_of(request))  # whatever headers it has
             remembered = await service.responses.look_up(caller_of(request), asked.references)
@@ -116,15 +115,16 @@ class GenerationCalls:
         resumption = None
         if recollection is not None:
             spec, resumption = service.streams.resume(spec, claim, recollection)
-        writer = asked.new_writer([spec], tokenizer, asked.before is not None and service.responses.is_open)
+        writer = asked.new_writer([spec], asked.before is not None and service.responses.is_open)
+        headers = ignored_header(asked.ignored_by(spec.served.tokenizer))
         if not asked.is_streaming:
-            return await self._whole(request, asked, service.generate(spec, arrival_s), writer)
+            return await self._whole(request, asked, service.generate(spec, arrival_s), writer, headers)
         shows_ids = asked.has_event_ids or resumption is not None
         entry = JournalEntry(kind, raw) if shows_ids else None
         points = (resumption or Resumption.of_nothing(spec.num_choices)).points
         position = StreamPosition(points, spec.run) if shows_ids else None
         items = service.generate(spec, arrival_s, entry, resumption)
-        return await self._stream(request, asked, items, writer, writer.opening(points), position)
+        return await self._stream(request, asked, items, writer, writer.opening(points), position, headers)
 
     async def _answer_each(
         self, request: Request, asked: Asked, inputs: Sequence[GenerationInput], arrival_s: float
@@ -135,11 +135,12 @@ class GenerationCalls:
             specs.append(await self._service.prepare(each))
             await asyncio.sleep(0)  # short prompts are tokenized here, without a pause for others
         request.state.request_id = asked.request_id
-        writer = asked.new_writer(specs, self._service.environment.tokenizer, False)
+        writer = asked.new_writer(specs, False)
+        headers = ignored_header(asked.ignored_by(specs[0].served.tokenizer))
         items = generate_each(self._service, specs, arrival_s)
         if not asked.is_streaming:
-            return await self._whole(request, asked, items, writer)
-        return await self._stream(request, asked, items, writer, writer.opening(), None)
+            return await self._whole(request, asked, items, writer, headers)
+        return await self._stream(request, asked, items, writer, writer.opening(), None, headers)
 
     async def _whole(
         self,
@@ -147,13 +148,14 @@ class GenerationCalls:
         asked: Asked,
         items: AsyncGenerator[ChoiceOutput | RequestFinished],
         writer: AnswerWriter,
+        headers: Mapping[str, str],
     ) -> Response:
         result = await unless_disconnected(
             request, whole_answer(self._service, items, writer, partial(self._keep, request, asked, writer))
         )
         if result is None:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return Response(result, media_type="application/json", headers=ignored_header(asked.ignored))
+        return Response(result, media_type="application/json", headers=dict(headers))
 
     async def _stream(
         self,
@@ -163,6 +165,7 @@ class GenerationCalls:
         writer: AnswerWriter,
         opening: Sequence[str],
         position: StreamPosition | None,
+        headers: Mapping[str, str],
     ) -> Response:
         # The first item decides between a stream and an error status.
         first = await unless_disconnected(request, first_of(items))
@@ -170,7 +173,7 @@ class GenerationCalls:
             await items.aclose()
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         events = self._events(first, items, writer, opening, position, partial(self._keep, request, asked, writer))
-        return EventStream(events, items, ignored_header(asked.ignored))
+        return EventStream(events, items, headers)
 
     async def _keep(self, request: Request, asked: Asked, writer: AnswerWriter) -> None:
         """Stores a complete answer that later requests may refer to."""

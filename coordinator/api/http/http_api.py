@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -13,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from coordinator.api.answer.json_text import to_json_text
 from coordinator.api.anthropic.message_body import CountTokensBody
+from coordinator.api.http.calls import unread
 from coordinator.api.http.generation_calls import ignored_header
 from coordinator.api.http.http_transport import caller_of, read_body, request_id_of, unless_small
 from coordinator.api.http.openapi import openapi_json
@@ -48,7 +50,7 @@ class HttpApi:
                     "created": self._started_s,
                     "owned_by": "outrider",
                     "max_model_len": status.max_model_len,
-                    "has_chat_template": self._service.environment.tokenizer.has_chat_template,
+                    "has_chat_template": status.has_chat_template,
                     "num_target_workers": status.num_target_workers,
                     "num_draft_workers": status.num_draft_workers,
                 }
@@ -64,7 +66,7 @@ class HttpApi:
 
     async def health(self, request: Request) -> Response:
         """Answers 200 while at least one target worker is usable, else 503; authenticated callers get details."""
-        models = self._service.catalog.served()
+        models, refusal = self._service.catalog.served(), self._service.environment.models.refusal()
         snapshot = self._service.snapshot()
         if self._service.knows_callers and not hasattr(request.state, "caller"):
             return JSONResponse({"status": "ready" if models else "not ready"}, 200 if models else 503)
@@ -72,7 +74,9 @@ class HttpApi:
             "status": "ready" if models else "no target worker is live",
             "registry": "degraded" if snapshot.degraded else "ok",
             "num_target_workers": sum(status.num_target_workers for status in models),
-            "num_draft_workers": max((status.num_draft_workers for status in models), default=0),
+            "num_draft_workers": self._service.catalog.num_drafts() if models else 0,
+            "models": [status.model for status in models],
+            "refused_models_file": refusal,
             "target_weights": _target_weights(snapshot.targets),
             "excluded_workers": [
                 {"worker_id": each.worker_id, "pool": each.pool, "reason": each.reason}
@@ -114,13 +118,12 @@ class HttpApi:
             return body, body.to_input(request_id_of(request))
 
         body, text = await unless_small(self._service.threads, raw, read)
-        self._service.catalog.check_name(body.model)
-        tokens = await self._service.preparation.tokenize(text)
-        longest = max((status.max_model_len for status in self._service.catalog.served()), default=None)
+        tokenizer, longest = self._service.catalog.tokenizer_of(body.model)
+        tokens = await self._service.preparation.tokenize(text, tokenizer)
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
 
         def write() -> str:
-            entry = self._service.environment.tokenizer.vocabulary_entry
+            entry = tokenizer.vocabulary_entry
             return to_json_text(answer | ({"token_strs": list(map(entry, tokens))} if body.return_token_strs else {}))
 
         content = await unless_small(self._service.threads, raw, write)
@@ -129,17 +132,18 @@ class HttpApi:
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of a conversation of Anthropic's API."""
         await self._service.admit(caller_of(request))
-        raw, tokenizer = await read_body(request), self._service.environment.tokenizer
+        raw = await read_body(request)
 
         def read() -> tuple[CountTokensBody, GenerationInput]:
             body = parse_body(CountTokensBody, raw)
-            return body, translated(body, body.translate, request_id_of(request), tokenizer)
+            return body, translated(body, body.translate, request_id_of(request))
 
         body, asked = await unless_small(self._service.threads, raw, read)
-        self._service.catalog.find(asked.model)
+        tokenizer = self._service.catalog.find(asked.model).served.tokenizer
         with renamed_errors(body.names):
-            tokens = await self._service.preparation.tokenize(asked)
-        return JSONResponse({"input_tokens": len(tokens)}, headers=ignored_header(body.ignored))
+            tokens = await self._service.preparation.tokenize(asked, tokenizer)
+        ignored = [*body.ignored, *unread(body.template_words(), tokenizer)]
+        return JSONResponse({"input_tokens": len(tokens)}, headers=ignored_header(ignored))
 
     async def response(self, request: Request, response_id: str) -> Response:
         """Returns a stored response, or deletes it."""
@@ -153,19 +157,22 @@ class HttpApi:
     async def detokenize(self, request: Request) -> Response:
         await self._service.admit(caller_of(request))
         raw = await read_body(request)
-        vocab_size = self._service.environment.tokenizer.vocab_size
 
         def read() -> DetokenizeBody:
             body = parse_body(DetokenizeBody, raw)
             check_count("tokens", body.tokens, DETOKENIZE_TOKENS_MAX)
-            if any(not 0 <= token_id < vocab_size for token_id in body.tokens):
-                raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
             return body
 
         body = await unless_small(self._service.threads, raw, read)
-        self._service.catalog.check_name(body.model)
-        text = await self._service.preparation.decode(body.tokens, skip_special_tokens=False)
+        tokenizer, _ = self._service.catalog.tokenizer_of(body.model)
+        await unless_small(self._service.threads, raw, partial(_check_token_ids, body.tokens, tokenizer.vocab_size))
+        text = await self._service.preparation.decode(body.tokens, tokenizer, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise InvalidRequest("tokens", f"token ids must lie between 0 and {vocab_size - 1}")
 
 
 def _target_weights(targets: Iterable[WorkerRecord]) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class LineCalls:
         caller = Caller(batch.tenant, frozenset(Scope), TenantLimits(), batch.shares_prefixes)
         with renamed_errors(asked.names):
             specs = [in_background(await service.prepare(self._input(each, caller))) for each in asked.inputs]
-        writer = asked.new_writer(specs, service.environment.tokenizer, False)
+        writer = asked.new_writer(specs, False)
         items = service.generate(specs[0], arrival_s) if len(specs) == 1 else generate_each(service, specs, arrival_s)
         content = await whole_answer(service, items, writer)
         return LineResult(200, request_id, json.loads(content))
@@ -88,7 +88,7 @@ class LineCalls:
         return LineResult(told.http_status, request_id, body)
 
     def _read(self, url: str, body: bytes, request_id: str) -> Asked:
-        asked = CALLS[ENDPOINTS[url]](body, request_id, self._service.environment.tokenizer)
+        asked = CALLS[ENDPOINTS[url]](body, request_id)
         if isinstance(asked, Referring):
             raise InvalidRequest("previous_response_id", "a line of a batch cannot refer to stored responses")
         if asked.is_streaming:

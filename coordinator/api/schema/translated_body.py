@@ -27,7 +27,6 @@ from coordinator.intake.generation_request import (
 )
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import BOUNDS, UINT32_MAX, Bounds
-from outrider.text.tokenizer import Tokenizer
 
 OUTPUT_TOKENS_BOUNDS: Final = Bounds(1, UINT32_MAX)
 
@@ -83,17 +82,12 @@ class SharedFields(Body):
         return ChatBody(messages=messages, tools=tools or None, tool_choice=tool_choice, **shared, **values)
 
 
-def translated(
-    body: SharedFields, translate: Callable[[], ChatBody], request_id: str, tokenizer: Tokenizer
-) -> GenerationInput:
+def translated(body: SharedFields, translate: Callable[[], ChatBody], request_id: str) -> GenerationInput:
     """Translates a body to the chat that asks for the same, and converts that. Raises InvalidRequest."""
     with renamed_errors(body.names):
         (asked,) = translate().to_inputs(body.request_id or request_id)
         if body.max_output is not None:
             OUTPUT_TOKENS_BOUNDS.check("max_tokens", body.max_output)
-    for parameter, variables in body.template_words().items():
-        if not any(map(tokenizer.template_reads, variables)):
-            body.ignore(parameter)
     return replace(asked, max_tokens=body.max_output)
 
 

@@ -17,7 +17,7 @@ from coordinator.batches.batch import Batch, BatchState
 from coordinator.batches.batch_desk import BatchDesk
 from coordinator.batches.batch_runner import BatchRunner
 from coordinator.observability.metrics import CoordinatorMetrics
-from outrider.errors import InvalidRequest, Overloaded, WorkerLost
+from outrider.errors import InvalidRequest, Overloaded, Unavailable, WorkerLost
 from outrider.registry.registry import Registry
 from tests.coordinator.batches.desks import EchoLines, created, desk_over, line, lines, names_in, results, until
 from tests.coordinator.fakes import eventually
@@ -201,6 +201,22 @@ async def test_batches_share_the_room(desk: BatchDesk) -> None:
         assert not (await until(desk, long, lambda found: True)).is_over
         await desk.cancel(ANYBODY, long.batch_id)
         await until(desk, long, over)
+
+
+async def test_a_batch_whose_model_has_no_target_holds_up_no_other(desk: BatchDesk) -> None:
+    lines_max = 40
+    service = EchoLines(
+        room=4, fail={f"a{number}": [Unavailable("no target", 0.05)] * 9999 for number in range(lines_max)}
+    )
+    waiting = await created(desk, b"".join(line(f"a{number}") + b"\n" for number in range(lines_max)))
+    async with runner_of(desk, service) as runner:
+        await eventually(lambda: runner.num_running == 4, "it has all of the room")
+        other = await created(desk, lines(10))
+        done = await until(desk, other, over)
+        assert done.counts.num_completed == 10
+        assert runner.num_running <= 6, "what is kept for a batch is half of the room at most"
+        await desk.cancel(ANYBODY, waiting.batch_id)
+        await until(desk, waiting, over)
 
 
 async def test_expired_files_are_deleted(desk: BatchDesk, tmp_path: Path) -> None:

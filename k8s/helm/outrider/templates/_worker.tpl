@@ -87,6 +87,7 @@ spec:
         {{- if eq $role "target" }}
         - --served-model-name={{ .pair.servedModelName }}
         {{- else }}
+        - --served-model-name={{ .pair.name }}-draft
         - --target-tokenizer={{ $targetModel }}
         {{- end }}
         - --device={{ $pool.device }}

@@ -119,8 +119,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]
         type=Path,
         help="JSON object of settings of replicas, as in Ray Serve's configuration; flags count before it",
     )
-    in_file = _settings_of_file(parser, arguments)
-    given = parser.parse_args(arguments, argparse.Namespace(**in_file))
+    given = parser.parse_args(arguments)
+    in_file = _settings_of_file(parser, given.settings)
+    if in_file:  # once more, so that flags count before it
+        given = parser.parse_args(arguments, argparse.Namespace(**in_file))
     try:
         url = redis_url_from(given.redis_url or None, given.redis_url_file)
     except ConfigurationError as error:
@@ -152,11 +154,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[CoordinatorSettings, Listen]
         parser.error(str(error))
 
 
-def _settings_of_file(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Settings by name of the file that --settings names, if it does. Ends the process if they are not good."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--settings", type=Path)
-    path = finder.parse_known_args(arguments)[0].settings
+def _settings_of_file(parser: argparse.ArgumentParser, path: Path | None) -> dict[str, Any]:
+    """Settings by name of a file, if there is one. Ends the process if they are not good."""
     if path is None:
         return {}
     try:

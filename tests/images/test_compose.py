@@ -17,7 +17,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from coordinator.__main__ import _parse as parse_coordinator
+from coordinator.__main__ import parse as parse_coordinator
 from draft_worker.__main__ import parse_arguments as parse_draft
 from outrider.errors import ConfigurationError
 from outrider.worker.worker_options import worker_options

@@ -88,5 +88,5 @@ def test_haproxy_takes_what_it_makes_of_serves_configuration(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     listeners = re.findall(r"^\s*bind\s+(\S+)", configuration.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listeners) == ["*:8000", "*:9000", "127.0.0.1:8404", "127.0.0.1:9190"]
+    assert sorted(listeners) == ["127.0.0.1:8404", "127.0.0.1:9190", "[::]:8000", "[::]:9000"]
     assert "splice" not in configuration.read_text(encoding="utf-8")

@@ -99,8 +99,10 @@ class Pod:
         self.is_ending = True
         self._ending.set()
         self._changed()
+        began_s = time.monotonic()
         if self._plan is not None:
             await asyncio.gather(*(each.stop(self._plan.grace_s) for each in self._containers))
+        self.note(f"ended after {time.monotonic() - began_s:.0f} s")
 
     def kill(self) -> None:
         """Kills the first process of each container, without any notice."""

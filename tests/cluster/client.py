@@ -78,16 +78,19 @@ async def texts(given: argparse.Namespace, client: openai.AsyncOpenAI) -> list[C
 
 
 async def keep_asking(given: argparse.Namespace, client: openai.AsyncOpenAI, channel: grpc.aio.Channel) -> None:
-    """Asks over HTTP and gRPC with several clients at once, and ends after SIGTERM when the last answer is there."""
+    """Asks over HTTP and gRPC with several clients at once, and ends after SIGTERM when the last answer is there.
+
+    The first client of each kind asks for the first case only, the others for the rest in turn.
+    """
     is_over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
     cases = await texts(given, client)
     print(json.dumps({"cases": len(cases)}), flush=True)
 
     async def keep(kind: str, number: int, ask: Callable[[Case], Awaitable[str]]) -> None:
-        turn = number
+        own, turn = (cases[1:], number) if number else (cases[:1], 0)
         while not is_over.is_set():
-            error = await ask(cases[turn % len(cases)])
+            error = await ask(own[turn % len(own)])
             print(json.dumps({"kind": kind, "error": error}), flush=True)
             turn += 1
             with contextlib.suppress(TimeoutError):

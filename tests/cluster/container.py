@@ -12,13 +12,13 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.cluster.network import inside
+from tests.cluster.network import CommandError, command, inside
 from tests.cluster.pod_plan import ContainerPlan
 from tests.images.stages import CONFIGURATION, SYSTEM
 
@@ -96,14 +96,19 @@ def root_script(plan: ContainerPlan, place: Place) -> str:
     lines += _control_groups(plan, place)
     for mount in plan.mounts:
         bind(place.volumes[mount.volume], mount.path, is_read_only=mount.is_read_only)
-    as_user = [
-        *("setpriv", f"--reuid={plan.user}", f"--regid={plan.group}", f"--groups={place.shared_group}"),
-        *("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--pdeathsig=KILL"),
-    ]
-    environment = [f"{name}={value}" for name, value in plan.environment.items()]
-    words = [*as_user, "env", "-i", f"--chdir={plan.image.workdir}", *environment, *plan.words]
+    words = [*_as_user(plan, place), *plan.words]
     lines += [f"mount -o remount,ro {root}", f"exec chroot {root} {shlex.join(words)}"]
     return "\n".join(lines)
+
+
+def _as_user(plan: ContainerPlan, place: Place) -> list[str]:
+    """The words before a command that is to run with the container's user and environment."""
+    environment = [f"{name}={value}" for name, value in plan.environment.items()]
+    return [
+        *("setpriv", f"--reuid={plan.user}", f"--regid={plan.group}", f"--groups={place.shared_group}"),
+        *("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--pdeathsig=KILL"),
+        *("env", "-i", f"--chdir={plan.image.workdir}", *environment),
+    ]
 
 
 def _control_groups(plan: ContainerPlan, place: Place) -> list[str]:
@@ -128,8 +133,8 @@ def _control_groups(plan: ContainerPlan, place: Place) -> list[str]:
 class Container:
     """A running container."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, as_user: Sequence[str]) -> None:
+        self._process, self._as_user = process, as_user
 
     @classmethod
     async def start(cls, plan: ContainerPlan, place: Place, log: Path) -> Container:
@@ -147,7 +152,16 @@ class Container:
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the node, which ends its pods in order
             )
-        return cls(process)
+        return cls(process, _as_user(plan, place))
+
+    async def execute(self, words: Sequence[str]) -> bool:
+        """Runs a command in the container; returns whether it succeeded."""
+        namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wd")
+        for child in self._children():
+            with suppress(CommandError):
+                await command("nsenter", f"--target={child}", *namespaces, *self._as_user, *words)
+                return True
+        return False
 
     async def wait(self) -> int:
         """Waits for its end; returns the exit status, or minus the signal that ended it."""
@@ -159,10 +173,16 @@ class Container:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends the container's first process a signal, as a runtime does. Nothing happens if it has ended."""
-        with suppress(ProcessLookupError, FileNotFoundError):
-            pid = self._process.pid
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        with suppress(ProcessLookupError):
+            children = self._children()
             for child in children:
-                os.kill(int(child), number)
+                os.kill(child, number)
             if not children and number is signal.SIGKILL and self.is_running:  # it has hardly begun
                 self._process.kill()
+
+    def _children(self) -> list[int]:
+        """The container's first process, once it has begun."""
+        pid = self._process.pid
+        with suppress(FileNotFoundError):
+            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return []

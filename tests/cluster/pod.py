@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -99,8 +99,10 @@ class Pod:
         self.is_ending = True
         self._ending.set()
         self._changed()
+        began_s = time.monotonic()
         if self._plan is not None:
             await asyncio.gather(*(each.stop(self._plan.grace_s) for each in self._containers))
+        self.note(f"ended after {time.monotonic() - began_s:.0f} s")
 
     def kill(self) -> None:
         """Kills the first process of each container, without any notice."""
@@ -253,9 +255,9 @@ class _Running:
             await self._until_started()
         tasks = []
         if "liveness" in probes:
-            tasks.append(verdicts(probes["liveness"], address, self._judge_liveness))
+            tasks.append(verdicts(probes["liveness"], address, self._execute, self._judge_liveness))
         if "readiness" in probes:
-            tasks.append(verdicts(probes["readiness"], address, self._judge_readiness))
+            tasks.append(verdicts(probes["readiness"], address, self._execute, self._judge_readiness))
         else:
             self._judge_readiness(True)
         await asyncio.gather(*tasks)
@@ -270,11 +272,16 @@ class _Running:
                 self._pod.note("killed: its startup probe failed too often")
                 self.kill()
 
-        probing = asyncio.create_task(verdicts(self._plan.probes["startup"], self._pod.identity.address, judge))
+        probing = asyncio.create_task(
+            verdicts(self._plan.probes["startup"], self._pod.identity.address, self._execute, judge)
+        )
         try:
             await started.wait()
         finally:
             probing.cancel()
+
+    async def _execute(self, words: Sequence[str]) -> bool:
+        return self._container is not None and await self._container.execute(words)
 
     def _judge_liveness(self, is_alive: bool) -> None:
         if not is_alive:

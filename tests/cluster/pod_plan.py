@@ -84,9 +84,10 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    kind: str  # http, tcp or grpc
+    kind: str  # http, tcp, grpc or exec
     port: int
     target: str  # a path of HTTP, a service of gRPC
+    words: tuple[str, ...]  # of a command in the container
     delay_s: float
     period_s: float
     timeout_s: float
@@ -263,14 +264,20 @@ def _plan_volume(volume: Object, contents: Contents) -> Volume:
 
 
 def _plan_probe(probe: Object, ports: Mapping[str, int]) -> Probe:
-    kinds = {"httpGet": ("http", "path", "/"), "tcpSocket": ("tcp", "", ""), "grpc": ("grpc", "service", "")}
+    kinds = {
+        "httpGet": ("http", "path", "/"),
+        "tcpSocket": ("tcp", "", ""),
+        "grpc": ("grpc", "service", ""),
+        "exec": ("exec", "", ""),
+    }
     (key,) = probe.keys() & kinds.keys()
     kind, name, default = kinds[key]
-    port = probe[key]["port"]
+    port = probe[key].get("port", 0)
     return Probe(
         kind,
         ports[port] if isinstance(port, str) else port,
         probe[key].get(name, default),
+        tuple(probe[key].get("command", ())),
         probe.get("initialDelaySeconds", 0),
         probe.get("periodSeconds", 10),
         probe.get("timeoutSeconds", 1),

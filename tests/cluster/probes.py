@@ -1,9 +1,9 @@
-"""Probes of a container, sent from the node to the pod's address as a kubelet does."""
+"""Probes of a container, sent from the node to the pod's address, or run in the container, as a kubelet does."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,21 +35,26 @@ class ProbeCount:
         return self.verdict
 
 
-async def ask(probe: Probe, address: str) -> bool:
+Execute = Callable[[Sequence[str]], Awaitable[bool]]
+"""Runs a command in the container; returns whether it succeeded."""
+
+
+async def ask(probe: Probe, address: str, execute: Execute) -> bool:
     """Whether one probe succeeds."""
-    send = _KINDS[probe.kind]
     with suppress(OSError, TimeoutError, httpx.HTTPError, grpc.RpcError):
         async with asyncio.timeout(probe.timeout_s):
-            return await send(probe, address)
+            if probe.kind == "exec":
+                return await execute(probe.words)
+            return await _KINDS[probe.kind](probe, address)
     return False
 
 
-async def verdicts(probe: Probe, address: str, tell: Callable[[bool], None]) -> None:
+async def verdicts(probe: Probe, address: str, execute: Execute, tell: Callable[[bool], None]) -> None:
     """Probes until it is cancelled, and tells each verdict."""
     count = ProbeCount(probe.num_failures_max, probe.num_successes_min)
     await asyncio.sleep(probe.delay_s)
     while True:
-        verdict = count.put(await ask(probe, address))
+        verdict = count.put(await ask(probe, address, execute))
         if verdict is not None:
             tell(verdict)
         await asyncio.sleep(probe.period_s)

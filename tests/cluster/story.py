@@ -45,6 +45,8 @@ PORTS: Final = (6379, 8000, 9000, 9100, 50051, 50052)
 ROLLED_OUT_S: Final = 240.0
 ANSWERED_S: Final = 120.0
 DIAL_S: Final = 2.0
+LONG_TOKENS: Final = 900
+"""Tokens of a stream that outlasts the time before a coordinator closes its listeners."""
 LOG_LINES: Final = 12
 PACKAGES: Final = ("outrider", "protos", "coordinator", "command_line", "draft_worker", "target_worker")
 
@@ -135,7 +137,9 @@ class Story:
             await self.until_rolled_out()
             await tally.more(3, ANSWERED_S)
             failed = tally.failures[num_failed:]
-            self.say(f"{name}: {tally.num_answers - num_answers} answers meanwhile, {len(failed)} failed {failed[:3]}")
+            self.say(f"{name}: {tally.num_answers - num_answers} answers meanwhile, {len(failed)} failed")
+            for failure in failed[:3]:
+                self.say(f"  {failure}")
             assert not failed or pod.identity.labels[NAME] not in ("draft", "redis"), failed
 
     async def until_rolled_out(self) -> None:
@@ -165,7 +169,7 @@ async def tell(given: argparse.Namespace, group_place: GroupPlace | None) -> Non
         await story.check_policies()
         if not given.short:
             await story.run_helm_test()
-            prompts = [(prompt, 60 if number else 400) for number, prompt in enumerate(held_out_prompts(6))]
+            prompts = [(prompt, 60 if number else LONG_TOKENS) for number, prompt in enumerate(held_out_prompts(6))]
             async with asking(access, prompts, given.clients) as tally:
                 await tally.more(3, ANSWERED_S)
                 await _timed(story, "upgrade", tally, story.upgrade)

@@ -97,7 +97,8 @@ def test_probes_ask_the_ports_that_containers_name() -> None:
     )
     probes = only(plan_of("target")).probes
     assert (probes["liveness"].kind, probes["liveness"].port, probes["liveness"].target) == ("grpc", 50052, "liveness")
-    assert only(plan_of("redis")).probes["startup"].num_failures_max == 60
+    probe = only(plan_of("redis")).probes["startup"]
+    assert (probe.kind, probe.words[0], probe.num_failures_max) == ("exec", "redis-cli", 60)
 
 
 def test_a_secret_that_is_not_there_yet_is_named() -> None:

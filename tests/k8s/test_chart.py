@@ -289,6 +289,14 @@ def test_a_plain_coordinator_has_time_to_finish_its_longest_stream() -> None:
     assert notice_s + 600 + 10 < spec["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.parametrize(("is_encrypted", "kind"), [(True, "exec"), (False, "tcpSocket")])
+def test_probes_of_redis_leave_no_lines_in_its_log(is_encrypted: bool, kind: str) -> None:
+    """With certificates it logs every connection that ends before its handshake."""
+    container = container_of(render({"tls": {"enabled": is_encrypted}}), "redis")
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert kind in container[probe]
+
+
 def test_users_of_redis_have_the_passwords_of_their_addresses() -> None:
     secret: Mapping[str, str] = first(render(), "Secret", "redis")["stringData"]
     for user in ("coordinator", "target", "draft"):

@@ -1,5 +1,10 @@
 {{/* The container and pod of a Redis. Takes root, component, args, users (a secret), resources, and isEncrypted. */}}
 {{- define "outrider.redis.pod" -}}
+{{- /* With certificates Redis logs each connection that ends before its handshake, as a probe of the port does. */}}
+{{- $probe := "tcpSocket: {port: redis}" }}
+{{- if .isEncrypted }}
+{{- $probe = "exec: {command: [redis-cli, --tls, --cert, /etc/outrider/tls/tls.crt, --key, /etc/outrider/tls/tls.key, --cacert, /etc/outrider/tls/ca.crt, ping]}" }}
+{{- end }}
 metadata:
   labels:
     {{- include "outrider.labels" .root | nindent 4 }}
@@ -24,16 +29,18 @@ spec:
       ports:
         - {name: redis, containerPort: 6379}
       startupProbe:
-        tcpSocket: {port: redis}
+        {{ $probe }}
         periodSeconds: 1
+        timeoutSeconds: 3
         failureThreshold: 60
       livenessProbe:
-        tcpSocket: {port: redis}
+        {{ $probe }}
         periodSeconds: 5
         timeoutSeconds: 3
       readinessProbe:
-        tcpSocket: {port: redis}
+        {{ $probe }}
         periodSeconds: 2
+        timeoutSeconds: 3
       resources: {{- toYaml .resources | nindent 8 }}
       securityContext: {{- include "outrider.container.security" nil | nindent 8 }}
       volumeMounts:

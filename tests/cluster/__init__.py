@@ -7,5 +7,4 @@ pod, container      a node: pods, their containers and probes
 network, gateway    namespaces, bridge and rules; Envoy
 pod_plan, firewall, gateway_config, rolling_update, images
                     pure: what the objects mean
-stand_ins           what the chart names and this branch does not have
 """

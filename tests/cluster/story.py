@@ -19,7 +19,6 @@ from tests.cluster.api_server import rendered
 from tests.cluster.container import FILES
 from tests.cluster.installation import CLIENT, Installation, tails
 from tests.cluster.network import CommandError, reachable
-from tests.cluster.stand_ins import with_stand_ins
 from tests.cluster.traffic import KINDS, Access, Tally, asking, checked
 from tests.e2e.chaos.cgroups import Place as GroupPlace
 from tests.k8s.pods import NAME
@@ -63,7 +62,7 @@ class Story:
 
     async def install(self) -> Access:
         """Renders and applies the chart, and waits until everything is available."""
-        objects = with_stand_ins(await self._rendered(VALUES, is_upgrade=False))
+        objects = await self._rendered(VALUES, is_upgrade=False)
         self._test_pod = next(each for each in objects if each["kind"] == "Pod")
         self.installation.apply([each for each in objects if each["kind"] != "Pod"])
         await self.installation.gateway.start(objects)
@@ -119,7 +118,7 @@ class Story:
         """Changes values so that every deployment gets new pods."""
         before = {pod.identity.name for pod in self.installation.pods}
         keys = dict(self.installation.secrets["outrider-redis"])
-        objects = with_stand_ins(await self._rendered(merged(VALUES, CHANGES), is_upgrade=True))
+        objects = await self._rendered(merged(VALUES, CHANGES), is_upgrade=True)
         self.installation.apply([each for each in objects if each["kind"] != "Pod"])
         assert self.installation.secrets["outrider-redis"] == keys, "the upgrade made new passwords"
         await self.until_rolled_out()

@@ -64,6 +64,8 @@ class PlainProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         async with Replica(self._settings) as replica:
+            if self._stop.is_set():  # meanwhile
+                return
             listen, limit = self._listen, RequestLimit(self._settings.requests_max + REFUSALS_AT_ONCE)
             http = HttpServer(replica.http_application(limit), listen.host, listen.port, self._stop.is_set)
             rpc = make_server(

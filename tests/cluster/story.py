@@ -45,7 +45,7 @@ ROLLED_OUT_S: Final = 240.0
 ANSWERED_S: Final = 120.0
 DIAL_S: Final = 2.0
 LONG_TOKENS: Final = 900
-"""Tokens of a stream that outlasts the time before a coordinator closes its listeners."""
+"""Tokens of the long streams, one of which runs at every moment: nearly all that the demo's models can take."""
 LOG_LINES: Final = 12
 PACKAGES: Final = ("outrider", "protos", "coordinator", "command_line", "draft_worker", "target_worker")
 

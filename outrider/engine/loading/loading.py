@@ -119,6 +119,7 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> tuple[
             )
         distribution = None if group is None else _distribution(hf_config.get_text_config(), group)
         config, decision = _decide(config, device, group)
+        _refuse_damaged_weights(config.model)  # once they fit: it opens them
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.model,
             config=hf_config,
@@ -153,13 +154,6 @@ def _refuse_missing_files(model_dir: Path) -> None:
     if not (model_dir / "config.json").is_file():
         raise ModelLoadError(f"no model in {model_dir}: config.json is missing; name a folder in Hugging Face format")
     if any(model_dir.glob("*.safetensors*")):
-        try:
-            check_checkpoint(model_dir)
-        except ConfigurationError as error:
-            raise ModelLoadError(
-                f"{error.message}. Fetch the model again: `outrider fetch` checks every file, and leaves no folder "
-                "that is not whole"
-            ) from error
         return
     if any(model_dir.glob("*.bin")):
         raise ModelLoadError(
@@ -167,6 +161,16 @@ def _refuse_missing_files(model_dir: Path) -> None:
             "them; save them as safetensors where that does no harm"
         )
     raise ModelLoadError(f"{model_dir} has a config.json but no weights (*.safetensors); was the download finished?")
+
+
+def _refuse_damaged_weights(model_dir: Path) -> None:
+    try:
+        check_checkpoint(model_dir)
+    except ConfigurationError as error:
+        raise ModelLoadError(
+            f"{error.message}. Fetch the model again: `outrider fetch` checks every file, and leaves no folder "
+            "that is not whole"
+        ) from error
 
 
 def _describe(engine: Engine, forms: LinearForms, probe_logits: torch.Tensor) -> str:

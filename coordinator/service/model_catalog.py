@@ -124,11 +124,13 @@ class ModelCatalog:
         return name
 
     def _why_no_target(self, name: str, table: ModelTable) -> str:
-        """The reason, from the targets of this name and those of names that nobody serves."""
-        targets = [
-            each for each in self._snapshot().targets if each.model_name == name or not table.get(each.model_name)
+        """The reason, from the targets of this name and those of names that are not served; an empty name is any."""
+        concerned = [
+            each
+            for each in self._snapshot().targets
+            if name in ("", each.model_name) or table.get(each.model_name) is None
         ]
-        _, excluded = self._router.usable(targets, self._now_s())
+        _, excluded = self._router.usable(concerned, self._now_s())
         reasons = [f"{each.worker_id}: {each.reason}" for each in excluded]
         if not reasons:
             reasons += filter(None, [self._last_departure("target", name)])

@@ -112,8 +112,8 @@ def test_a_canary_is_started_as_the_flags_say(operator: Operator) -> None:
     assert canary.pop("seconds_left") == pytest.approx(5400, abs=30)
     assert canary == {
         "change": {"speculates": True, "draft_model": "v2", "num_speculative_tokens": 4},
-        "share": 0.25, "model": "large", "audit_share": 0.5, "duration_s": 5400.0, "is_automatic": True, "state": "waiting",
-        "share_now": 0.0, "reason": "",
+        "share": 0.25, "model": "large", "audit_share": 0.5, "duration_s": 5400.0, "is_automatic": True,
+        "state": "waiting", "share_now": 0.0, "reason": "",
         "rule": {
             "objective": "ttft", "margin": 0.1, "failure_margin": 0.005, "requests_min": 60, "alpha": 0.01,
         },

@@ -22,8 +22,8 @@ from coordinator.api.http import application, calls, http_api, http_transport
 from coordinator.api.schema.json_size import BARE_BYTES_MAX, ITEMS_MAX, PARTS_MAX, check_json_size
 from coordinator.intake import preparation
 from coordinator.intake.generation_request import PROMPT_LOGPROBS_MAX, PROMPT_TOKENS_MAX
-from coordinator.intake.preparation import RequestPreparation
 from coordinator.intake.worker_threads import WorkerThreads
+from coordinator.models.model_grammars import ModelGrammars
 from coordinator.output.text_output import TextOutput, VisibleOutput
 from coordinator.request.sequence import REPEATED_TOKENS, SequenceMachine
 from coordinator.request.sequence_runner import LONG_PROMPT_TOKENS
@@ -53,7 +53,7 @@ PROMPT = {"prompt": LONG_TEXT, "max_tokens": 2}
         ("/v1/completions", {"prompt": [65] * 2500, "prompt_logprobs": 1, "stream": True}, ChoiceWriter, "_prompt"),
         ("/v1/completions", {"prompt": [65] * 9000, "return_token_ids": True, "stream": True}, ResponseWriter, "chunk"),
         ("/v1/completions", {"prompt": "x", "bad_words": ["a", "b"] * 20}, preparation, "_bad_word_token_ids"),
-        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, RequestPreparation, "_new_compiler"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, ModelGrammars, "new_compiler"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )  # fmt: skip

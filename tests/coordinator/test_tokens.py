@@ -34,7 +34,6 @@ from tests.coordinator.identity_providers import AUDIENCE, NONE, claims, jwk, pr
 
 ISSUER = "https://login.example.com/realms/main"
 RULES = TokenRules(ISSUER, AUDIENCE)
-NOW_S = time.time()
 KINDS = {"RSA": "RSA", "P-256": "P-256", "P-384": "P-384", "Ed25519": "Ed25519"}
 
 
@@ -105,13 +104,13 @@ def test_a_token_is_good_within_its_times_and_for_any_of_its_audiences(claim: st
 
 
 REFUSED: dict[str, tuple[Reason, Callable[[], str]]] = {
-    "expired": (Reason.EXPIRED, lambda: changed(exp=NOW_S - LEEWAY_S - 5)),
+    "expired": (Reason.EXPIRED, lambda: changed(exp=time.time() - LEEWAY_S - 5)),
     "without an end": (Reason.CLAIM, lambda: changed(exp=NONE)),
     "an end that is none": (Reason.MALFORMED, lambda: changed(exp="tomorrow")),
-    "an end in text": (Reason.MALFORMED, lambda: changed(exp=str(int(NOW_S) + 600))),
+    "an end in text": (Reason.MALFORMED, lambda: changed(exp=str(int(time.time()) + 600))),
     "an infinite end": (Reason.MALFORMED, lambda: changed(exp=float("inf"))),
-    "not valid yet": (Reason.NOT_YET_VALID, lambda: changed(nbf=NOW_S + LEEWAY_S + 60)),
-    "issued in the future": (Reason.NOT_YET_VALID, lambda: changed(iat=NOW_S + LEEWAY_S + 60)),
+    "not valid yet": (Reason.NOT_YET_VALID, lambda: changed(nbf=time.time() + LEEWAY_S + 60)),
+    "issued in the future": (Reason.NOT_YET_VALID, lambda: changed(iat=time.time() + LEEWAY_S + 60)),
     "another audience": (Reason.AUDIENCE, lambda: changed(aud="billing")),
     "part of the audience": (Reason.AUDIENCE, lambda: changed(aud=AUDIENCE[:-1])),
     "an audience of other case": (Reason.AUDIENCE, lambda: changed(aud=AUDIENCE.upper())),
@@ -196,7 +195,7 @@ def test_nor_of_what_the_provider_signs(changes: dict[str, Any]) -> None:
     except TokenRefused:
         return
     assert verified.tenant == changes.get("sub", "search")
-    assert verified.expires_s > NOW_S - LEEWAY_S - 60
+    assert verified.expires_s > time.time() - LEEWAY_S - 60
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from command_line.checkout import not_installed
 from command_line.fetch.command import fetch
 from command_line.keys import keys
 from command_line.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
-from command_line.plan import plan
+from command_line.plan.command import plan
 from command_line.profile import profile
 from command_line.simulate.command import simulate
 from outrider import __version__

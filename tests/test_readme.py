@@ -140,23 +140,35 @@ def test_a_fleet_is_predicted_as_the_documents_say(shell: dict[str, str], tmp_pa
 @pytest.mark.thorough
 def test_a_plan_is_what_the_documents_show(shell: dict[str, str], tmp_path: Path) -> None:
     (_, content), (_, table) = blocks(SIZING, "Will it fit?")
+    words = with_models(commands(content)[0], tmp_path)
+    shown = [line.strip() for line in run(words, shell).splitlines()]
+    assert [line.strip() for line in table.splitlines()] == shown
+
+
+def test_values_are_what_the_documents_show(shell: dict[str, str], tmp_path: Path) -> None:
+    (_, content), (_, comments) = blocks(SIZING, "Values for the Helm chart")
+    words = commands(content)[0]
+    shown = run(with_models(words[: words.index(">")], tmp_path), shell)
+    assert shown.startswith(comments.rstrip("\n") + "\npairs:")
+
+
+def with_models(words: list[str], folder: Path) -> list[str]:
+    """A command about models in a folder where these are shapes of Llama 3.1 70B and 3.2 1B."""
     write_config(
-        tmp_path / "large",
+        folder / "large",
         hidden_size=8192,
         intermediate_size=28672,
         num_hidden_layers=80,
         num_attention_heads=64,
     )
     write_config(
-        tmp_path / "small",
+        folder / "small",
         hidden_size=2048,
         intermediate_size=8192,
         num_hidden_layers=16,
         tie_word_embeddings=True,
     )
-    words = [str(tmp_path / Path(word).name) if word.startswith("/models/") else word for word in commands(content)[0]]
-    shown = [line.strip() for line in run(words, shell).splitlines()]
-    assert [line.strip() for line in table.splitlines()] == shown
+    return [str(folder / Path(word).name) if word.startswith("/models/") else word for word in words]
 
 
 def write_config(folder: Path, **values: object) -> None:

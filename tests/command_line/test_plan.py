@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from command_line import app
-from command_line.plan import parse_size
+from command_line.plan.gpus import parse_size
 from outrider.engine.kv.kv_plan import GIB
 from tests import models
 from tests.engine.test_kv_plan import HUGE, LARGE, LONGEST, SHAPES, SMALL

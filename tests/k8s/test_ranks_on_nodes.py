@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch.distributed.run import config_from_args, parse_args
 
 from outrider.local.free_ports import free_ports
 from outrider.security.certificate_authority import CertificateAuthority
@@ -74,6 +75,12 @@ def is_serving(port: int) -> bool:
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_nodes_of_a_group_may_come_hours_apart(tmp_path: Path) -> None:
+    command, _ = commands(1, 2, 3, 4, tmp_path)
+    given = config_from_args(parse_args(command[3:]))[0]
+    assert given.rdzv_configs["timeout"] == "14400"
 
 
 @pytest.mark.slow

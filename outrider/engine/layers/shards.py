@@ -23,6 +23,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from outrider.engine.kv.kv_plan import ModelLoadError
 from outrider.engine.layers.experts import is_experts
 from outrider.engine.layers.plain_linear import linear_of
 from outrider.engine.ranks.rank_group import RankGroup
@@ -101,6 +102,16 @@ def num_kv_heads_of(hf_config: Any) -> int:
     """Number of KV heads; that of attention heads if the configuration names none."""
     num_heads: int = hf_config.num_attention_heads
     return getattr(hf_config, "num_key_value_heads", None) or num_heads
+
+
+def refuse_uneven_heads(hf_config: Any, num_ranks: int) -> None:
+    """Raises ModelLoadError for a number of ranks that cannot share the model's heads."""
+    num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
+    if num_heads % num_ranks or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
+        raise ModelLoadError(
+            f"{num_ranks} ranks cannot share {num_heads} attention heads and {num_kv_heads} KV heads: their number "
+            "must divide both, or divide the first and be a multiple of the second"
+        )
 
 
 def keep_own_heads(model: nn.Module, group: RankGroup, num_kv_heads: int) -> None:

@@ -28,7 +28,13 @@ from outrider.engine.layers.experts import has_experts, run_in_blocks, split_exp
 from outrider.engine.layers.kv_layout import LayerLayout, UnsupportedModelError, find_layout, refuse_other_states
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant, round_weights
 from outrider.engine.layers.paged_attention import why_not_paged
-from outrider.engine.layers.shards import keep_own_heads, num_kv_heads_of, plan_overrides, take_shards
+from outrider.engine.layers.shards import (
+    keep_own_heads,
+    num_kv_heads_of,
+    plan_overrides,
+    refuse_uneven_heads,
+    take_shards,
+)
 from outrider.engine.loading.checkpoint_files import check_checkpoint, unfinished_fetch
 from outrider.engine.loading.machine import machine_memory
 from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, loaded_memory, plan_memory
@@ -267,12 +273,7 @@ def _distribution(hf_config: Any, group: RankGroup) -> Any:
     """transformers' description of how the model is sharded. Raises ModelLoadError."""
     from transformers.distributed import DistributedConfig
 
-    num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
-    if num_heads % group.size or (num_kv_heads % group.size and group.size % num_kv_heads):
-        raise ModelLoadError(
-            f"{group.size} ranks cannot share {num_heads} attention heads and {num_kv_heads} KV heads: their number "
-            "must divide both, or divide the first and be a multiple of the second"
-        )
+    refuse_uneven_heads(hf_config, group.size)
     return DistributedConfig(tp_size=group.size, tp_plan=plan_overrides(hf_config, group.size) or None)
 
 

@@ -24,7 +24,7 @@ from outrider.engine.layers.kv_layout import (
     empty_model,
     find_layout,
 )
-from outrider.engine.layers.shards import num_kv_heads_of, plan_name, shards_layers
+from outrider.engine.layers.shards import num_kv_heads_of, plan_name, refuse_uneven_heads, shards_layers
 from outrider.engine.model import DTYPES, own_limit
 from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
@@ -77,6 +77,8 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"cannot read {model_dir / 'config.json'}: {error}") from error
     text_config = hf_config.get_text_config()
+    if shape.num_ranks > 1:
+        refuse_uneven_heads(text_config, shape.num_ranks)
     weights = _weight_bytes(model, plan, shape)
     embedding = _parameter_bytes(
         model.get_input_embeddings().weight, model.get_input_embeddings(), shape=shape, is_output=False

@@ -75,6 +75,8 @@ spec:
         - --nproc-per-node={{ $ranks }}
         - --master-addr=$(LWS_LEADER_ADDRESS)
         - --master-port=29500
+        # Nodes of a group come hours apart where one has to be started first or pulls its image. torchrun waits 10 minutes.
+        - --rdzv-conf=timeout=14400
         - --shutdown-timeout={{ add (int $pool.drainSeconds) 30 }}
         - -m
       {{- else if gt $ranks 1 }}

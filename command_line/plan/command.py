@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -12,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from command_line.plan.chart_values import PoolPlan, Wanted, document, plan_pool
+from command_line.plan.gpus import is_gpu, parse_memory
 from command_line.profile import DtypeChoice, QuantizationChoice
 from command_line.settings import reader
 from outrider.engine.kv.kv_plan import (
@@ -31,28 +32,12 @@ from outrider.engine.options import AUTO, Device, Dtype, EngineOptions, Quantiza
 from outrider.settings import settings_of
 
 LENGTHS: Final = (1024, 4096, 16_384, 65_536, 131_072)
-_PREFIXES: Final = "KMGT"
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 80GiB or 80GB. KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000, with
-    or without the B. Raises ValueError, also for a number without a unit."""
-    found = _SIZE.fullmatch(text.strip())
-    size = 0.0
-    if found is not None:
-        prefix, binary = (found[2] or "").upper(), found[3]
-        size = float(found[1]) * ((1024 if binary else 1000) ** (1 + _PREFIXES.index(prefix)) if prefix else 1)
-    if size < 1:
-        wanted = f"{text.strip()}GiB or {text.strip()}GB" if re.fullmatch(r"\d+", text.strip()) else "80GiB or 80GB"
-        raise ValueError(f"{text!r} is not a size with its unit, such as {wanted}")
-    return int(size)
-
-
-def _check_size(text: str | None) -> str | None:
+def _check_memory(text: str | None) -> str | None:
     if text is not None:
         try:
-            parse_size(text)
+            parse_memory(text)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     return text
@@ -99,11 +84,11 @@ Draft = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE",
-        help="Memory of each rank's device, such as 80GiB (2^30 bytes each) or 80GB (10^9). Give it to plan for "
-        "another machine.",
+        metavar="SIZE|GPU",
+        help="Memory of each rank's device, such as 80GiB (2^30 bytes each) or 80GB (10^9), or its type, such as h100. "
+        "Give it to plan for another machine.",
         show_default="what is free here",
-        callback=_check_size,
+        callback=_check_memory,
     ),
 ]
 Utilization = Annotated[
@@ -126,6 +111,30 @@ MaxModelLen = Annotated[
 ]
 
 
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ranks that share the model (tensor parallelism).",
+        show_default="1; with --values the fewest that it fits on",
+    ),
+]
+DraftRanks = Annotated[
+    int | None, typer.Option(min=1, help="Ranks that share the draft model.", show_default="likewise")
+]
+DraftMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE|GPU",
+        help="With --values: memory of each GPU of the draft workers, or its type.",
+        show_default="as --memory",
+        callback=_check_memory,
+    ),
+]
+Sessions = Annotated[int, typer.Option(min=1, help="With --values: sessions at once that the workers are to serve.")]
+SessionTokens = Annotated[int, typer.Option(min=1, help="With --values: tokens of such a session, prompt and output.")]
+
+
 def plan(
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
     draft: Draft = None,
@@ -134,10 +143,8 @@ def plan(
         Device, typer.Option(help="Device type. auto takes a GPU if torch finds one.", show_default=True)
     ] = Device.AUTO,
     memory_utilization: Utilization = None,
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Ranks that share the model (tensor parallelism).")
-    ] = 1,
-    draft_tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks that share the draft model.")] = 1,
+    tensor_parallel_size: Ranks = None,
+    draft_tensor_parallel_size: DraftRanks = None,
     num_target_workers: Annotated[int, typer.Option(min=1, help="Target workers on the same device.")] = 1,
     num_draft_workers: Annotated[int, typer.Option(min=1, help="Draft workers on the same device.")] = 1,
     dtype: DtypeChoice = Dtype.BFLOAT16,
@@ -148,6 +155,17 @@ def plan(
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    as_values: Annotated[
+        bool,
+        typer.Option(
+            "--values",
+            help="Print values of the Helm chart, and why they are so. Draft workers get GPUs of their own.",
+        ),
+    ] = False,
+    draft_memory: DraftMemory = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="With --values: GPUs of a node.")] = 8,
+    sessions: Sessions = 1,
+    session_tokens: SessionTokens = 4096,
 ) -> None:
     """Print how much memory a model needs, how many sessions fit on a device, and whether a worker would start there.
 
@@ -158,21 +176,43 @@ def plan(
 
     from outrider.engine.model import device_for
 
-    device_type = torch.device(device_for(device.value)).type
+    is_elsewhere = memory is not None and (as_values or is_gpu(memory))
+    kind = "cuda" if is_elsewhere and device is Device.AUTO else device.value
+    device_type = torch.device(device_for(kind)).type
     found_memory = _device_memory(device_type, memory)
     # The ranks of a worker share the memory of this machine; --memory is of each rank's device.
     is_shared = device_type == "cpu" and memory is None
     options = EngineOptions(
-        model=model, dtype=dtype, quantization=quantization, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        memory_utilization=memory_utilization,
     )
-    ranks = num_target_workers, tensor_parallel_size
-    loads = {"target": _load(options, *ranks, device_type, is_shared=is_shared)}
+    # Whatever dtype the target has: hints have no precision (`deployment.worker_specs`).
+    draft_dtype = dtype if draft_quantization is Quantization.NONE else Dtype.BFLOAT16
+    draft_options = None
     if draft is not None:
-        # Whatever dtype the target has: hints have no precision (`deployment.worker_specs`).
-        draft_dtype = dtype if draft_quantization is Quantization.NONE else Dtype.BFLOAT16
-        options = replace(options, model=draft, dtype=draft_dtype, quantization=draft_quantization, has_trees=True)
-        ranks = num_draft_workers, draft_tensor_parallel_size
-        loads["draft"] = _load(options, *ranks, device_type, is_shared=is_shared)
+        draft_options = replace(
+            options, model=draft, dtype=draft_dtype, quantization=draft_quantization, has_trees=True
+        )
+    if as_values:
+        if device_type != "cuda":
+            raise typer.BadParameter("--values plans for GPUs: give their type or size, as in --memory h100")
+        wanted = Wanted(gpus_per_node, sessions, session_tokens)
+        target = _pool(options, tensor_parallel_size, memory, gpus_per_node)
+        drafts = None
+        if draft_options is not None:
+            longest = target.kv.max_model_len
+            drafts = _pool(draft_options, draft_tensor_parallel_size, draft_memory or memory, gpus_per_node, longest)
+        print(document(target, drafts, wanted), end="")
+        return
+    ranks = num_target_workers, tensor_parallel_size or 1
+    loads = {"target": _load(options, *ranks, device_type, is_shared=is_shared)}
+    if draft_options is not None:
+        ranks = num_draft_workers, draft_tensor_parallel_size or 1
+        loads["draft"] = _load(draft_options, *ranks, device_type, is_shared=is_shared)
     is_one = draft is None and num_target_workers == 1
     share = found_memory.share(memory_utilization, SHARED_SHARE if is_one else ALL_SHARE)
     found = _decide(loads, found_memory, share, device_type, is_one=is_one)
@@ -192,12 +232,34 @@ def _load(options: EngineOptions, num_workers: int, num_ranks: int, device_type:
     return Load(needs, options, num_workers * (num_ranks if is_shared else 1))
 
 
+def _pool(
+    options: EngineOptions, num_ranks: int | None, given: str | None, gpus_per_node: int, longest: int | None = None
+) -> PoolPlan:
+    """The workers of one model on GPUs of their own. `longest`: of the sequences that they need to take."""
+
+    def needs_of(count: int) -> ModelMemory:
+        return _load(options, 1, count, "cuda", is_shared=False).needs
+
+    if longest is not None:
+        options = replace(options, max_model_len=min(longest, needs_of(1).longest))
+    memory = _device_memory("cuda", given)
+    words = given if given is not None and is_gpu(given) else in_words(memory.total)
+    return plan_pool(
+        options,
+        needs_of,
+        memory,
+        words,
+        num_ranks=num_ranks,
+        gpus_per_node=gpus_per_node,
+    )
+
+
 def _device_memory(device_type: str, given: str | None) -> DeviceMemory:
     """The given memory, or that of the first GPU or this machine."""
     import torch
 
     if given is not None:
-        return DeviceMemory(parse_size(given), parse_size(given), is_own=True)
+        return DeviceMemory(parse_memory(given), parse_memory(given), is_own=True)
     if device_type == "cpu":
         return machine_memory()
     if not torch.cuda.is_available():

@@ -427,7 +427,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         "google": "protobuf", "grpc": "grpcio", "grpc_health": "grpcio-health-checking",
         "grpc_reflection": "grpcio-reflection", "grpc_status": "grpcio-status",
         "huggingface_hub": "huggingface-hub", "jwt": "pyjwt", "opentelemetry": "opentelemetry-sdk",
-        "prometheus_client": "prometheus-client",
+        "prometheus_client": "prometheus-client", "yaml": "pyyaml",
     }  # fmt: skip
     used = {name for package in MAY_IMPORT for path in modules(package) for name in imports(path)}
     third_party = used - set(sys.stdlib_module_names) - set(MAY_IMPORT) - {"__future__", "grpc_tools"}

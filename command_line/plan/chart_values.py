@@ -13,7 +13,16 @@ from typing import Any, Final
 
 import yaml
 
-from outrider.engine.kv.kv_plan import GIB, DeviceMemory, KvPlan, ModelLoadError, ModelMemory, in_words, plan_kv
+from outrider.engine.kv.kv_plan import (
+    GIB,
+    DeviceMemory,
+    KvPlan,
+    ModelLoadError,
+    ModelMemory,
+    UnevenRanksError,
+    in_words,
+    plan_kv,
+)
 from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
 from outrider.settings import settings_of
@@ -21,11 +30,11 @@ from outrider.settings import settings_of
 RANKS_MAX: Final = 64
 CPUS_PER_GPU: Final = 4
 MEMORY_PER_GPU_GIB: Final = 16
-"""Of a pod. Weights go through it to the GPU in pieces."""
+"""Memory of a pod for each of its GPUs. Weights go through it to the GPU in pieces."""
 BUSY_SHARE: Final = 0.75
 """Share of the slots at which the autoscaler adds a worker."""
 READ_BYTES_PER_S: Final = GIB
-"""Of a network volume, for each node: the rate that a start's duration is told for."""
+"""Rate at which each node reads a network volume, for the duration of a start that is printed."""
 VOLUME_SHARE: Final = 1.25
 """Size of a volume for the weights, for what else is in their folders. A second version of a model needs more."""
 
@@ -35,7 +44,7 @@ Needs = Callable[[int], ModelMemory]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the installation has and should serve."""
+    """Nodes of the installation, and the load that it should serve."""
 
     gpus_per_node: int
     num_sessions: int  # at once
@@ -60,7 +69,7 @@ class PoolPlan:
 
     @property
     def least_bytes(self) -> int:
-        """Of a GPU, for one of the longest sequences."""
+        """Memory of a GPU that suffices for one of the longest sequences."""
         return self.needs.fixed + self.kv.max_model_len * self.needs.kv_per_token
 
 
@@ -82,6 +91,9 @@ def plan_pool(
             needs = needs_of(count)
             budget = memory.budget(options.memory_utilization)
             kv = plan_kv(needs, budget, options, "cuda")
+        except UnevenRanksError as error:
+            last = last or error
+            continue
         except ConfigurationError as error:
             last = error
             reasons.append(f"{_counted(count, 'GPU')}: {_shortened(error.message)}")

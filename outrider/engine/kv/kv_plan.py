@@ -37,6 +37,10 @@ class ModelLoadError(ConfigurationError):
     """The model cannot be served; the message names the cause and a remedy."""
 
 
+class UnevenRanksError(ModelLoadError):
+    """So many ranks cannot share the model's heads."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """Memory that one rank needs, bytes."""

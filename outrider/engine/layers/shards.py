@@ -23,7 +23,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from outrider.engine.kv.kv_plan import ModelLoadError
+from outrider.engine.kv.kv_plan import UnevenRanksError
 from outrider.engine.layers.experts import is_experts
 from outrider.engine.layers.plain_linear import linear_of
 from outrider.engine.ranks.rank_group import RankGroup
@@ -105,10 +105,10 @@ def num_kv_heads_of(hf_config: Any) -> int:
 
 
 def refuse_uneven_heads(hf_config: Any, num_ranks: int) -> None:
-    """Raises ModelLoadError for a number of ranks that cannot share the model's heads."""
+    """Raises UnevenRanksError for a number of ranks that cannot share the model's heads."""
     num_heads, num_kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
     if num_heads % num_ranks or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
-        raise ModelLoadError(
+        raise UnevenRanksError(
             f"{num_ranks} ranks cannot share {num_heads} attention heads and {num_kv_heads} KV heads: their number "
             "must divide both, or divide the first and be a multiple of the second"
         )

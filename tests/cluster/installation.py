@@ -18,11 +18,12 @@ from typing import Any, Final, Self
 
 from tests.cluster import firewall
 from tests.cluster.certificate_issuer import CertificateIssuer
-from tests.cluster.container import FILES, prepare_etc
+from tests.cluster.container import FILES, prepare
 from tests.cluster.firewall import Peer, Service
 from tests.cluster.gateway import NAME as GATEWAY
 from tests.cluster.gateway import Gateway
 from tests.cluster.gateway_config import backends
+from tests.cluster.kuberay.controller import OPERATOR, RayServiceController
 from tests.cluster.network import NODE, Network
 from tests.cluster.pod import Pod, Say, remove_files
 from tests.cluster.pod_plan import NAMESPACE, Contents, Identity, service_links
@@ -36,12 +37,16 @@ LOOK_S: Final = 0.25
 ISSUES_S: Final = 1.0
 """The time that a certificate takes to be issued."""
 CLIENT: Final = "client"
-OUTSIDERS: Final = {GATEWAY: OTHERS["proxy"], CLIENT: OTHERS["stranger"], "prometheus": OTHERS["prometheus"]}
+OUTSIDERS: Final = {
+    GATEWAY: OTHERS["proxy"],
+    CLIENT: OTHERS["stranger"],
+    **{name: OTHERS[name] for name in ("prometheus", OPERATOR)},
+}
 """Parties that have a network namespace beside the pods of the installation."""
 PASSIVE: Final = frozenset(
     {
         *("ServiceAccount", "PriorityClass", "PodDisruptionBudget", "Issuer", "Certificate", "Service"),
-        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment"),
+        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment", "RayService"),
     }
 )
 """Kinds that are only kept: controllers look at them, or nothing here does."""
@@ -68,13 +73,16 @@ class Installation:
         self._secrets: dict[str, Mapping[str, bytes]] = {}
         self._config_maps: dict[str, Mapping[str, bytes]] = {}
         self._service_addresses: dict[str, str] = {}
+        self._hosts: list[str] = []  # lines
+        self._ray_services: dict[str, RayServiceController] = {}
+        self._beside: list[asyncio.Task[None]] = []  # tasks of controllers that take their time
         self._waiting: list[Pod] = []  # for their rules
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._controllers: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        prepare_etc()
+        prepare()
         (FILES / "hosts").write_text("127.0.0.1 localhost\n")
         (FILES / "logs").mkdir(exist_ok=True)
         await self._network.open()
@@ -87,6 +95,8 @@ class Installation:
     async def __aexit__(self, *error: Any) -> None:
         if self._controllers is not None:
             self._controllers.cancel()
+        for task in self._beside:
+            task.cancel()
         for pod in self.pods:
             pod.abandon()
         await self.gateway.stop()
@@ -95,6 +105,14 @@ class Installation:
     @property
     def secrets(self) -> Mapping[str, Mapping[str, bytes]]:
         return self._secrets
+
+    @property
+    def objects(self) -> list[Object]:
+        return list(self._objects.values())
+
+    def routes_without_service(self) -> list[str]:
+        """Services that routes lead to and that are not there yet."""
+        return sorted({name for name, _ in backends(self.objects)} - self._service_addresses.keys())
 
     @property
     def policies(self) -> list[Object]:
@@ -109,7 +127,10 @@ class Installation:
             if spec.get("clusterIP") != "None":
                 chosen = [pod for pod in self.pods if matches({"matchLabels": spec["selector"]}, pod.identity.labels)]
                 ready = tuple(pod.identity.address for pod in chosen if pod.is_ready)
-                ports = {each["port"]: (_number(each["targetPort"], chosen), ready) for each in spec["ports"]}
+                ports = {
+                    each["port"]: (_number(each.get("targetPort", each["port"]), chosen), ready)
+                    for each in spec["ports"]
+                }
                 found[name] = Endpoints(self._service_addresses[name], ports)
         return found
 
@@ -134,12 +155,16 @@ class Installation:
         self._write_hosts()
         self._changed.set()
 
+    def put_secret(self, name: str, files: dict[str, bytes]) -> None:
+        """Makes a secret."""
+        self._secrets[name] = files
+
     async def run_pod(self, each: Object) -> Pod:
         """Starts a pod that has no owner; returns it."""
-        return await self._create("", each["metadata"]["name"], {**each, "metadata": {**each["metadata"]}}, "")
+        return await self.create("", each["metadata"]["name"], {**each, "metadata": {**each["metadata"]}}, "")
 
     def of(self, owner: str) -> list[Pod]:
-        """Pods of a deployment that are not ending."""
+        """Pods of a deployment, or of a group of a Ray cluster, that are not ending."""
         return [pod for pod in self.pods if pod.owner == owner and not pod.is_ending]
 
     @property
@@ -147,7 +172,7 @@ class Installation:
         return [each["metadata"]["name"] for each in self._of("Deployment")]
 
     def what_is_missing(self) -> str:
-        """Deployments that are not rolled out, in words; empty when all are and no pod is ending."""
+        """Deployments and RayServices that are not rolled out, in words; empty when all are and no pod is ending."""
         missing = []
         for deployment in self._of("Deployment"):
             strategy, name = strategy_of(deployment), deployment["metadata"]["name"]
@@ -155,12 +180,16 @@ class Installation:
             num_ready = sum(pod.is_available(strategy.min_ready_s) for pod in current)
             if not num_ready == len(self.of(name)) == strategy.num_wanted:
                 missing.append(f"{name}: {num_ready} of {strategy.num_wanted} available, {len(self.of(name))} in all")
+        for name in [each["metadata"]["name"] for each in self._of("RayService")]:
+            missing += self._ray_services[name].missing() if name in self._ray_services else [f"{name}: not looked at"]
         missing += [f"{pod} is ending" for pod in self.pods if pod.is_ending]
         return "; ".join(missing)
 
     async def delete_all(self) -> None:
         """Deletes everything as an uninstallation does; returns when no pod is left."""
-        for key in [key for key in self._objects if key[0] == "Deployment"]:
+        for task in self._beside:
+            task.cancel()
+        for key in [key for key in self._objects if key[0] in ("Deployment", "RayService")]:
             del self._objects[key]
         await asyncio.gather(*(pod.end() for pod in list(self.pods)))
         while self.pods:  # noqa: ASYNC110 - controllers look at it as often
@@ -182,15 +211,17 @@ class Installation:
             self._changed.clear()
             for deployment in self._of("Deployment"):
                 await self._step(deployment)
+            for service in self._of("RayService"):
+                await self._step_ray(service)
+            self._write_hosts()
             await self._load_rules()
             for pod in self._waiting:
                 self._tasks.create_task(self._live(pod))
             self._waiting.clear()
             if self._of("Gateway"):
                 found = self.endpoints
-                self.gateway.show(
-                    {(name, port): found[name].ports[port] for name, port in backends(list(self._objects.values()))}
-                )
+                wanted = [pair for pair in backends(self.objects) if pair[0] in found]
+                self.gateway.show({(name, port): found[name].ports[port] for name, port in wanted})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._changed.wait()
@@ -212,9 +243,17 @@ class Installation:
                 self._tasks.create_task(pod.end())
         for _ in range(step.num_new):
             suffix = "".join(random.choices(string.ascii_lowercase, k=5))
-            await self._create(name, f"{name}-{revision}-{suffix}", deployment["spec"]["template"], revision)
+            await self.create(name, f"{name}-{revision}-{suffix}", deployment["spec"]["template"], revision)
 
-    async def _create(self, owner: str, name: str, template: Object, revision: str) -> Pod:
+    async def _step_ray(self, service: Object) -> None:
+        name = service["metadata"]["name"]
+        if name not in self._ray_services:
+            self._ray_services[name] = RayServiceController(self, service, self._say)
+            self._beside.append(self._tasks.create_task(self._ray_services[name].serve()))
+        await self._ray_services[name].step(service)
+
+    async def create(self, owner: str, name: str, template: Object, revision: str) -> Pod:
+        """Makes a pod, which starts when its rules are loaded."""
         spec = template["spec"]
         self._check_admission(spec)
         links = {
@@ -258,10 +297,20 @@ class Installation:
         """Names of services, in the file that all pods have as /etc/hosts."""
         lines = ["127.0.0.1 localhost"]
         for name, address in self._service_addresses.items():
-            lines.append(f"{address} {name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc.cluster.local")
-        with (FILES / "hosts").open("r+") as file:  # in place: pods have this very file
-            file.write("\n".join([*lines, ""]))
-            file.truncate()
+            lines.append(_hosts_line(address, name))
+        for service in (each for each in self._of("Service") if each["spec"].get("publishNotReadyAddresses")):
+            for pod in self.pods:
+                if matches({"matchLabels": service["spec"]["selector"]}, pod.identity.labels):
+                    lines.append(_hosts_line(pod.identity.address, service["metadata"]["name"]))
+        if lines != self._hosts:
+            with (FILES / "hosts").open("r+") as file:  # in place: pods have this very file
+                file.write("\n".join([*lines, ""]))
+                file.truncate()
+            self._hosts = lines
+
+
+def _hosts_line(address: str, name: str) -> str:
+    return f"{address} {name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc.cluster.local"
 
 
 def _revision(deployment: Object) -> str:

@@ -51,6 +51,7 @@ class Pod:
         self.log = FILES / "logs" / f"{identity.name}.log"
         self._say, self._changed, self._group_place = say, changed, group_place
         self._containers: list[_Running] = []
+        self._initial: list[_Running] = []  # the one that runs before them
         self._ending = asyncio.Event()
         self._plan: PodPlan | None = None
 
@@ -64,7 +65,11 @@ class Pod:
 
     @property
     def num_restarts(self) -> int:
-        return sum(each.num_restarts for each in self._containers)
+        return sum(each.num_restarts for each in self._running)
+
+    @property
+    def _running(self) -> list[_Running]:
+        return [*self._initial, *self._containers]
 
     def is_available(self, min_ready_s: float) -> bool:
         return self.is_ready and self.ready_since_s is not None and time.monotonic() - self.ready_since_s >= min_ready_s
@@ -80,17 +85,33 @@ class Pod:
                 try:
                     hosts = FILES / "hosts"
                     places = [Place(self.identity.name, plan.shared_group, volumes, hosts, group) for group in groups]
-                    pairs = zip(plan.containers, places, strict=True)
-                    self._containers = [_Running(self, container, place) for container, place in pairs]
-                    async with asyncio.TaskGroup() as tasks:
-                        for each in self._containers:
-                            tasks.create_task(each.keep(plan.restarts, self._ending))
+                    await self._run_containers(plan, places)
                 finally:
-                    for volume in volumes.values():
-                        await command("umount", str(volume))
+                    keep_ray_logs(volumes, self.log.with_suffix(""))
+                    for volume in plan.volumes:
+                        if volume.claim is None:
+                            await command("umount", str(volumes[volume.name]))
         finally:
             self.ready_since_s, self.has_ended = None, True
             self._changed()
+
+    async def _run_containers(self, plan: PodPlan, places: Sequence[Place]) -> None:
+        for container, place in zip(plan.init_containers, places, strict=False):
+            self._initial = [_Running(self, container, place)]
+            began_s = time.monotonic()
+            status = await self._initial[0].keep("Never" if plan.restarts == "Never" else "OnFailure", self._ending)
+            if self._ending.is_set():
+                return
+            if status:
+                self.statuses.append(status)
+                return
+            self.note(f"{container.name} has ended after {time.monotonic() - began_s:.0f} s")
+        self._initial = []
+        pairs = zip(plan.containers, places[len(plan.init_containers) :], strict=True)
+        self._containers = [_Running(self, container, place) for container, place in pairs]
+        async with asyncio.TaskGroup() as tasks:
+            ends = [tasks.create_task(each.keep(plan.restarts, self._ending)) for each in self._containers]
+        self.statuses += [end.result() for end in ends if not self._ending.is_set()]
 
     async def end(self) -> None:
         """Ends it as a deletion does: after its grace its processes are killed."""
@@ -101,12 +122,12 @@ class Pod:
         self._changed()
         began_s = time.monotonic()
         if self._plan is not None:
-            await asyncio.gather(*(each.stop(self._plan.grace_s) for each in self._containers))
+            await asyncio.gather(*(each.stop(self._plan.grace_s) for each in self._running))
         self.note(f"ended after {time.monotonic() - began_s:.0f} s")
 
     def kill(self) -> None:
         """Kills the first process of each container, without any notice."""
-        for each in self._containers:
+        for each in self._running:
             each.kill()
 
     def abandon(self) -> None:
@@ -140,6 +161,9 @@ class Pod:
     async def _make_volumes(self, plan: PodPlan) -> Mapping[str, Path]:
         volumes = {}
         for volume in plan.volumes:
+            if volume.claim is not None:
+                volumes[volume.name] = volume.claim
+                continue
             folder = FILES / "volumes" / self.identity.name / volume.name
             folder.mkdir(parents=True)
             options = f"mode=2777,gid={plan.shared_group}"
@@ -157,7 +181,7 @@ class Pod:
         made: list[tuple[Group, Path]] = []
         found: list[Path | None] = []
         try:
-            for container in plan.containers:
+            for container in (*plan.init_containers, *plan.containers):
                 if self._group_place is None or container.memory_bytes is None:
                     found.append(None)
                     continue
@@ -198,8 +222,9 @@ class _Running:
     def is_ready(self) -> bool:
         return self._is_ready
 
-    async def keep(self, restarts: str, ending: asyncio.Event) -> None:
-        """Runs it until the pod ends, or until it has ended if it is not to be restarted."""
+    async def keep(self, restarts: str, ending: asyncio.Event) -> int:
+        """Runs it until the pod ends, or until it has ended if it is not to be restarted; returns its last status."""
+        status = 0
         while not ending.is_set():
             self._container = await Container.start(self._plan, self._place, self._pod.log)
             if ending.is_set():  # while it was started
@@ -212,11 +237,8 @@ class _Running:
                 await asyncio.gather(watching, return_exceptions=True)
             self._is_ready = False
             self._pod.look()
-            if restarts == "Never":
-                self._pod.statuses.append(status)
-                return
-            if ending.is_set():
-                return
+            if ending.is_set() or restarts == "Never" or (restarts == "OnFailure" and not status):
+                break
             delay_s = BACKOFF_S[min(self.num_restarts, len(BACKOFF_S) - 1)]
             self.num_restarts += 1
             self._pod.note(f"ended with {status}, starts again{f' in {delay_s:g} s' if delay_s else ''}")
@@ -225,6 +247,7 @@ class _Running:
                     await ending.wait()
             except TimeoutError:
                 pass
+        return status
 
     async def stop(self, grace_s: float) -> None:
         """Gives it its time before SIGTERM, and kills it after its grace."""
@@ -291,6 +314,13 @@ class _Running:
     def _judge_readiness(self, is_ready: bool) -> None:
         self._is_ready = is_ready
         self._pod.look()
+
+
+def keep_ray_logs(volumes: Mapping[str, Path], folder: Path) -> None:
+    """Copies what Ray's processes have written in a pod, and not to its output."""
+    for volume in volumes.values():
+        for session in volume.glob("ray/session_2*/logs"):
+            shutil.copytree(session, folder / session.parent.name, ignore=shutil.ignore_patterns("*.sock"))
 
 
 def remove_files(name: str) -> None:

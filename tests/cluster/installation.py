@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import string
 from collections.abc import Mapping, Sequence
@@ -42,11 +43,13 @@ OUTSIDERS: Final = {
     CLIENT: OTHERS["stranger"],
     **{name: OTHERS[name] for name in ("prometheus", OPERATOR)},
 }
-"""Parties that have a network namespace beside the pods of the installation."""
+"""Parties that always have a network namespace beside the pods of the installation."""
+SHARED_GROUP: Final = 10001
+"""The group that volumes of our pods belong to."""
 PASSIVE: Final = frozenset(
     {
         *("ServiceAccount", "PriorityClass", "PodDisruptionBudget", "Issuer", "Certificate", "Service"),
-        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment", "RayService"),
+        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment", "RayService", "Job"),
     }
 )
 """Kinds that are only kept: controllers look at them, or nothing here does."""
@@ -66,12 +69,16 @@ class Installation:
     def __init__(self, say: Say, group_place: GroupPlace | None) -> None:
         self.pods: list[Pod] = []
         self.gateway = Gateway()
+        self.outsiders: dict[str, Party] = {}
         self.addresses: dict[str, str] = {}  # of outsiders
         self._say, self._group_place = say, group_place
         self._network, self._issuer = Network(), CertificateIssuer()
         self._objects: dict[tuple[str, str], Object] = {}
         self._secrets: dict[str, Mapping[str, bytes]] = {}
         self._config_maps: dict[str, Mapping[str, bytes]] = {}
+        self._claims: dict[str, Path] = {}
+        self._release: set[tuple[str, str]] = set()  # what the chart has, and nobody else has made
+        self._completed: set[str] = set()  # Jobs
         self._service_addresses: dict[str, str] = {}
         self._hosts: list[str] = []  # lines
         self._ray_services: dict[str, RayServiceController] = {}
@@ -86,8 +93,8 @@ class Installation:
         (FILES / "hosts").write_text("127.0.0.1 localhost\n")
         (FILES / "logs").mkdir(exist_ok=True)
         await self._network.open()
-        for name in OUTSIDERS:
-            self.addresses[name] = await self._network.add(name)
+        for name, party in OUTSIDERS.items():
+            await self.add_outsider(name, party)
         await self._tasks.__aenter__()
         self._controllers = self._tasks.create_task(self._control())
         return self
@@ -134,6 +141,39 @@ class Installation:
                 found[name] = Endpoints(self._service_addresses[name], ports)
         return found
 
+    async def add_outsider(self, name: str, party: Party) -> str:
+        """Makes a network namespace of somebody who has no pod; returns its address."""
+        self.addresses[name] = await self._network.add(name)
+        self.outsiders[name] = party
+        return self.addresses[name]
+
+    def release(self, objects: Sequence[Object]) -> None:
+        """Takes a revision of the chart over, as Helm does: what the earlier one had, and this one has not, goes."""
+        kept = {key for key, each in self._objects.items() if "helm.sh/resource-policy" in _annotations(each)}
+        new = {(each["kind"], each["metadata"]["name"]) for each in objects}
+        for kind, name in self._release - new - kept:
+            del self._objects[kind, name]
+            if kind == "Secret":
+                del self._secrets[name]
+            elif kind == "ConfigMap":
+                del self._config_maps[name]
+            elif kind == "Service":
+                self._service_addresses.pop(name, None)
+            if kind in ("Deployment", "Job"):
+                for pod in self.of(name):
+                    self._tasks.create_task(pod.end())
+        self._release = new
+        self.apply(objects)
+
+    def add_claim(self, name: str) -> Path:
+        """Makes a claim with an empty volume, which pods share; returns its folder."""
+        folder = FILES / "claims" / name
+        folder.mkdir(parents=True)
+        os.chown(folder, 0, SHARED_GROUP)
+        folder.chmod(0o2775)
+        self._claims[name] = folder
+        return folder
+
     def apply(self, objects: Sequence[Object]) -> None:
         """Takes objects over, one after the other; controllers act on them from the next round on.
 
@@ -145,12 +185,18 @@ class Installation:
                 self._secrets[name] = {key: value.encode() for key, value in each["stringData"].items()}
             elif kind == "ConfigMap":
                 self._config_maps[name] = {key: value.encode() for key, value in each["data"].items()}
+            elif kind == "PersistentVolumeClaim":
+                if name not in self._claims:
+                    self.add_claim(name)
             elif kind not in PASSIVE:
                 raise ValueError(f"objects of kind {kind} are not understood here")
             if kind == "Service" and each["spec"].get("clusterIP") != "None" and name not in self._service_addresses:
                 self._service_addresses[name] = self._network.service_address()
             if kind == "Certificate" and (kind, name) not in self._objects:
                 self._tasks.create_task(self._issue(each))
+            earlier = self._objects.get((kind, name), each)
+            if kind == "Job" and earlier["spec"]["template"] != each["spec"]["template"]:
+                raise ValueError(f"the template of the Job {name} is another one, and Kubernetes refuses such a change")
             self._objects[kind, name] = each
         self._write_hosts()
         self._changed.set()
@@ -182,6 +228,11 @@ class Installation:
                 missing.append(f"{name}: {num_ready} of {strategy.num_wanted} available, {len(self.of(name))} in all")
         for name in [each["metadata"]["name"] for each in self._of("RayService")]:
             missing += self._ray_services[name].missing() if name in self._ray_services else [f"{name}: not looked at"]
+        missing += [
+            f"Job {each['metadata']['name']} is not complete"
+            for each in self._of("Job")
+            if each["metadata"]["name"] not in self._completed
+        ]
         missing += [f"{pod} is ending" for pod in self.pods if pod.is_ending]
         return "; ".join(missing)
 
@@ -189,7 +240,7 @@ class Installation:
         """Deletes everything as an uninstallation does; returns when no pod is left."""
         for task in self._beside:
             task.cancel()
-        for key in [key for key in self._objects if key[0] in ("Deployment", "RayService")]:
+        for key in [key for key in self._objects if key[0] in ("Deployment", "Job", "RayService")]:
             del self._objects[key]
         await asyncio.gather(*(pod.end() for pod in list(self.pods)))
         while self.pods:  # noqa: ASYNC110 - controllers look at it as often
@@ -213,6 +264,10 @@ class Installation:
                 await self._step(deployment)
             for service in self._of("RayService"):
                 await self._step_ray(service)
+            for name, job in ((each["metadata"]["name"], each) for each in self._of("Job")):
+                if name not in self._completed and not self.of(name):
+                    suffix = "".join(random.choices(string.ascii_lowercase, k=5))
+                    await self.create(name, f"{name}-{suffix}", job["spec"]["template"], "")
             self._write_hosts()
             await self._load_rules()
             for pod in self._waiting:
@@ -278,7 +333,9 @@ class Installation:
                 raise ValueError(f"the {kind} {spec[field]} is not there")
 
     async def _live(self, pod: Pod) -> None:
-        await pod.run(lambda: Contents(self._secrets, self._config_maps))
+        await pod.run(lambda: Contents(self._secrets, self._config_maps, self._claims))
+        if ("Job", pod.owner) in self._objects and pod.statuses == [0]:
+            self._completed.add(pod.owner)
         await self._network.remove(pod.identity.name)
         remove_files(pod.identity.name)
         self.pods.remove(pod)
@@ -286,7 +343,7 @@ class Installation:
 
     async def _load_rules(self) -> None:
         """Loads the rules of every pod and outsider, as they are for the pods that there are now."""
-        parties = {name: (party, self.addresses[name]) for name, party in OUTSIDERS.items()}
+        parties = {name: (party, self.addresses[name]) for name, party in self.outsiders.items()}
         parties |= {pod.identity.name: (Party(pod.identity.labels), pod.identity.address) for pod in self.pods}
         peers = [Peer(*each) for each in parties.values()]
         services = [Service(each.address, each.ports) for each in self.endpoints.values()]
@@ -307,6 +364,11 @@ class Installation:
                 file.write("\n".join([*lines, ""]))
                 file.truncate()
             self._hosts = lines
+
+
+def _annotations(each: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = each["metadata"].get("annotations", {})
+    return found
 
 
 def _hosts_line(address: str, name: str) -> str:

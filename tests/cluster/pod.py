@@ -8,14 +8,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from tests.cluster.container import FILES, Container, Place
 from tests.cluster.images import image_of
 from tests.cluster.network import command
-from tests.cluster.pod_plan import ContainerPlan, Contents, Identity, NotThere, PodPlan, Volume, plan_pod
+from tests.cluster.pod_plan import ContainerPlan, Contents, Identity, NotThere, PodPlan, Volume, plan_pod, plan_volumes
 from tests.cluster.probes import verdicts
 from tests.e2e.chaos.cgroups import Group
 from tests.e2e.chaos.cgroups import Place as GroupPlace
@@ -23,6 +23,8 @@ from tests.k8s.pods import Object
 
 NOT_THERE_S: Final = 0.5
 """After which a pod that lacks a secret looks again."""
+SYNC_S: Final = 1.0
+"""Between two looks for secrets and config maps that have changed."""
 BACKOFF_S: Final = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 """Waits before the first and the following restarts of a container, as kubelets have them."""
 
@@ -85,7 +87,10 @@ class Pod:
                 try:
                     hosts = FILES / "hosts"
                     places = [Place(self.identity.name, plan.shared_group, volumes, hosts, group) for group in groups]
-                    await self._run_containers(plan, places)
+                    async with asyncio.TaskGroup() as tasks:
+                        syncing = tasks.create_task(self._sync_volumes(plan, volumes, contents))
+                        await self._run_containers(plan, places)
+                        syncing.cancel()
                 finally:
                     keep_ray_logs(volumes, self.log.with_suffix(""))
                     for volume in plan.volumes:
@@ -175,6 +180,17 @@ class Pod:
             volumes[volume.name] = folder
         return volumes
 
+    async def _sync_volumes(self, plan: PodPlan, volumes: Mapping[str, Path], contents: Callable[[], Contents]) -> None:
+        """Rewrites secrets and config maps that have changed. Kubelets do so as well, within a minute or two."""
+        written = {volume.name: volume for volume in plan.volumes}
+        while True:
+            await asyncio.sleep(SYNC_S)
+            with suppress(NotThere):
+                for volume in plan_volumes(self.spec, contents()):
+                    if volume.files is not None and volume != written[volume.name]:
+                        write_files(volumes[volume.name], volume, plan.shared_group)
+                        written[volume.name] = volume
+
     @contextmanager
     def _groups(self, plan: PodPlan) -> Iterator[list[Path | None]]:
         """A control group with its limit of memory for each container; None where none can be made."""
@@ -199,14 +215,27 @@ class Pod:
 
 
 def write_files(folder: Path, volume: Volume, group: int) -> None:
-    """Writes the files of a secret or config map as a kubelet does: links to files in a hidden folder."""
-    data = folder / "..data"
+    """Writes the files of a secret or config map as a kubelet does: links to files in a hidden folder.
+
+    New files take the place of all earlier ones at once.
+    """
+    files = volume.files or {}
+    data, link = folder / f"..{time.monotonic_ns()}", folder / "..data"
     data.mkdir()
-    for name, (content, mode) in (volume.files or {}).items():
+    for name, (content, mode) in files.items():
         (data / name).write_bytes(content)
         os.chown(data / name, 0, group)
         (data / name).chmod(mode | 0o440)
-        (folder / name).symlink_to(f"..data/{name}")
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"..data/{name}")
+    earlier = link.resolve() if link.is_symlink() else None
+    (folder / "..new").symlink_to(data.name)
+    (folder / "..new").replace(link)
+    if earlier is not None:
+        shutil.rmtree(earlier)
+        for path in folder.iterdir():
+            if not path.name.startswith("..") and path.name not in files:
+                path.unlink()
 
 
 class _Running:

@@ -129,7 +129,7 @@ def plan_pod(spec: Object, identity: Identity, contents: Contents, image_of: Cal
     _check(spec, POD_FIELDS, "pod")
     security = spec["securityContext"]
     _check(security, SECURITY_FIELDS, "security context")
-    volumes = tuple(_plan_volume(volume, contents) for volume in spec.get("volumes", ()))
+    volumes = plan_volumes(spec, contents)
     read_only = {volume.name for volume in volumes if volume.is_read_only}
     init_containers, containers = (
         tuple(
@@ -146,6 +146,11 @@ def plan_pod(spec: Object, identity: Identity, contents: Contents, image_of: Cal
         float(spec.get("terminationGracePeriodSeconds", 30)),
         spec.get("restartPolicy", "Always"),
     )
+
+
+def plan_volumes(spec: Object, contents: Contents) -> tuple[Volume, ...]:
+    """Raises NotThere for what is not there, ValueError for what is not understood here."""
+    return tuple(_plan_volume(volume, contents) for volume in spec.get("volumes", ()))
 
 
 def service_links(services: Mapping[str, tuple[str, Mapping[str, int]]]) -> dict[str, str]:

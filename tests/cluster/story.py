@@ -9,15 +9,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from command_line.checkout import ROOT
 from demo.corpus import held_out_prompts
 from k8s.helm.chart import merged
+from tests.cluster import pairs
 from tests.cluster.api_server import rendered
 from tests.cluster.container import FILES
-from tests.cluster.installation import OUTSIDERS, Installation, tails
+from tests.cluster.installation import Installation, tails
 from tests.cluster.network import CommandError, reachable
 from tests.cluster.traffic import KINDS, Access, Tally, asking, checked
 from tests.e2e.chaos.cgroups import Place as GroupPlace
@@ -56,11 +57,12 @@ class Story:
     """One run. Prints lines with the seconds since its beginning."""
 
     def __init__(
-        self, installation: Callable[..., Installation], group_place: GroupPlace | None, *, is_on_ray: bool
+        self, installation: Callable[..., Installation], group_place: GroupPlace | None, changes: Mapping[str, Any]
     ) -> None:
+        """changes: values beside `VALUES`."""
         self._began_s = time.monotonic()
-        self._is_on_ray = is_on_ray
-        self._values = merged(VALUES, RAY_VALUES if is_on_ray else {})
+        self.values = merged(VALUES, changes)
+        self._is_on_ray = self.values["coordinator"].get("hosting") == "ray"
         self.installation = installation(self.say, group_place)
 
     def say(self, text: str) -> None:
@@ -68,14 +70,14 @@ class Story:
 
     async def install(self) -> Access:
         """Renders and applies the chart, and waits until everything is available."""
-        objects = await self._rendered(self._values, is_upgrade=False)
+        objects = await self._rendered(self.values, is_upgrade=False)
         self._test_pod = next(each for each in objects if each["kind"] == "Pod")
-        late = ("Pod", "RayService")
-        self.installation.apply([each for each in objects if each["kind"] not in late])
+        objects = [each for each in objects if each["kind"] != "Pod"]
         if self._is_on_ray:
             # A start of Ray that takes 30 s fails, and two processors are too few for all starts at once.
+            self.installation.release([each for each in objects if each["kind"] != "RayService"])
             await self.until_rolled_out()
-            self.installation.apply([each for each in objects if each["kind"] == "RayService"])
+        self.installation.release(objects)
         # KubeRay makes its service when the application runs.
         await self.until(
             lambda: ", ".join(self.installation.routes_without_service()), "services of all routes", ROLLED_OUT_S
@@ -96,15 +98,16 @@ class Story:
         self.say(f"through the gateway: {found}")
         assert found["http_status"] == 200, found
         assert found["num_http_events"] > 1, "the completion was not streamed"
-        assert found["http_text"] == found["grpc_text"] != "", found
+        assert found["http_text"] == found["grpc_text"] == found["http_text_without_speculation"] != "", found
         assert (found["http_without_key"], found["grpc_without_key"]) == (401, "UNAUTHENTICATED"), found
         assert found["metrics_from_outside"] == 404, found
 
     async def check_policies(self) -> None:
         """Dials every pod and the gateway from every pod and outsider; each connection has to be as policies say."""
         pods = {pod.identity.name: pod for pod in self.installation.pods}
-        parties = {name: Party(pod.identity.labels) for name, pod in pods.items()} | OUTSIDERS
-        namespaces = {name: pod.identity.name for name, pod in pods.items()} | {name: name for name in OUTSIDERS}
+        outsiders = self.installation.outsiders
+        parties = {name: Party(pod.identity.labels) for name, pod in pods.items()} | outsiders
+        namespaces = {name: pod.identity.name for name, pod in pods.items()} | {name: name for name in outsiders}
         ports = RAY_PORTS if self._is_on_ray else PORTS
         addresses = {name: pod.identity.address for name, pod in pods.items()} | self.installation.addresses
         hops = [*((name, port) for name in pods for port in ports), ("gateway", 443)]
@@ -133,12 +136,16 @@ class Story:
         """Changes values so that every deployment gets new pods."""
         before = {pod.identity.name for pod in self.installation.pods}
         keys = dict(self.installation.secrets["outrider-redis"])
-        objects = await self._rendered(merged(self._values, CHANGES), is_upgrade=True)
-        self.installation.apply([each for each in objects if each["kind"] != "Pod"])
+        await self.release(merged(self.values, CHANGES))
         assert self.installation.secrets["outrider-redis"] == keys, "the upgrade made new passwords"
-        await self.until_rolled_out()
         assert before.isdisjoint(pod.identity.name for pod in self.installation.pods), "a pod was not replaced"
         await tally.more(3, ANSWERED_S)
+
+    async def release(self, values: dict[str, Any]) -> None:
+        """Upgrades to these values, and waits until everything is rolled out."""
+        objects = await self._rendered(values, is_upgrade=True)
+        self.installation.release([each for each in objects if each["kind"] != "Pod"])
+        await self.until_rolled_out()
 
     async def kill_each(self, tally: Tally) -> None:
         """Kills a pod of each kind at once; requests are answered again, and a draft worker costs none."""
@@ -175,20 +182,26 @@ async def tell(given: argparse.Namespace, group_place: GroupPlace | None) -> Non
     """The whole story. Raises AssertionError, CommandError, or a group of these."""
     for name in PACKAGES:  # as the images' builds do
         compileall.compile_dir(ROOT / name, quiet=2)
-    story = Story(Installation, group_place, is_on_ray=given.ray)
+    story = Story(Installation, group_place, pairs.VALUES if given.pairs else RAY_VALUES if given.ray else {})
     async with story.installation:
+        if given.pairs:
+            pairs.put_models(story.installation.add_claim(pairs.CLAIM))
         access = await story.install()
         story.say("everything is available")
         await story.check_requests(access)
         await story.check_policies()
         if not given.short:
-            await story.run_helm_test()
             prompts = [(prompt, 60 if number else LONG_TOKENS) for number, prompt in enumerate(held_out_prompts(6))]
             async with asking(access, prompts, given.clients) as tally:
                 await tally.more(3, ANSWERED_S)
-                await _timed(story, "upgrade", tally, story.upgrade)
+                if given.pairs:
+                    await pairs.come_and_go(story, access, tally)
+                else:
+                    await story.run_helm_test()
+                    await _timed(story, "upgrade", tally, story.upgrade)
                 assert not tally.failures, tally.failures[:20]
-                await _timed(story, "kills", tally, story.kill_each)
+                if not given.pairs:
+                    await _timed(story, "kills", tally, story.kill_each)
             counted = ", ".join(f"{tally.num_right[kind]} by {kind}" for kind in KINDS)
             story.say(f"{tally.num_answers} answers ({counted} right), {len(tally.failures)} failed")
         await story.installation.delete_all()

@@ -214,8 +214,11 @@ class Installation:
         return [pod for pod in self.pods if pod.owner == owner and not pod.is_ending]
 
     @property
-    def deployments(self) -> list[str]:
-        return [each["metadata"]["name"] for each in self._of("Deployment")]
+    def owners(self) -> list[str]:
+        """Deployments, and groups of Ray clusters: workers first."""
+        clusters = [cluster for service in self._ray_services.values() for cluster in service.clusters]
+        groups = [owner for cluster in clusters for owner in reversed(cluster.groups)]
+        return [*groups, *(each["metadata"]["name"] for each in self._of("Deployment"))]
 
     def what_is_missing(self) -> str:
         """Deployments and RayServices that are not rolled out, in words; empty when all are and no pod is ending."""

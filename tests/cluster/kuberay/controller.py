@@ -138,7 +138,7 @@ class RayServiceController:
         """Submits the application where it is not, and leads the services to the cluster once it runs."""
         heads = [pod for pod in self._node.of(cluster.head) if pod.is_ready]
         if not heads:
-            cluster.trouble = "its head is not ready"
+            cluster.trouble, cluster.statuses = "its head is not ready", {}
             return
         try:
             found = await self._ask(cluster, heads[0], "GET", "?api_type=declarative")

@@ -13,7 +13,6 @@ import random
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -27,10 +26,11 @@ from tests.cluster.gateway_config import backends
 from tests.cluster.kuberay.controller import OPERATOR, RayServiceController
 from tests.cluster.network import NODE, Network
 from tests.cluster.pod import Pod, Say, remove_files
-from tests.cluster.pod_plan import NAMESPACE, Contents, Identity, service_links
+from tests.cluster.pod_plan import Contents, Identity, service_links
 from tests.cluster.rolling_update import Counts, next_step, strategy_of
+from tests.cluster.services import Endpoints, endpoints_of, hosts_lines
 from tests.e2e.chaos.cgroups import Place as GroupPlace
-from tests.k8s.pods import Object, matches
+from tests.k8s.pods import Object
 from tests.k8s.policy_rules import OTHERS, Party
 
 LOOK_S: Final = 0.25
@@ -53,14 +53,6 @@ PASSIVE: Final = frozenset(
     }
 )
 """Kinds that are only kept: controllers look at them, or nothing here does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """A service's own address, and for each of its ports the pods' port and the addresses of ready pods."""
-
-    address: str
-    ports: Mapping[int, tuple[int, tuple[str, ...]]]
 
 
 class Installation:
@@ -128,18 +120,11 @@ class Installation:
     @property
     def endpoints(self) -> dict[str, Endpoints]:
         """Services that have an address, by name."""
-        found = {}
-        for service in self._of("Service"):
-            spec, name = service["spec"], service["metadata"]["name"]
-            if spec.get("clusterIP") != "None":
-                chosen = [pod for pod in self.pods if matches({"matchLabels": spec["selector"]}, pod.identity.labels)]
-                ready = tuple(pod.identity.address for pod in chosen if pod.is_ready)
-                ports = {
-                    each["port"]: (_number(each.get("targetPort", each["port"]), chosen), ready)
-                    for each in spec["ports"]
-                }
-                found[name] = Endpoints(self._service_addresses[name], ports)
-        return found
+        return {
+            name: endpoints_of(service, self.pods, self._service_addresses[name])
+            for service in self._of("Service")
+            if (name := service["metadata"]["name"]) in self._service_addresses
+        }
 
     async def add_outsider(self, name: str, party: Party) -> str:
         """Makes a network namespace of somebody who has no pod; returns its address."""
@@ -355,13 +340,7 @@ class Installation:
 
     def _write_hosts(self) -> None:
         """Names of services, in the file that all pods have as /etc/hosts."""
-        lines = ["127.0.0.1 localhost"]
-        for name, address in self._service_addresses.items():
-            lines.append(_hosts_line(address, name))
-        for service in (each for each in self._of("Service") if each["spec"].get("publishNotReadyAddresses")):
-            for pod in self.pods:
-                if matches({"matchLabels": service["spec"]["selector"]}, pod.identity.labels):
-                    lines.append(_hosts_line(pod.identity.address, service["metadata"]["name"]))
+        lines = hosts_lines(self._of("Service"), self.pods, self._service_addresses)
         if lines != self._hosts:
             with (FILES / "hosts").open("r+") as file:  # in place: pods have this very file
                 file.write("\n".join([*lines, ""]))
@@ -374,25 +353,9 @@ def _annotations(each: Object) -> Mapping[str, str]:
     return found
 
 
-def _hosts_line(address: str, name: str) -> str:
-    return f"{address} {name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc.cluster.local"
-
-
 def _revision(deployment: Object) -> str:
     text = json.dumps(deployment["spec"]["template"], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def _number(port: int | str, pods: Sequence[Pod]) -> int:
-    """The number of a port that pods name; 0 if there is no pod."""
-    if isinstance(port, int):
-        return port
-    for pod in pods:
-        for container in pod.spec["containers"]:
-            for each in container.get("ports", ()):
-                if each["name"] == port:
-                    return int(each["containerPort"])
-    return 0
 
 
 def tails(num_lines: int, folder: Path = FILES / "logs") -> str:

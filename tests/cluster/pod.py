@@ -194,7 +194,7 @@ class Pod:
     @contextmanager
     def _groups(self, plan: PodPlan) -> Iterator[list[Path | None]]:
         """A control group with its limit of memory for each container; None where none can be made."""
-        made: list[tuple[Group, Path]] = []
+        made: list[tuple[Group, ContainerPlan]] = []
         found: list[Path | None] = []
         try:
             for container in (*plan.init_containers, *plan.containers):
@@ -203,12 +203,15 @@ class Pod:
                     continue
                 folder = self._group_place.folder / f"{self.identity.name}-{container.name}"
                 group = Group(folder, self._group_place.is_version_2)
-                made.append((group, folder))
+                made.append((group, container))
                 group.limit_memory(container.memory_bytes)
                 found.append(folder)
             yield found
         finally:
-            for group, _ in made:
+            for group, container in made:
+                if (peak := group.peak_bytes()) is not None and container.memory_bytes is not None:
+                    limit = f"{peak >> 20} of {container.memory_bytes >> 20} MiB"
+                    self.note(f"{container.name} had at most {limit}, with the file cache")
                 if num_killed := group.num_killed():
                     self.note(f"{num_killed} processes killed because the limit of memory was reached")
                 group.remove()

@@ -45,7 +45,7 @@ CHANGES: Final[dict[str, Any]] = {
 """Values of the upgrade: every deployment gets new pods."""
 PORTS: Final = (6379, 8000, 9000, 9100, 50051, 50052)
 RAY_PORTS: Final = (*PORTS, 8080, 8265, 8404, 9190, 10001, 10002, 52365)
-ROLLED_OUT_S: Final = 240.0
+ROLLED_OUT_S: Final = 420.0
 ANSWERED_S: Final = 120.0
 DIAL_S: Final = 2.0
 LONG_TOKENS: Final = 900

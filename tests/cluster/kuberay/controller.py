@@ -35,7 +35,7 @@ _PATH: Final = "/api/serve/applications/"
 
 
 class Node(Protocol):
-    """What the controllers need of a cluster."""
+    """The parts of a cluster that the controllers need."""
 
     def apply(self, objects: Sequence[Object]) -> None: ...
 
@@ -111,7 +111,7 @@ class RayServiceController:
                     await asyncio.gather(*(pod.end() for pod in pods))
 
     def missing(self) -> Iterator[str]:
-        """What is not as the RayService says, in words."""
+        """Names, in words, everything that is not as the RayService says."""
         name = self._service["metadata"]["name"]
         if not self.clusters:
             yield f"{name}: there is no cluster"
@@ -179,7 +179,7 @@ class RayServiceController:
 
 
 def _revision(spec: Object) -> str:
-    """Of what makes a new cluster when it changes: everything but the numbers of pods."""
+    """A hash of everything whose change makes a new cluster: all but the numbers of pods."""
     groups = [
         {key: value for key, value in group.items() if key not in ("replicas", "minReplicas", "maxReplicas")}
         for group in spec["workerGroupSpecs"]
@@ -189,7 +189,7 @@ def _revision(spec: Object) -> str:
 
 
 def _messages(found: str) -> str:
-    """What the dashboard says about applications and deployments that do not run."""
+    """The dashboard's messages about applications and deployments."""
     messages = []
     with suppress(KeyError):
         for application_found in json.loads(found)["applications"].values():

@@ -137,6 +137,8 @@ class Installation:
         kept = {key for key, each in self._objects.items() if "helm.sh/resource-policy" in _annotations(each)}
         new = {(each["kind"], each["metadata"]["name"]) for each in objects}
         for kind, name in self._release - new - kept:
+            if kind == "RayService":
+                raise ValueError(f"another hosting than that of the RayService {name} is not understood here")
             del self._objects[kind, name]
             if kind == "Secret":
                 del self._secrets[name]

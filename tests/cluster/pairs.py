@@ -61,7 +61,7 @@ async def come_and_go(story: Story, access: Access, tally: Tally) -> None:
     third = replace(access, model="third")
     refused = await checked(third)
     assert (refused["http_status"], refused["grpc_code"]) == (404, "NOT_FOUND"), refused
-    with _Step(story, tally, "a third pair comes"):
+    with _Step(story, tally, "another pair comes"):
         await _until_replaced(story, [*PAIRS, THIRD])
         await _check_served(story, third)
     with _Step(story, tally, "it goes"):
@@ -72,7 +72,7 @@ async def come_and_go(story: Story, access: Access, tally: Tally) -> None:
         story.values = merged(
             story.values, {"models": {"fetch": {"env": [{"name": "HF_ENDPOINT", "value": endpoint}]}}}
         )
-        with _Step(story, tally, "a third pair comes from a Hub"):
+        with _Step(story, tally, "another pair comes from a Hub"):
             await _until_replaced(story, [*PAIRS, _pair("third", source, source)])
             await _check_served(story, third)
     await tally.more(1, SERVED_S)

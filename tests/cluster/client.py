@@ -12,7 +12,7 @@ import contextlib
 import json
 import signal
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ NUM_TOKENS = 32
 
 
 async def check(given: argparse.Namespace, context: ssl.SSLContext, channel: grpc.aio.Channel) -> dict[str, Any]:
-    """The texts over HTTP and gRPC, and how requests without a key, and for closed paths, are refused."""
+    """The texts over HTTP and gRPC, and how requests without a key, and for closed paths, are refused.
+
+    For a model that is not served: how these are refused.
+    """
     body = {"model": given.model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
     found: dict[str, Any] = {}
     async with httpx.AsyncClient(
@@ -42,6 +45,10 @@ async def check(given: argparse.Namespace, context: ssl.SSLContext, channel: grp
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
         found["http_text"] = "".join(choice["text"] for event in events for choice in event["choices"])
         found["num_http_events"] = len(events)
+        plain = await client.post(
+            "/v1/completions", json=body | {"stream": False, "speculation": {"enabled": False}}, headers=headers
+        )
+        found["http_text_without_speculation"] = "".join(each["text"] for each in plain.json().get("choices", ()))
         found["http_without_key"] = (await client.post("/v1/completions", json=body)).status_code
         found["metrics_from_outside"] = (await client.get("/metrics", headers=headers)).status_code
     request = generation_pb2.GenerationRequest(
@@ -51,15 +58,24 @@ async def check(given: argparse.Namespace, context: ssl.SSLContext, channel: grp
     )
     stub = generation_pb2_grpc.GenerationStub(channel)
     metadata = (("authorization", f"Bearer {given.key}"),)
-    found["grpc_text"] = "".join(
-        [chunk.text async for chunk in stub.Generate(request, metadata=metadata, timeout=REQUEST_TIMEOUT_S)]
-    )
-    try:
-        async for _ in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
-            pass
-    except grpc.aio.AioRpcError as error:
-        found["grpc_without_key"] = error.code().name
+    found["grpc_text"], found["grpc_code"] = await _generated(stub, request, metadata)
+    _, found["grpc_without_key"] = await _generated(stub, request, ())
     return found
+
+
+async def _generated(
+    stub: generation_pb2_grpc.GenerationStub,
+    request: generation_pb2.GenerationRequest,
+    metadata: Sequence[tuple[str, str]],
+) -> tuple[str, str]:
+    """The text, and the name of the status."""
+    text = ""
+    try:
+        async for chunk in stub.Generate(request, metadata=metadata, timeout=REQUEST_TIMEOUT_S):
+            text += chunk.text
+    except grpc.aio.AioRpcError as error:
+        return text, error.code().name
+    return text, "OK"
 
 
 async def texts(given: argparse.Namespace, client: openai.AsyncOpenAI) -> list[Case]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.cluster.images import VENV, write_programs
 from tests.cluster.network import CommandError, command, inside
 from tests.cluster.pod_plan import ContainerPlan
 from tests.images.stages import CONFIGURATION, SYSTEM
@@ -26,6 +27,8 @@ FILES: Final = Path("/run/outrider")
 """Folder of everything in a run: a file system in memory that only this process sees."""
 ROOT: Final = FILES / "root"
 ETC: Final = FILES / "etc"
+PROGRAMS: Final = FILES / "venv-bin"
+_OUTPUT_END_S: Final = 2.0
 _DEVICES: Final = ("full", "null", "random", "urandom", "zero")
 _USERS: Final = "root:x:0:0::/:/bin/sh\nredis:x:999:999::/data:/bin/sh\noutrider:x:10001:10001::/tmp:/bin/sh\n"
 _GROUPS: Final = "root:x:0:\nredis:x:999:\noutrider:x:10001:\n"
@@ -42,9 +45,13 @@ class Place:
     memory_group: Path | None
 
 
-def prepare_etc() -> None:
-    """Makes /etc of all containers: of this machine what a base image has as well, and the images' users."""
+def prepare() -> None:
+    """Makes what all containers have in common.
+
+    In /etc: of this machine what a base image has as well, and the images' users.
+    """
     ROOT.mkdir()
+    write_programs(PROGRAMS)
     ETC.mkdir()
     for name in (*CONFIGURATION, "alternatives"):
         path = Path("/etc") / name
@@ -89,6 +96,8 @@ def root_script(plan: ContainerPlan, place: Place) -> str:
         bind(prefix, prefix)
     for path, folder in plan.image.folders.items():
         bind(folder, path)
+        if path == VENV:
+            bind(PROGRAMS, f"{VENV}/bin")
     lines += ["mkdir -p proc sys dev tmp", "mount -t proc proc proc", "mount -t tmpfs -o mode=755,size=64k dev dev"]
     for name in _DEVICES:
         lines += [f"touch dev/{name}", f"mount --bind /dev/{name} dev/{name}"]
@@ -122,19 +131,32 @@ def _control_groups(plan: ContainerPlan, place: Place) -> list[str]:
         usage = next(
             path for name in ("memory.current", "memory.usage_in_bytes") if (path := place.memory_group / name).exists()
         )
-        lines += [
-            f"echo {plan.memory_bytes} > sys/fs/cgroup/memory.max",
-            "touch sys/fs/cgroup/memory.current",
-            f"mount --bind {usage} sys/fs/cgroup/memory.current",
-        ]
+        lines.append(f"echo {plan.memory_bytes} > sys/fs/cgroup/memory.max")
+        for name, path in (("memory.current", usage), ("memory.stat", place.memory_group / "memory.stat")):
+            lines += [f"touch sys/fs/cgroup/{name}", f"mount --bind {path} sys/fs/cgroup/{name}"]
     return [*lines, "mount -o remount,ro sys/fs/cgroup"]
+
+
+class _Output(asyncio.Protocol):
+    """Copies what a container prints to the end of its log."""
+
+    def __init__(self, log: Path) -> None:
+        self.has_ended = asyncio.Event()
+        self._file = log.open("ab", buffering=0)
+
+    def data_received(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._file.close()
+        self.has_ended.set()
 
 
 class Container:
     """A running container."""
 
-    def __init__(self, process: asyncio.subprocess.Process, as_user: Sequence[str]) -> None:
-        self._process, self._as_user = process, as_user
+    def __init__(self, process: asyncio.subprocess.Process, as_user: Sequence[str], output: _Output) -> None:
+        self._process, self._as_user, self._output = process, as_user, output
 
     @classmethod
     async def start(cls, plan: ContainerPlan, place: Place, log: Path) -> Container:
@@ -144,15 +166,22 @@ class Container:
             *("unshare", "--mount", "--propagation", "private", "--uts", "--ipc", "--pid", "--fork", "--kill-child"),
             *("sh", "-c", root_script(plan, place)),
         ]
-        with log.open("ab") as output:
+        # A pipe that belongs to the container's user, who may open it as /proc/1/fd/2: containerd's are such.
+        read_end, write_end = os.pipe()
+        os.fchown(write_end, plan.user, plan.group)
+        output = _Output(log)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: output, os.fdopen(read_end, "rb"))
+        try:
             process = await asyncio.create_subprocess_exec(
                 *words,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=write_end,
+                stderr=write_end,
                 start_new_session=True,  # Ctrl-C is for the node, which ends its pods in order
             )
-        return cls(process, _as_user(plan, place))
+        finally:
+            os.close(write_end)
+        return cls(process, _as_user(plan, place), output)
 
     async def execute(self, words: Sequence[str]) -> bool:
         """Runs a command in the container; returns whether it succeeded."""
@@ -165,7 +194,11 @@ class Container:
 
     async def wait(self) -> int:
         """Waits for its end; returns the exit status, or minus the signal that ended it."""
-        return await self._process.wait()
+        status = await self._process.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_OUTPUT_END_S):
+                await self._output.has_ended.wait()
+        return status
 
     @property
     def is_running(self) -> bool:

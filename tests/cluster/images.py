@@ -20,6 +20,8 @@ DOCKERFILES: Final = {
 }
 """Dockerfiles by the name of the repository in an image's reference."""
 VIRTUAL_ENVIRONMENT: Final = Path(sys.prefix)
+VENV: Final = "/venv"
+"""Its path in the images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,24 @@ def image_of(reference: str) -> Image:
     return image_from(DOCKERFILES[repository].read_text(encoding="utf-8"), models)
 
 
+def write_programs(folder: Path) -> None:
+    """Writes the scripts of the packages as an image has them, which names its own Python in their first lines.
+
+    Programs that are no scripts stay out: no image of ours runs one from there.
+    """
+    folder.mkdir()
+    for path in (VIRTUAL_ENVIRONMENT / "bin").iterdir():
+        if path.is_symlink():
+            (folder / path.name).symlink_to(path.readlink())
+            continue
+        with path.open("rb") as file:
+            is_script = file.read(2) == b"#!"
+        if is_script:
+            script = path.read_bytes().replace(f"#!{VIRTUAL_ENVIRONMENT}/bin/".encode(), f"#!{VENV}/bin/".encode(), 1)
+            (folder / path.name).write_bytes(script)
+            (folder / path.name).chmod(0o755)
+
+
 def image_from(dockerfile: str, models: str) -> Image:
     """The image that a Dockerfile of ours makes, with these models."""
     stages = parse(dockerfile, {"MODELS": models})
@@ -61,7 +81,7 @@ def image_from(dockerfile: str, models: str) -> Image:
     for copy in (each for stage in above for each in stage.of("COPY")):
         source, place = copy.words
         origin = by_name[copy.flags["from"]]
-        if source == "/venv":
+        if source == VENV:
             folders[place] = VIRTUAL_ENVIRONMENT
         elif source == "/app":
             folders |= {f"{place}/{name}": ROOT / name for name in _packages(lineage(stages, origin))}

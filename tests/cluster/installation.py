@@ -8,27 +8,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 from tests.cluster import firewall
 from tests.cluster.certificate_issuer import CertificateIssuer
-from tests.cluster.container import FILES, prepare_etc
+from tests.cluster.container import FILES, prepare
 from tests.cluster.firewall import Peer, Service
 from tests.cluster.gateway import NAME as GATEWAY
 from tests.cluster.gateway import Gateway
 from tests.cluster.gateway_config import backends
+from tests.cluster.kuberay.controller import OPERATOR, RayServiceController
 from tests.cluster.network import NODE, Network
 from tests.cluster.pod import Pod, Say, remove_files
-from tests.cluster.pod_plan import NAMESPACE, Contents, Identity, service_links
+from tests.cluster.pod_plan import Contents, Identity, service_links
 from tests.cluster.rolling_update import Counts, next_step, strategy_of
+from tests.cluster.services import Endpoints, endpoints_of, hosts_lines
 from tests.e2e.chaos.cgroups import Place as GroupPlace
-from tests.k8s.pods import Object, matches
+from tests.k8s.pods import Object
 from tests.k8s.policy_rules import OTHERS, Party
 
 LOOK_S: Final = 0.25
@@ -36,23 +38,21 @@ LOOK_S: Final = 0.25
 ISSUES_S: Final = 1.0
 """The time that a certificate takes to be issued."""
 CLIENT: Final = "client"
-OUTSIDERS: Final = {GATEWAY: OTHERS["proxy"], CLIENT: OTHERS["stranger"], "prometheus": OTHERS["prometheus"]}
-"""Parties that have a network namespace beside the pods of the installation."""
+OUTSIDERS: Final = {
+    GATEWAY: OTHERS["proxy"],
+    CLIENT: OTHERS["stranger"],
+    **{name: OTHERS[name] for name in ("prometheus", OPERATOR)},
+}
+"""Parties that always have a network namespace beside the pods of the installation."""
+SHARED_GROUP: Final = 10001
+"""The group that volumes of our pods belong to."""
 PASSIVE: Final = frozenset(
     {
         *("ServiceAccount", "PriorityClass", "PodDisruptionBudget", "Issuer", "Certificate", "Service"),
-        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment"),
+        *("NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute", "Deployment", "RayService", "Job"),
     }
 )
 """Kinds that are only kept: controllers look at them, or nothing here does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """A service's own address, and for each of its ports the pods' port and the addresses of ready pods."""
-
-    address: str
-    ports: Mapping[int, tuple[int, tuple[str, ...]]]
 
 
 class Installation:
@@ -61,25 +61,32 @@ class Installation:
     def __init__(self, say: Say, group_place: GroupPlace | None) -> None:
         self.pods: list[Pod] = []
         self.gateway = Gateway()
+        self.outsiders: dict[str, Party] = {}
         self.addresses: dict[str, str] = {}  # of outsiders
         self._say, self._group_place = say, group_place
         self._network, self._issuer = Network(), CertificateIssuer()
         self._objects: dict[tuple[str, str], Object] = {}
         self._secrets: dict[str, Mapping[str, bytes]] = {}
         self._config_maps: dict[str, Mapping[str, bytes]] = {}
+        self._claims: dict[str, Path] = {}
+        self._release: set[tuple[str, str]] = set()  # what the chart has, and nobody else has made
+        self._completed: set[str] = set()  # Jobs
         self._service_addresses: dict[str, str] = {}
+        self._hosts: list[str] = []  # lines
+        self._ray_services: dict[str, RayServiceController] = {}
+        self._beside: list[asyncio.Task[None]] = []  # tasks of controllers that take their time
         self._waiting: list[Pod] = []  # for their rules
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._controllers: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        prepare_etc()
+        prepare()
         (FILES / "hosts").write_text("127.0.0.1 localhost\n")
         (FILES / "logs").mkdir(exist_ok=True)
         await self._network.open()
-        for name in OUTSIDERS:
-            self.addresses[name] = await self._network.add(name)
+        for name, party in OUTSIDERS.items():
+            await self.add_outsider(name, party)
         await self._tasks.__aenter__()
         self._controllers = self._tasks.create_task(self._control())
         return self
@@ -87,6 +94,8 @@ class Installation:
     async def __aexit__(self, *error: Any) -> None:
         if self._controllers is not None:
             self._controllers.cancel()
+        for task in self._beside:
+            task.cancel()
         for pod in self.pods:
             pod.abandon()
         await self.gateway.stop()
@@ -97,21 +106,60 @@ class Installation:
         return self._secrets
 
     @property
+    def objects(self) -> list[Object]:
+        return list(self._objects.values())
+
+    def routes_without_service(self) -> list[str]:
+        """Services that routes lead to and that are not there yet."""
+        return sorted({name for name, _ in backends(self.objects)} - self._service_addresses.keys())
+
+    @property
     def policies(self) -> list[Object]:
         return [each["spec"] for each in self._of("NetworkPolicy")]
 
     @property
     def endpoints(self) -> dict[str, Endpoints]:
         """Services that have an address, by name."""
-        found = {}
-        for service in self._of("Service"):
-            spec, name = service["spec"], service["metadata"]["name"]
-            if spec.get("clusterIP") != "None":
-                chosen = [pod for pod in self.pods if matches({"matchLabels": spec["selector"]}, pod.identity.labels)]
-                ready = tuple(pod.identity.address for pod in chosen if pod.is_ready)
-                ports = {each["port"]: (_number(each["targetPort"], chosen), ready) for each in spec["ports"]}
-                found[name] = Endpoints(self._service_addresses[name], ports)
-        return found
+        return {
+            name: endpoints_of(service, self.pods, self._service_addresses[name])
+            for service in self._of("Service")
+            if (name := service["metadata"]["name"]) in self._service_addresses
+        }
+
+    async def add_outsider(self, name: str, party: Party) -> str:
+        """Makes a network namespace of somebody who has no pod; returns its address."""
+        self.addresses[name] = await self._network.add(name)
+        self.outsiders[name] = party
+        return self.addresses[name]
+
+    def release(self, objects: Sequence[Object]) -> None:
+        """Takes a revision of the chart over, as Helm does: what the earlier one had, and this one has not, goes."""
+        kept = {key for key, each in self._objects.items() if "helm.sh/resource-policy" in _annotations(each)}
+        new = {(each["kind"], each["metadata"]["name"]) for each in objects}
+        for kind, name in self._release - new - kept:
+            if kind == "RayService":
+                raise ValueError(f"another hosting than that of the RayService {name} is not understood here")
+            del self._objects[kind, name]
+            if kind == "Secret":
+                del self._secrets[name]
+            elif kind == "ConfigMap":
+                del self._config_maps[name]
+            elif kind == "Service":
+                self._service_addresses.pop(name, None)
+            if kind in ("Deployment", "Job"):
+                for pod in self.of(name):
+                    self._tasks.create_task(pod.end())
+        self._release = new
+        self.apply(objects)
+
+    def add_claim(self, name: str) -> Path:
+        """Makes a claim with an empty volume, which pods share; returns its folder."""
+        folder = FILES / "claims" / name
+        folder.mkdir(parents=True)
+        os.chown(folder, 0, SHARED_GROUP)
+        folder.chmod(0o2775)
+        self._claims[name] = folder
+        return folder
 
     def apply(self, objects: Sequence[Object]) -> None:
         """Takes objects over, one after the other; controllers act on them from the next round on.
@@ -124,30 +172,43 @@ class Installation:
                 self._secrets[name] = {key: value.encode() for key, value in each["stringData"].items()}
             elif kind == "ConfigMap":
                 self._config_maps[name] = {key: value.encode() for key, value in each["data"].items()}
+            elif kind == "PersistentVolumeClaim":
+                if name not in self._claims:
+                    self.add_claim(name)
             elif kind not in PASSIVE:
                 raise ValueError(f"objects of kind {kind} are not understood here")
             if kind == "Service" and each["spec"].get("clusterIP") != "None" and name not in self._service_addresses:
                 self._service_addresses[name] = self._network.service_address()
             if kind == "Certificate" and (kind, name) not in self._objects:
                 self._tasks.create_task(self._issue(each))
+            earlier = self._objects.get((kind, name), each)
+            if kind == "Job" and earlier["spec"]["template"] != each["spec"]["template"]:
+                raise ValueError(f"the template of the Job {name} is another one, and Kubernetes refuses such a change")
             self._objects[kind, name] = each
         self._write_hosts()
         self._changed.set()
 
+    def put_secret(self, name: str, files: dict[str, bytes]) -> None:
+        """Makes a secret."""
+        self._secrets[name] = files
+
     async def run_pod(self, each: Object) -> Pod:
         """Starts a pod that has no owner; returns it."""
-        return await self._create("", each["metadata"]["name"], {**each, "metadata": {**each["metadata"]}}, "")
+        return await self.create("", each["metadata"]["name"], {**each, "metadata": {**each["metadata"]}}, "")
 
     def of(self, owner: str) -> list[Pod]:
-        """Pods of a deployment that are not ending."""
+        """Pods of a deployment, or of a group of a Ray cluster, that are not ending."""
         return [pod for pod in self.pods if pod.owner == owner and not pod.is_ending]
 
     @property
-    def deployments(self) -> list[str]:
-        return [each["metadata"]["name"] for each in self._of("Deployment")]
+    def owners(self) -> list[str]:
+        """Deployments, and groups of Ray clusters: workers first."""
+        clusters = [cluster for service in self._ray_services.values() for cluster in service.clusters]
+        groups = [owner for cluster in clusters for owner in reversed(cluster.groups)]
+        return [*groups, *(each["metadata"]["name"] for each in self._of("Deployment"))]
 
     def what_is_missing(self) -> str:
-        """Deployments that are not rolled out, in words; empty when all are and no pod is ending."""
+        """Deployments and RayServices that are not rolled out, in words; empty when all are and no pod is ending."""
         missing = []
         for deployment in self._of("Deployment"):
             strategy, name = strategy_of(deployment), deployment["metadata"]["name"]
@@ -155,12 +216,21 @@ class Installation:
             num_ready = sum(pod.is_available(strategy.min_ready_s) for pod in current)
             if not num_ready == len(self.of(name)) == strategy.num_wanted:
                 missing.append(f"{name}: {num_ready} of {strategy.num_wanted} available, {len(self.of(name))} in all")
+        for name in [each["metadata"]["name"] for each in self._of("RayService")]:
+            missing += self._ray_services[name].missing() if name in self._ray_services else [f"{name}: not looked at"]
+        missing += [
+            f"Job {each['metadata']['name']} is not complete"
+            for each in self._of("Job")
+            if each["metadata"]["name"] not in self._completed
+        ]
         missing += [f"{pod} is ending" for pod in self.pods if pod.is_ending]
         return "; ".join(missing)
 
     async def delete_all(self) -> None:
         """Deletes everything as an uninstallation does; returns when no pod is left."""
-        for key in [key for key in self._objects if key[0] == "Deployment"]:
+        for task in self._beside:
+            task.cancel()
+        for key in [key for key in self._objects if key[0] in ("Deployment", "Job", "RayService")]:
             del self._objects[key]
         await asyncio.gather(*(pod.end() for pod in list(self.pods)))
         while self.pods:  # noqa: ASYNC110 - controllers look at it as often
@@ -182,15 +252,21 @@ class Installation:
             self._changed.clear()
             for deployment in self._of("Deployment"):
                 await self._step(deployment)
+            for service in self._of("RayService"):
+                await self._step_ray(service)
+            for name, job in ((each["metadata"]["name"], each) for each in self._of("Job")):
+                if name not in self._completed and not self.of(name):
+                    suffix = "".join(random.choices(string.ascii_lowercase, k=5))
+                    await self.create(name, f"{name}-{suffix}", job["spec"]["template"], "")
+            self._write_hosts()
             await self._load_rules()
             for pod in self._waiting:
                 self._tasks.create_task(self._live(pod))
             self._waiting.clear()
             if self._of("Gateway"):
                 found = self.endpoints
-                self.gateway.show(
-                    {(name, port): found[name].ports[port] for name, port in backends(list(self._objects.values()))}
-                )
+                wanted = [pair for pair in backends(self.objects) if pair[0] in found]
+                self.gateway.show({(name, port): found[name].ports[port] for name, port in wanted})
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._changed.wait()
@@ -212,9 +288,17 @@ class Installation:
                 self._tasks.create_task(pod.end())
         for _ in range(step.num_new):
             suffix = "".join(random.choices(string.ascii_lowercase, k=5))
-            await self._create(name, f"{name}-{revision}-{suffix}", deployment["spec"]["template"], revision)
+            await self.create(name, f"{name}-{revision}-{suffix}", deployment["spec"]["template"], revision)
 
-    async def _create(self, owner: str, name: str, template: Object, revision: str) -> Pod:
+    async def _step_ray(self, service: Object) -> None:
+        name = service["metadata"]["name"]
+        if name not in self._ray_services:
+            self._ray_services[name] = RayServiceController(self, service, self._say)
+            self._beside.append(self._tasks.create_task(self._ray_services[name].serve()))
+        await self._ray_services[name].step(service)
+
+    async def create(self, owner: str, name: str, template: Object, revision: str) -> Pod:
+        """Makes a pod, which starts when its rules are loaded."""
         spec = template["spec"]
         self._check_admission(spec)
         links = {
@@ -239,7 +323,9 @@ class Installation:
                 raise ValueError(f"the {kind} {spec[field]} is not there")
 
     async def _live(self, pod: Pod) -> None:
-        await pod.run(lambda: Contents(self._secrets, self._config_maps))
+        await pod.run(lambda: Contents(self._secrets, self._config_maps, self._claims))
+        if ("Job", pod.owner) in self._objects and pod.statuses == [0]:
+            self._completed.add(pod.owner)
         await self._network.remove(pod.identity.name)
         remove_files(pod.identity.name)
         self.pods.remove(pod)
@@ -247,7 +333,7 @@ class Installation:
 
     async def _load_rules(self) -> None:
         """Loads the rules of every pod and outsider, as they are for the pods that there are now."""
-        parties = {name: (party, self.addresses[name]) for name, party in OUTSIDERS.items()}
+        parties = {name: (party, self.addresses[name]) for name, party in self.outsiders.items()}
         parties |= {pod.identity.name: (Party(pod.identity.labels), pod.identity.address) for pod in self.pods}
         peers = [Peer(*each) for each in parties.values()]
         services = [Service(each.address, each.ports) for each in self.endpoints.values()]
@@ -256,29 +342,22 @@ class Installation:
 
     def _write_hosts(self) -> None:
         """Names of services, in the file that all pods have as /etc/hosts."""
-        lines = ["127.0.0.1 localhost"]
-        for name, address in self._service_addresses.items():
-            lines.append(f"{address} {name} {name}.{NAMESPACE} {name}.{NAMESPACE}.svc.cluster.local")
-        with (FILES / "hosts").open("r+") as file:  # in place: pods have this very file
-            file.write("\n".join([*lines, ""]))
-            file.truncate()
+        lines = hosts_lines(self._of("Service"), self.pods, self._service_addresses)
+        if lines != self._hosts:
+            with (FILES / "hosts").open("r+") as file:  # in place: pods have this very file
+                file.write("\n".join([*lines, ""]))
+                file.truncate()
+            self._hosts = lines
+
+
+def _annotations(each: Object) -> Mapping[str, str]:
+    found: Mapping[str, str] = each["metadata"].get("annotations", {})
+    return found
 
 
 def _revision(deployment: Object) -> str:
     text = json.dumps(deployment["spec"]["template"], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def _number(port: int | str, pods: Sequence[Pod]) -> int:
-    """The number of a port that pods name; 0 if there is no pod."""
-    if isinstance(port, int):
-        return port
-    for pod in pods:
-        for container in pod.spec["containers"]:
-            for each in container.get("ports", ()):
-                if each["name"] == port:
-                    return int(each["containerPort"])
-    return 0
 
 
 def tails(num_lines: int, folder: Path = FILES / "logs") -> str:

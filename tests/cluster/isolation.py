@@ -74,6 +74,13 @@ def parser() -> argparse.ArgumentParser:
         "everything under load, kills every part, and takes all of it down. Needs root, and changes nothing outside "
         "of its own namespaces. Exit status: 0 if everything was as it should be, 1 if not, 2 if it cannot start.",
     )
+    kinds = made.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--ray", action="store_true", help="coordinators on Ray, as KubeRay starts them; a run of its own"
+    )
+    kinds.add_argument(
+        "--pairs", action="store_true", help="pairs of models that come and go, and weights that are fetched; likewise"
+    )
     made.add_argument("--short", action="store_true", help="without helm test, upgrade and kills")
     made.add_argument("--clients", type=int, default=2, help="over HTTP, and as many over gRPC (default %(default)s)")
     made.add_argument("--logs", type=Path, help="keep all logs in this folder")

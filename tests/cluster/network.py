@@ -24,13 +24,13 @@ class CommandError(OutriderError):
     """A command of the system failed; the message has what it said."""
 
 
-async def command(*words: str, text: str = "") -> str:
-    """Runs a command of the system with a text as its input; returns its output. Raises CommandError."""
+async def command(*words: str, text: str = "", timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """Runs a command of the system with a text as its input; returns its output. Raises CommandError, TimeoutError."""
     process = await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
-        async with asyncio.timeout(COMMAND_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate(text.encode())
     except BaseException:
         if process.returncode is None:

@@ -8,14 +8,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from tests.cluster.container import FILES, Container, Place
 from tests.cluster.images import image_of
 from tests.cluster.network import command
-from tests.cluster.pod_plan import ContainerPlan, Contents, Identity, NotThere, PodPlan, Volume, plan_pod
+from tests.cluster.pod_plan import ContainerPlan, Contents, Identity, NotThere, PodPlan, Volume, plan_pod, plan_volumes
 from tests.cluster.probes import verdicts
 from tests.e2e.chaos.cgroups import Group
 from tests.e2e.chaos.cgroups import Place as GroupPlace
@@ -23,6 +23,8 @@ from tests.k8s.pods import Object
 
 NOT_THERE_S: Final = 0.5
 """After which a pod that lacks a secret looks again."""
+SYNC_S: Final = 1.0
+"""Between two looks for secrets and config maps that have changed."""
 BACKOFF_S: Final = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 """Waits before the first and the following restarts of a container, as kubelets have them."""
 
@@ -51,6 +53,7 @@ class Pod:
         self.log = FILES / "logs" / f"{identity.name}.log"
         self._say, self._changed, self._group_place = say, changed, group_place
         self._containers: list[_Running] = []
+        self._initial: list[_Running] = []  # the one that runs before them
         self._ending = asyncio.Event()
         self._plan: PodPlan | None = None
 
@@ -64,7 +67,11 @@ class Pod:
 
     @property
     def num_restarts(self) -> int:
-        return sum(each.num_restarts for each in self._containers)
+        return sum(each.num_restarts for each in self._running)
+
+    @property
+    def _running(self) -> list[_Running]:
+        return [*self._initial, *self._containers]
 
     def is_available(self, min_ready_s: float) -> bool:
         return self.is_ready and self.ready_since_s is not None and time.monotonic() - self.ready_since_s >= min_ready_s
@@ -80,17 +87,36 @@ class Pod:
                 try:
                     hosts = FILES / "hosts"
                     places = [Place(self.identity.name, plan.shared_group, volumes, hosts, group) for group in groups]
-                    pairs = zip(plan.containers, places, strict=True)
-                    self._containers = [_Running(self, container, place) for container, place in pairs]
                     async with asyncio.TaskGroup() as tasks:
-                        for each in self._containers:
-                            tasks.create_task(each.keep(plan.restarts, self._ending))
+                        syncing = tasks.create_task(self._sync_volumes(plan, volumes, contents))
+                        await self._run_containers(plan, places)
+                        syncing.cancel()
                 finally:
-                    for volume in volumes.values():
-                        await command("umount", str(volume))
+                    keep_ray_logs(volumes, self.log.with_suffix(""))
+                    for volume in plan.volumes:
+                        if volume.claim is None:
+                            await command("umount", str(volumes[volume.name]))
         finally:
             self.ready_since_s, self.has_ended = None, True
             self._changed()
+
+    async def _run_containers(self, plan: PodPlan, places: Sequence[Place]) -> None:
+        for container, place in zip(plan.init_containers, places, strict=False):
+            self._initial = [_Running(self, container, place)]
+            began_s = time.monotonic()
+            status = await self._initial[0].keep("Never" if plan.restarts == "Never" else "OnFailure", self._ending)
+            if self._ending.is_set():
+                return
+            if status:
+                self.statuses.append(status)
+                return
+            self.note(f"{container.name} has ended after {time.monotonic() - began_s:.0f} s")
+        self._initial = []
+        pairs = zip(plan.containers, places[len(plan.init_containers) :], strict=True)
+        self._containers = [_Running(self, container, place) for container, place in pairs]
+        async with asyncio.TaskGroup() as tasks:
+            ends = [tasks.create_task(each.keep(plan.restarts, self._ending)) for each in self._containers]
+        self.statuses += [end.result() for end in ends if not self._ending.is_set()]
 
     async def end(self) -> None:
         """Ends it as a deletion does: after its grace its processes are killed."""
@@ -101,12 +127,12 @@ class Pod:
         self._changed()
         began_s = time.monotonic()
         if self._plan is not None:
-            await asyncio.gather(*(each.stop(self._plan.grace_s) for each in self._containers))
+            await asyncio.gather(*(each.stop(self._plan.grace_s) for each in self._running))
         self.note(f"ended after {time.monotonic() - began_s:.0f} s")
 
     def kill(self) -> None:
         """Kills the first process of each container, without any notice."""
-        for each in self._containers:
+        for each in self._running:
             each.kill()
 
     def abandon(self) -> None:
@@ -140,6 +166,9 @@ class Pod:
     async def _make_volumes(self, plan: PodPlan) -> Mapping[str, Path]:
         volumes = {}
         for volume in plan.volumes:
+            if volume.claim is not None:
+                volumes[volume.name] = volume.claim
+                continue
             folder = FILES / "volumes" / self.identity.name / volume.name
             folder.mkdir(parents=True)
             options = f"mode=2777,gid={plan.shared_group}"
@@ -151,38 +180,65 @@ class Pod:
             volumes[volume.name] = folder
         return volumes
 
+    async def _sync_volumes(self, plan: PodPlan, volumes: Mapping[str, Path], contents: Callable[[], Contents]) -> None:
+        """Rewrites secrets and config maps that have changed. Kubelets do so as well, within a minute or two."""
+        written = {volume.name: volume for volume in plan.volumes}
+        while True:
+            await asyncio.sleep(SYNC_S)
+            with suppress(NotThere):
+                for volume in plan_volumes(self.spec, contents()):
+                    if volume.files is not None and volume != written[volume.name]:
+                        write_files(volumes[volume.name], volume, plan.shared_group)
+                        written[volume.name] = volume
+
     @contextmanager
     def _groups(self, plan: PodPlan) -> Iterator[list[Path | None]]:
         """A control group with its limit of memory for each container; None where none can be made."""
-        made: list[tuple[Group, Path]] = []
+        made: list[tuple[Group, ContainerPlan]] = []
         found: list[Path | None] = []
         try:
-            for container in plan.containers:
+            for container in (*plan.init_containers, *plan.containers):
                 if self._group_place is None or container.memory_bytes is None:
                     found.append(None)
                     continue
                 folder = self._group_place.folder / f"{self.identity.name}-{container.name}"
                 group = Group(folder, self._group_place.is_version_2)
-                made.append((group, folder))
+                made.append((group, container))
                 group.limit_memory(container.memory_bytes)
                 found.append(folder)
             yield found
         finally:
-            for group, _ in made:
+            for group, container in made:
+                if (peak := group.peak_bytes()) is not None and container.memory_bytes is not None:
+                    limit = f"{peak >> 20} of {container.memory_bytes >> 20} MiB"
+                    self.note(f"{container.name} had at most {limit}, with the file cache")
                 if num_killed := group.num_killed():
                     self.note(f"{num_killed} processes killed because the limit of memory was reached")
                 group.remove()
 
 
 def write_files(folder: Path, volume: Volume, group: int) -> None:
-    """Writes the files of a secret or config map as a kubelet does: links to files in a hidden folder."""
-    data = folder / "..data"
+    """Writes the files of a secret or config map as a kubelet does: links to files in a hidden folder.
+
+    New files take the place of all earlier ones at once.
+    """
+    files = volume.files or {}
+    data, link = folder / f"..{time.monotonic_ns()}", folder / "..data"
     data.mkdir()
-    for name, (content, mode) in (volume.files or {}).items():
+    for name, (content, mode) in files.items():
         (data / name).write_bytes(content)
         os.chown(data / name, 0, group)
         (data / name).chmod(mode | 0o440)
-        (folder / name).symlink_to(f"..data/{name}")
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"..data/{name}")
+    earlier = link.resolve() if link.is_symlink() else None
+    (folder / "..new").symlink_to(data.name)
+    (folder / "..new").replace(link)
+    if earlier is not None:
+        shutil.rmtree(earlier)
+        for path in folder.iterdir():
+            if not path.name.startswith("..") and path.name not in files:
+                path.unlink()
 
 
 class _Running:
@@ -198,8 +254,9 @@ class _Running:
     def is_ready(self) -> bool:
         return self._is_ready
 
-    async def keep(self, restarts: str, ending: asyncio.Event) -> None:
-        """Runs it until the pod ends, or until it has ended if it is not to be restarted."""
+    async def keep(self, restarts: str, ending: asyncio.Event) -> int:
+        """Runs it until the pod ends, or until it has ended if it is not to be restarted; returns its last status."""
+        status = 0
         while not ending.is_set():
             self._container = await Container.start(self._plan, self._place, self._pod.log)
             if ending.is_set():  # while it was started
@@ -212,11 +269,8 @@ class _Running:
                 await asyncio.gather(watching, return_exceptions=True)
             self._is_ready = False
             self._pod.look()
-            if restarts == "Never":
-                self._pod.statuses.append(status)
-                return
-            if ending.is_set():
-                return
+            if ending.is_set() or restarts == "Never" or (restarts == "OnFailure" and not status):
+                break
             delay_s = BACKOFF_S[min(self.num_restarts, len(BACKOFF_S) - 1)]
             self.num_restarts += 1
             self._pod.note(f"ended with {status}, starts again{f' in {delay_s:g} s' if delay_s else ''}")
@@ -225,6 +279,7 @@ class _Running:
                     await ending.wait()
             except TimeoutError:
                 pass
+        return status
 
     async def stop(self, grace_s: float) -> None:
         """Gives it its time before SIGTERM, and kills it after its grace."""
@@ -291,6 +346,13 @@ class _Running:
     def _judge_readiness(self, is_ready: bool) -> None:
         self._is_ready = is_ready
         self._pod.look()
+
+
+def keep_ray_logs(volumes: Mapping[str, Path], folder: Path) -> None:
+    """Copies what Ray's processes have written in a pod, and not to its output."""
+    for volume in volumes.values():
+        for session in volume.glob("ray/session_2*/logs"):
+            shutil.copytree(session, folder / session.parent.name, ignore=shutil.ignore_patterns("*.sock"))
 
 
 def remove_files(name: str) -> None:

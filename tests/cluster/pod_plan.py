@@ -6,8 +6,9 @@ Only the fields that the chart uses are understood. Another one raises ValueErro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tests.cluster.images import Image
@@ -53,6 +54,8 @@ class Contents:
 
     secrets: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     config_maps: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    claims: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of persistent volumes by the claim's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A folder that lives as long as the pod."""
+    """A folder that lives as long as the pod, unless it is a claim's."""
 
     name: str
     files: Mapping[str, tuple[bytes, int]] | None = None  # content and mode; None: an empty folder to write to
     size_bytes: int | None = None
+    claim: Path | None = None
+    is_read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,30 +116,41 @@ class ContainerPlan:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
+    init_containers: tuple[ContainerPlan, ...]  # run one after the other, before the others
     containers: tuple[ContainerPlan, ...]
     volumes: tuple[Volume, ...]
     shared_group: int  # owns the volumes
     grace_s: float
-    restarts: str  # Always or Never
+    restarts: str  # Always, OnFailure or Never
 
 
 def plan_pod(spec: Object, identity: Identity, contents: Contents, image_of: Callable[[str], Image]) -> PodPlan:
     """Raises NotThere for a secret or config map that is not there, ValueError for what is not understood here."""
     _check(spec, POD_FIELDS, "pod")
-    if spec.get("initContainers"):
-        raise ValueError("containers that run before others are not understood here")
     security = spec["securityContext"]
     _check(security, SECURITY_FIELDS, "security context")
-    containers = tuple(
-        _plan_container(container, security, identity, contents, image_of) for container in spec["containers"]
+    volumes = plan_volumes(spec, contents)
+    read_only = {volume.name for volume in volumes if volume.is_read_only}
+    init_containers, containers = (
+        tuple(
+            _plan_container(container, security, identity, contents, image_of, read_only)
+            for container in spec.get(key, ())
+        )
+        for key in ("initContainers", "containers")
     )
     return PodPlan(
+        init_containers,
         containers,
-        tuple(_plan_volume(volume, contents) for volume in spec.get("volumes", ())),
+        volumes,
         security["fsGroup"],
         float(spec.get("terminationGracePeriodSeconds", 30)),
         spec.get("restartPolicy", "Always"),
     )
+
+
+def plan_volumes(spec: Object, contents: Contents) -> tuple[Volume, ...]:
+    """Raises NotThere for what is not there, ValueError for what is not understood here."""
+    return tuple(_plan_volume(volume, contents) for volume in spec.get("volumes", ()))
 
 
 def service_links(services: Mapping[str, tuple[str, Mapping[str, int]]]) -> dict[str, str]:
@@ -177,7 +193,12 @@ def _check(given: Object, known: frozenset[str], what: str) -> None:
 
 
 def _plan_container(
-    container: Object, security: Object, identity: Identity, contents: Contents, image_of: Callable[[str], Image]
+    container: Object,
+    security: Object,
+    identity: Identity,
+    contents: Contents,
+    image_of: Callable[[str], Image],
+    read_only: Set[str],
 ) -> ContainerPlan:
     _check(container, CONTAINER_FIELDS, "container")
     if container["securityContext"] != RESTRICTED:
@@ -196,7 +217,7 @@ def _plan_container(
         security["runAsUser"],
         security["runAsGroup"],
         tuple(
-            Mount(each["name"], each["mountPath"], each.get("readOnly", False))
+            Mount(each["name"], each["mountPath"], each.get("readOnly", False) or each["name"] in read_only)
             for each in container.get("volumeMounts", ())
         ),
         {
@@ -254,6 +275,12 @@ def _plan_volume(volume: Object, contents: Contents) -> Volume:
     if "emptyDir" in volume:
         size = volume["emptyDir"].get("sizeLimit")
         return Volume(volume["name"], size_bytes=None if size is None else num_bytes(size))
+    if "persistentVolumeClaim" in volume:
+        claim = volume["persistentVolumeClaim"]
+        if claim["claimName"] not in contents.claims:
+            raise NotThere(f"claim {claim['claimName']} is not there")
+        folder = contents.claims[claim["claimName"]]
+        return Volume(volume["name"], claim=folder, is_read_only=claim.get("readOnly", False))
     files = _files(contents, volume)
     source: Mapping[str, Any] = volume.get("secret") or volume["configMap"]
     mode = source.get("defaultMode", 0o644)

@@ -14,6 +14,7 @@ from k8s.helm.chart import render
 from tests.cluster.api_server import answer, rendered
 from tests.cluster.certificate_issuer import CertificateIssuer
 from tests.cluster.dial import dial
+from tests.cluster.images import write_programs
 from tests.cluster.pod import write_files
 from tests.cluster.pod_plan import Volume
 from tests.cluster.probes import ProbeCount
@@ -88,6 +89,22 @@ def test_files_of_a_volume_are_links_into_a_folder_that_can_be_replaced(tmp_path
     assert (tmp_path / "url").is_symlink()
     assert (tmp_path / "url").read_bytes() == b"text"
     assert (tmp_path / "url").stat().st_mode & 0o777 == 0o440
+
+
+def test_changed_files_of_a_volume_replace_all_earlier_ones(tmp_path: Path) -> None:
+    group = tmp_path.stat().st_gid
+    write_files(tmp_path, Volume("a", {"kept": (b"old", 0o400), "gone": (b"old", 0o400)}), group)
+    write_files(tmp_path, Volume("a", {"kept": (b"new", 0o400), "come": (b"new", 0o400)}), group)
+    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith("..")}
+    assert names == {"kept", "come"}
+    assert {(tmp_path / name).read_bytes() for name in names} == {b"new"}
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("..")]) == 2, "earlier folders are left"
+
+
+def test_scripts_of_packages_name_the_python_of_the_image(tmp_path: Path) -> None:
+    write_programs(tmp_path / "bin")
+    assert (tmp_path / "bin" / "ray").read_text().startswith("#!/venv/bin/python\n")
+    assert (tmp_path / "bin" / "python").is_symlink()
 
 
 @pytest.mark.parametrize("change", [{"usages": ["signing"]}, {"duration": "90d"}, {"uris": []}])

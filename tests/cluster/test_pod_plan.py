@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,28 @@ def test_a_config_map_has_the_usual_mode() -> None:
     assert {mode for _, mode in (volumes["models-file"].files or {}).values()} == {0o644}
 
 
+def test_claims_are_folders_that_are_read_only_where_one_of_the_two_says_so(tmp_path: Path) -> None:
+    spec = spec_of("target")
+    spec["volumes"].append({"name": "models", "persistentVolumeClaim": {"claimName": "weights", "readOnly": True}})
+    spec["containers"][0]["volumeMounts"].append({"name": "models", "mountPath": "/models"})
+    identity = Identity("target-0", "10.244.0.9", {})
+    with pytest.raises(NotThere, match="weights"):
+        plan_pod(spec, identity, CONTENTS, image_of)
+    contents = Contents(CONTENTS.secrets, CONTENTS.config_maps, {"weights": tmp_path})
+    plan = plan_pod(spec, identity, contents, image_of)
+    assert plan.volumes[-1].claim == tmp_path
+    assert only(plan).mounts[-1].is_read_only
+
+
+def test_containers_that_run_before_the_others_are_planned_alike() -> None:
+    spec = spec_of("target")
+    spec["initContainers"] = [{**spec["containers"][0], "name": "before", "args": ["command_line", "fetch"]}]
+    plan = plan_pod(spec, Identity("a", "10.244.0.2", {}), CONTENTS, image_of)
+    (before,) = plan.init_containers
+    assert (before.name, before.words[:3]) == ("before", ("python", "-m", "command_line"))
+    assert before.environment == only(plan).environment
+
+
 def test_probes_ask_the_ports_that_containers_name() -> None:
     probes = only(plan_of("coordinator")).probes
     assert (probes["readiness"].kind, probes["readiness"].port, probes["readiness"].target) == (
@@ -114,7 +137,7 @@ def test_a_secret_that_is_not_there_yet_is_named() -> None:
         ({"hostNetwork": True}, "hostNetwork"),
         ({"securityContext": {"runAsUser": 1, "sysctls": []}}, "sysctls"),
         ({"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}, "hostPath"),
-        ({"initContainers": [{"name": "a"}]}, "run before"),
+        ({"initContainers": [{"name": "a", "restartPolicy": "Always"}]}, "restartPolicy"),
     ],
 )
 def test_what_is_not_understood_is_refused(change: dict[str, Any], field: str) -> None:

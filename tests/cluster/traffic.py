@@ -80,7 +80,9 @@ class Tally:
 
 async def checked(access: Access) -> dict[str, Any]:
     """Runs `client.py check`; returns what it found. Raises CommandError."""
-    found: dict[str, Any] = json.loads((await command(*access.words("check"))).splitlines()[-1])
+    found: dict[str, Any] = json.loads(
+        (await command(*access.words("check"), timeout_s=END_TIMEOUT_S)).splitlines()[-1]
+    )
     return found
 
 

@@ -56,6 +56,13 @@ def nodes_that_end_too_soon(pod: Pod, needed_s: float, grace_s: float) -> Iterat
         yield f"{pod.owner} is ended after {grace_s} s, and waits for {before_s} and {drain_s} before it ends itself"
 
 
+def heads_that_wait_for_nobody(objects: Sequence[Object]) -> Iterator[str]:
+    """A head that is told to end drains as any node, and Serve's controller on it never ends."""
+    for pod in ray_pods(objects):
+        if pod.owner.endswith(" head") and setting(pod, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S") > 0:
+            yield f"{pod.owner} waits for Serve's controller when it has to end, until it is killed"
+
+
 def ports_that_haproxy_has(objects: Sequence[Object]) -> Iterator[str]:
     """Replicas take the first free port for their metrics: one that HAProxy has moves them to where nobody looks."""
     for service in services(objects):

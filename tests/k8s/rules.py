@@ -305,6 +305,7 @@ def broken(
         policy_rules.pods_that_are_not_looked_at,
         policy_rules.hops_that_are_shut,
         policy_rules.hops_that_stand_open,
+        coordinator_rules.heads_that_wait_for_nobody,
         coordinator_rules.ports_that_haproxy_has,
         lambda every: coordinator_rules.limits_that_cut_texts_off(every, longest_s["coordinator"]),
         coordinator_rules.replicas_without_room,

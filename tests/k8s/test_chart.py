@@ -206,6 +206,16 @@ class TestModels:
             assert "--wait-only" in wait["args"]
         assert folder in first(objects, "ConfigMap", "models")["data"]["models.toml"]
 
+    def test_another_pod_is_another_job(self, values: dict[str, Any]) -> None:
+        """Kubernetes refuses a change of a Job's pod, and with it the whole upgrade."""
+        (job,) = [each for each in render(values) if each["kind"] == "Job"]
+        change = {"images": {"tag": "0.2.0"}}
+        (other,) = [each for each in render(merged(values, change)) if each["kind"] == "Job"]
+        assert job["spec"]["template"] != other["spec"]["template"]
+        assert job["metadata"]["name"] != other["metadata"]["name"]
+        folder = job["spec"]["template"]["spec"]["containers"][0]["args"][3]
+        assert folder == other["spec"]["template"]["spec"]["containers"][0]["args"][3]
+
     def test_another_commit_has_another_folder(self, values: dict[str, Any]) -> None:
         other = merged(values, {})
         other["pairs"] = [merged(values["pairs"][0], {"target": {"model": "hf://org/a@7654321"}})]

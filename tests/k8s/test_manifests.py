@@ -366,6 +366,11 @@ def wait_for_longer_than_the_grace(objects: list[dict[str, Any]]) -> None:
     set_variable(objects, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "3720")
 
 
+def let_the_head_wait(objects: list[dict[str, Any]]) -> None:
+    variables = container_of(objects, "ray-head")["env"]
+    variables[:] = [each for each in variables if each["name"] != "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]
+
+
 def change_serve(objects: list[dict[str, Any]], written: str, instead: str) -> None:
     spec = first(objects, "RayService", "coordinator")["spec"]
     assert written in spec["serveConfigV2"]
@@ -426,6 +431,7 @@ def test_a_mistake_is_found(secured: list[dict[str, Any]], mistake: Callable[[li
         take_few_requests_on_a_connection,
         hurry_ray,
         wait_for_longer_than_the_grace,
+        let_the_head_wait,
         want_more_replicas_than_fit,
         want_larger_replicas_than_fit,
         budget_by_scale,

@@ -40,7 +40,7 @@ class Faults:
 class ContentServer:
     """Base of servers: subclasses answer `respond`."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.asked: list[Asked] = []
         self.requests: list[str] = []  # method and path of everything
         self.faults = Faults()
@@ -63,9 +63,9 @@ class ContentServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(address, Handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://{address[0]}:{self._server.server_address[1]}"
 
     def respond(self, handler: BaseHTTPRequestHandler) -> None:
         """Answers a request."""

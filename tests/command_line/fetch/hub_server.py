@@ -43,8 +43,8 @@ class Repository:
 class ContentHost(ContentServer):
     """The other host, to which large files are redirected."""
 
-    def __init__(self, contents: dict[str, bytes]) -> None:
-        super().__init__()
+    def __init__(self, contents: dict[str, bytes], address: tuple[str, int]) -> None:
+        super().__init__(address)
         self._contents = contents
 
     def respond(self, handler: BaseHTTPRequestHandler) -> None:
@@ -59,11 +59,13 @@ class ContentHost(ContentServer):
 class HubServer(ContentServer):
     """The Hub."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self, address: tuple[str, int] = ("127.0.0.1", 0), content_address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
+        super().__init__(address)
         self.repositories: dict[str, Repository] = {}
         self._contents: dict[str, bytes] = {}
-        self.host = ContentHost(self._contents)
+        self.host = ContentHost(self._contents, content_address)
 
     def add(self, name: str, files: dict[str, bytes]) -> Repository:
         """Adds a repository with one commit."""

@@ -136,6 +136,12 @@ class Group:
         """The memory that its members have allocated since they joined."""
         return int(self._read("memory.current" if self._is_version_2 else "memory.usage_in_bytes"))
 
+    def peak_bytes(self) -> int | None:
+        """The most memory that they had at once, with the file cache; None where the kernel does not count it."""
+        with contextlib.suppress(FileNotFoundError):
+            return int(self._read("memory.peak" if self._is_version_2 else "memory.max_usage_in_bytes"))
+        return None
+
     def num_killed(self) -> int:
         """The number of processes that the kernel has ended for lack of memory."""
         told = self._read("memory.events" if self._is_version_2 else "memory.oom_control")

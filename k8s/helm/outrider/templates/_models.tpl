@@ -54,3 +54,37 @@ Takes root, pair, role and model. */}}
     - {name: scratch, mountPath: /tmp}
 {{- end }}
 {{- end }}
+
+{{/* The pod that fetches a model. Takes root, model (its source) and folder. */}}
+{{- define "outrider.fetch.pod" -}}
+metadata:
+  labels:
+    {{- include "outrider.labels" $.root | nindent 4 }}
+    {{- include "outrider.selector" (dict "root" $.root "component" "fetch") | nindent 4 }}
+spec:
+  {{- include "outrider.pod.common" (dict "root" $.root "account" "coordinator") | nindent 2 }}
+  restartPolicy: OnFailure
+  securityContext: {{- include "outrider.pod.security" (dict "user" 10001) | nindent 4 }}
+  containers:
+    - name: fetch
+      image: {{ include "outrider.coordinator.image" $.root }}
+      imagePullPolicy: {{ $.root.Values.images.pullPolicy }}
+      args: [command_line, fetch, {{ .model | quote }}, {{ .folder }}]
+      {{- with $.root.Values.models.fetch.secret }}
+      envFrom:
+        - secretRef: {name: {{ . }}}
+      {{- end }}
+      env:
+        - {name: HF_HUB_OFFLINE, value: "0"}
+        {{- with $.root.Values.models.fetch.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      resources: {{- toYaml $.root.Values.models.fetch.resources | nindent 8 }}
+      securityContext: {{- include "outrider.container.security" nil | nindent 8 }}
+      volumeMounts:
+        - {name: models, mountPath: /models}
+        - {name: scratch, mountPath: /tmp}
+  volumes:
+    - name: models
+      persistentVolumeClaim: {claimName: {{ include "outrider.models.claim" $.root }}}
+    - name: scratch
+      emptyDir: {sizeLimit: 2Gi}
+{{- end }}

@@ -16,7 +16,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
     # Before the import, which starts OpenMP's threads: two of them on one core would spin while they wait for
     # each other.
     bind_to_cores(settings["cores"])
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     speculation = {
         "method": "draft_model",

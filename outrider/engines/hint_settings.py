@@ -20,7 +20,7 @@ MAX_DRAFT_WORKERS = 256
 
 @dataclass(frozen=True, slots=True)
 class HintSettings:
-    """Addresses of draft workers, and of the port to which they send hints. Raises ConfigurationError, naming the key."""
+    """Addresses of draft workers, and of the port for their hints. Raises ConfigurationError, naming the key."""
 
     draft_workers: tuple[str, ...] = setting(
         (), "addresses of the draft workers that draft for this engine; each request is attached to the one with the "

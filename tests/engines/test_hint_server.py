@@ -284,3 +284,20 @@ async def test_certificates_are_checked_both_ways(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_while_all_draft_workers_are_full_few_requests_ask_and_each_gets_its_turn() -> None:
+    (port,) = free_ports(1)
+    draft = FakeDraft()
+    draft.refusal = Overloaded("full", 1.0)
+    async with serving(draft, port), running([port]) as engine:
+        names = [f"request {index}" for index in range(60)]
+        for name in names:
+            engine.open(name)
+        await engine.steps_until(lambda: len(draft.attached) > 0, "one asks")
+        for _ in range(40):
+            engine.step()
+            await asyncio.sleep(0.02)
+        assert len(draft.attached) < len(names), "others wait"
+        draft.refusal = None
+        await engine.steps_until(lambda: set(draft.known) == set(names), "all are attached")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -23,10 +22,13 @@ from protos.outrider.v1 import draft_pb2, draft_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_S: Final = 0.01
+"""Least time between two attempts for one request, seconds."""
 SILENT_S: Final = 5.0
 """A draft worker reports once a second; one that is silent for so long is given up."""
-MAX_ATTACHMENTS: Final = 1000
-"""Attempts for one request; after them it stays without hints."""
+MAX_ATTEMPTS: Final = 4
+"""Attachments that are tried at once, oldest requests first. Where all draft workers are full, the others wait without
+asking."""
 _OPTIONS: Final = (
     *CHANNEL_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -37,6 +39,24 @@ _FINAL: Final = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT
 _REFUSED: Final = frozenset(
     {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED}
 )
+
+
+class _Attempt:
+    """One attempt to attach, of which only so many are under way at once."""
+
+    def __init__(self, attempts: asyncio.Semaphore) -> None:
+        self._attempts = attempts
+        self._is_under_way = False
+
+    async def begin(self) -> None:
+        await self._attempts.acquire()
+        self._is_under_way = True
+
+    def end(self) -> None:
+        """May be called more than once."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self._attempts.release()
 
 
 class Attachments:
@@ -51,6 +71,7 @@ class Attachments:
         self._target_address = target_address
         self._fingerprint = tokenizer_fingerprint
         self._now = now
+        self._attempts = asyncio.Semaphore(MAX_ATTEMPTS)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._channels: dict[str, tuple[int, grpc.aio.Channel]] = {}  # by address: version of the certificates
 
@@ -78,41 +99,55 @@ class Attachments:
         request.CopyFrom(announcement)
         request.target_address, request.tokenizer_fingerprint = self._target_address, self._fingerprint
         request.num_prompt_tokens = request.num_prompt_tokens or len(request.token_ids)
-        while request.attachment < MAX_ATTACHMENTS:
-            worker = self._pool.choose(self._now())
-            if worker is None:
-                # Not all at once, where many requests wait for one worker.
-                await asyncio.sleep(self._pool.wait_s(self._now()) + 0.05 * random.random())
-                continue
-            token_ids = committed(number)
-            if not token_ids:
-                return
-            request.attachment += 1
-            del request.token_ids[:]
-            request.token_ids.extend(token_ids)
-            worker.num_sessions += 1
+        while True:
+            attempt = _Attempt(self._attempts)
             try:
-                if await self._follow(worker, request):
+                await attempt.begin()
+                worker = await self._one_that_is_there()
+                token_ids = committed(number)
+                if not token_ids:
                     return
-            except grpc.aio.AioRpcError as error:
-                if error.code() in _FINAL:
-                    logger.info("no hints for request %d: %s", number, error.details())
+                request.attachment += 1
+                del request.token_ids[:]
+                request.token_ids.extend(token_ids)
+                if await self._is_over(worker, request, attempt.end):
                     return
-                self._note(worker, error.code(), error.details() or "")
-            except TimeoutError:
-                self._note(worker, grpc.StatusCode.DEADLINE_EXCEEDED, f"silent for {SILENT_S:g} s")
             finally:
-                worker.num_sessions -= 1
-            await asyncio.sleep(0.01)
+                attempt.end()
+            await asyncio.sleep(SHORTEST_S)
 
-    async def _follow(self, worker: DraftWorker, request: draft_pb2.AttachRequest) -> bool:
+    async def _one_that_is_there(self) -> DraftWorker:
+        while (worker := self._pool.choose(self._now())) is None:  # noqa: ASYNC110 - it waits for a time
+            await asyncio.sleep(self._pool.wait_s(self._now()) + SHORTEST_S)
+        return worker
+
+    async def _is_over(
+        self, worker: DraftWorker, request: draft_pb2.AttachRequest, on_answer: Callable[[], None]
+    ) -> bool:
+        """Holds one attachment, and calls `on_answer` when the worker answers. Returns whether no other is to follow."""
+        try:
+            return await self._follow(worker, request, on_answer)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _FINAL:
+                logger.info("no hints for session %s: %s", request.session_id, error.details())
+                return True
+            self._note(worker, error.code(), error.details() or "")
+        except TimeoutError:
+            self._note(worker, grpc.StatusCode.DEADLINE_EXCEEDED, f"silent for {SILENT_S:g} s")
+        return False
+
+    async def _follow(
+        self, worker: DraftWorker, request: draft_pb2.AttachRequest, on_answer: Callable[[], None]
+    ) -> bool:
         """Holds one attachment; returns whether the draft worker saw the request's end. Raises AioRpcError, and
         TimeoutError when the worker falls silent."""
         call = draft_pb2_grpc.DraftStub(await self._channel(worker.address)).Attach(request)
+        worker.num_sessions += 1
         try:
             while True:
                 async with asyncio.timeout(SILENT_S):
                     status: Any = await call.read()
+                on_answer()
                 if status is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return False
                 if worker.num_failures:
@@ -121,6 +156,7 @@ class Attachments:
                 if status.is_finished:
                     return True
         finally:
+            worker.num_sessions -= 1
             call.cancel()
 
     async def _channel(self, address: str) -> grpc.aio.Channel:

@@ -46,7 +46,7 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ('"custom_class"', "create_custom_proposer"),
 }  # fmt: skip
-"""What the source of a class must contain: attributes of its instances, and how it uses them."""
+"""Parts of a class' source that must be there: attributes of its instances, and how it uses them."""
 
 
 def _found(path: str) -> Any:
@@ -56,7 +56,7 @@ def _found(path: str) -> Any:
 
 
 def missing() -> Iterator[str]:
-    """What the installed vLLM lacks of what is relied on, by name; nothing where all is there."""
+    """Yields by name what the installed vLLM lacks of what is relied on; nothing where all is there."""
     for path, methods in METHODS.items():
         try:
             owner = _found(path)

@@ -76,7 +76,7 @@ def _sampling(request: Any) -> common_pb2.SamplingParams:
 
 
 def _salt(request: Any) -> str:
-    """What separates the request's prefix from others at a draft worker: its own salt, and its adapter."""
+    """Separates the request's prefix from others at a draft worker: by its own salt, and its adapter."""
     salt = request.cache_salt or ""
     if request.lora_request is not None:
         salt = f"{request.lora_request.lora_name} {salt}"

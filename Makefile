@@ -7,11 +7,12 @@
 #   make fuzz            send a running system 10,000 bad inputs, judge every answer  (make fuzz ARGS=--help)
 #   make cluster         run the rendered Helm chart without a cluster: upgrade, kills  (make cluster ARGS=--help; root)
 #   make test-clients    run other people's clients against a live server  (make test-clients ARGS="openai_node --write")
+#   make test-engines    run vLLM with hints, in an environment of its own that the first use makes
 #   make docs            serve the documentation on this machine     (make docs ARGS="-a 127.0.0.1:8100")
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients rollout chaos fuzz cluster bench lint stubs lock sbom audit install clean distclean
+.PHONY: help demo docs test test-all test-first test-second test-slow test-long test-clients test-engines rollout chaos fuzz cluster bench lint stubs lock sbom audit install clean distclean
 
 ARGS ?=
 LOCK_ARGS ?=
@@ -19,6 +20,7 @@ AUDIT_ARGS ?=
 PYTEST_ARGS ?=
 BENCH ?= speedup
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.outrider-installed
 
@@ -94,6 +96,10 @@ test-long: $(STAMP)
 
 test-clients: $(STAMP)
 	@$(BIN)/python -m tests.clients $(ARGS)
+
+test-engines: $(STAMP)
+	tests/engines/install_vllm.sh $(VLLM_VENV)
+	OUTRIDER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)

@@ -16,6 +16,8 @@ In reading order; a room imports only rooms above it in this list:
     hints               the hint tree and its messages
     engine              the model: KV cache, layers, sampling, ranks, loading
     worker              what both kinds of worker process share
+    hint_service        the gRPC service for draft workers
+    engines             hints for engines that others have written: vLLM
 """
 
 __version__ = "0.1.0"

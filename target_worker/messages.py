@@ -13,6 +13,12 @@ from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import OutriderError
 from outrider.grammar import GrammarState
+from outrider.hint_service.messages import CloseStream as CloseStream
+from outrider.hint_service.messages import CommitPublished as CommitPublished
+from outrider.hint_service.messages import HintsArrived as HintsArrived
+from outrider.hint_service.messages import StreamId as StreamId
+from outrider.hint_service.messages import SubscribeDraft as SubscribeDraft
+from outrider.hint_service.messages import UnsubscribeDraft as UnsubscribeDraft
 from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import (
     BACKGROUND_PRIORITY,
@@ -22,8 +28,6 @@ from outrider.sampling_params import (
     SpeculationSettings,
 )
 from protos.outrider.v1 import common_pb2, target_pb2
-
-StreamId = int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +65,6 @@ class ChangeSpeculation:
 
     session_id: str
     speculation: SpeculationSettings
-
-
-@dataclass(frozen=True, slots=True)
-class SubscribeDraft:
-    """A draft worker asks for a session's commits; it knows the first `known_len` committed tokens."""
-
-    stream_id: StreamId
-    session_id: str
-    known_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnsubscribeDraft:
-    """A draft worker wants no more commits of a session."""
-
-    stream_id: StreamId
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class CloseStream:
-    """A draft worker's stream has ended, with all of its subscriptions."""
-
-    stream_id: StreamId
-
-
-@dataclass(frozen=True, slots=True)
-class HintsArrived:
-    """Hints of a draft worker for the positions from `base_len` on."""
-
-    session_id: str
-    attachment: int
-    base_len: int
-    hints: list[Hint]
-    arrived_at: float  # shell's clock, seconds; the event may be handled a whole step later
-    num_bytes: int = 0  # size of the message
 
 
 Event = (
@@ -165,20 +133,6 @@ class SessionAborted:
 
     session_id: str
     error: OutriderError
-
-
-@dataclass(frozen=True, slots=True)
-class CommitPublished:
-    """A commit message for one draft worker's stream."""
-
-    stream_id: StreamId
-    session_id: str
-    from_len: int
-    token_ids: list[int]
-    accepts_hints: bool
-    is_finished: bool
-    num_verified: int = 0  # the draft worker's hints that were verified for these tokens
-    num_matched: int = 0  # the leading ones of them that were accepted
 
 
 Action = (

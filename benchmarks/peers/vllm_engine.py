@@ -16,7 +16,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
     # Before the import, which starts OpenMP's threads: two of them on one core would spin while they wait for
     # each other.
     bind_to_cores(settings["cores"])
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     speculation = {
         "method": "draft_model",
@@ -25,13 +25,13 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Generate]:
     }
     engine = vllm.LLM(
         model=settings["target"],
-        dtype="bfloat16",
+        dtype=settings.get("dtype", "bfloat16"),
         enforce_eager=True,
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=False,  # no system may profit from a known prompt
         disable_log_stats=False,  # for the times of first tokens
-        speculative_config=speculation if settings["draft"] else None,
+        **(settings.get("plugin") or {"speculative_config": speculation if settings["draft"] else None}),
     )
 
     def generate(batch: Batch, num_tokens: int) -> Replies:

@@ -1,6 +1,5 @@
-"""Hints on a target worker: which of them a step verifies, how long it waits for them, and what that costs. Pure.
+"""Hints of a target worker's steps, from all their sources. Pure.
 
-`hint_path` collects candidates from draft workers, from `lookup` and from the grammar; `speculation` chooses how many
-to verify; `hint_intake` decides whether hints of draft workers pay at all; `step_cost` and `pace` learn what steps
-cost.
+`hint_path` collects candidates from draft workers, from `lookup` and from the grammar. What other engines need as well,
+how many of them to verify and whether they pay at all, is in `outrider.hints`.
 """

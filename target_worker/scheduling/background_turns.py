@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from target_worker.hints.step_cost import StepCost
+from outrider.hints.step_cost import StepCost
 from target_worker.scheduling.session import Session
 
 FREE_SHARE: Final = 0.03

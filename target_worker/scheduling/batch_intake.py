@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from target_worker.hints.hint_intake import IntakePolicy, IntakeShares, SessionIntake
+from outrider.hints.hint_intake import IntakePolicy, IntakeShares, SessionIntake
 from target_worker.messages import Step
 from target_worker.scheduling.session import Session
 

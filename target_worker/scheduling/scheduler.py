@@ -19,10 +19,10 @@ from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
 from outrider.hints.confidence import calibrations
+from outrider.hints.pace import Pace
+from outrider.hints.step_cost import StepCost, StepLine
 from protos.outrider.v1 import target_pb2
 from target_worker.hints.lookup import LocalHints, RecentOutputs
-from target_worker.hints.pace import Pace
-from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,

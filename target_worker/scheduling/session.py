@@ -14,10 +14,11 @@ from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarState
 from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.confidence import Calibration
+from outrider.hints.hint_intake import SessionIntake
 from outrider.hints.hint_tree import Hint, HintTree
+from outrider.hints.speculation import HintTiming
 from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
-from target_worker.hints.hint_intake import SessionIntake
 from target_worker.hints.hint_path import (
     CERTAIN_MATCH,
     HintPath,
@@ -28,7 +29,6 @@ from target_worker.hints.hint_path import (
     is_remote,
 )
 from target_worker.hints.lookup import LocalHints
-from target_worker.hints.speculation import HintTiming
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action, CommitPublished, PromptScored, StartSession, StreamId
 from target_worker.scheduling.output_grammar import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from outrider.engine.chunk_cost import Chunk, ChunkCost
+from outrider.hints.speculation import allot
+from outrider.hints.step_cost import StepLine
 from target_worker.hints.hint_path import HintPath
-from target_worker.hints.speculation import allot
-from target_worker.hints.step_cost import StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Step, StepItem
 from target_worker.scheduling.batch_slots import StepRoom

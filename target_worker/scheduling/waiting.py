@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from target_worker.hints.speculation import HintTiming, best_wait
-from target_worker.hints.step_cost import StepLine
+from outrider.hints.speculation import HintTiming, best_wait
+from outrider.hints.step_cost import StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.scheduling.session import Session
 

@@ -1,1 +1,1 @@
-"""The gRPC services of a target worker: `server` for coordinators, `draft_streams` for draft workers."""
+"""The gRPC service of a target worker for coordinators; that for draft workers is `outrider.hint_service`."""

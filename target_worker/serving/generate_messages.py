@@ -6,6 +6,7 @@ import math
 import secrets
 from typing import Final
 
+from outrider.hint_service.session_names import session_name
 from outrider.observability.tracing import Span
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.worker.session_checks import check_session
@@ -18,7 +19,6 @@ from target_worker.messages import (
     StartSession,
     TokensCommitted,
 )
-from target_worker.serving.session_names import session_name
 
 NUMBERS_AT_END: Final = (
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from outrider.errors import AnotherLife, InvalidRequest, NotFound, OutriderError, Overloaded, WorkerLeaves
 from outrider.grammar import GrammarCompiler, GrammarState
+from outrider.hint_service.draft_streams import DraftStreams
+from outrider.hint_service.session_names import session_id_of
 from outrider.observability.telemetry import TargetMetrics
 from outrider.observability.tracing import OFF, Tracing
 from outrider.sampling_params import GrammarSpec, SpeculationSettings
@@ -36,9 +38,7 @@ from target_worker.messages import (
 from target_worker.scheduling.output_grammar import read_committed
 from target_worker.scheduling.session_statistics import add_up_to_limit
 from target_worker.serving.caller_queue import CallerQueue, Reminder
-from target_worker.serving.draft_streams import DraftStreams
 from target_worker.serving.generate_messages import event_message, parse_generate, show
-from target_worker.serving.session_names import session_id_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ import pytest
 from draft_worker import messages as draft
 from draft_worker.links import NUM_CHANNELS, TargetLinks
 from outrider.grammar import GrammarCompiler
+from outrider.hint_service.draft_streams import MAX_CHANNEL
 from outrider.hints.hint_tree import DraftDistribution, Hint
 from outrider.observability.telemetry import TargetMetrics
 from outrider.worker.session_checks import SESSION_ID_CHARS_MAX
 from protos.outrider.v1 import common_pb2, hints_pb2, hints_pb2_grpc
 from target_worker import messages as target
-from target_worker.serving.draft_streams import MAX_CHANNEL
 from target_worker.serving.server import TargetServicer
 
 WAIT_S = 10.0

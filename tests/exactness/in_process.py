@@ -28,11 +28,11 @@ from outrider.engine.model import Engine
 from outrider.errors import Overloaded
 from outrider.grammar import GrammarState
 from outrider.hints.hint_tree import DraftDistribution, Hint
+from outrider.hints.step_cost import StepCost, StepLine
 from outrider.observability.telemetry import DraftMetrics, TargetMetrics
 from outrider.sampling_params import AcceptanceRule, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import target_pb2
 from target_worker import messages as target_messages
-from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
 from target_worker.scheduling.scheduler import Scheduler

@@ -9,9 +9,9 @@ from typing import Final
 from draft_worker.messages import SendHints
 from draft_worker.session import DraftSession
 from outrider.engine.kv.kv_cache import Digest, KVSequence
+from outrider.hint_service.session_names import session_id_of
 from outrider.hints.hint_tree import ROOT_ID
 from target_worker.scheduling.session import Session
-from target_worker.serving.session_names import session_id_of
 from tests.simulation.actors import Draft, Target
 from tests.simulation.judge import Judge
 from tests.simulation.models import text_of

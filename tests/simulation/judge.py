@@ -15,10 +15,10 @@ from coordinator.api.http.line_calls import LINES_PREFIX
 from coordinator.placement.fair_queue import URGENT, Ticket
 from coordinator.recovery.poison import LOSSES_MAX, LOSSES_PER_OTHER
 from coordinator.settings import CoordinatorSettings
+from outrider.hint_service.session_names import session_id_of
 from outrider.registry.worker_record import WorkerRecord
 from protos.outrider.v1 import generation_pb2, target_pb2
 from target_worker.scheduling.session import Session
-from target_worker.serving.session_names import session_id_of
 from tests.simulation.actors import Target
 from tests.simulation.calls import Call
 from tests.simulation.client import Client

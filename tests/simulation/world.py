@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest.mock import patch
 
-from target_worker.serving.loop_share import LoopShare
+from outrider.hint_service.loop_share import LoopShare
 from tests.simulation.actors import Draft, Target, Worker
 from tests.simulation.checks import WorkerChecks
 from tests.simulation.client import Client

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.hints.step_cost import StepCost
 from outrider.sampling_params import BACKGROUND_PRIORITY
-from target_worker.hints.step_cost import StepCost
 from target_worker.messages import StartSession, Step
 from target_worker.scheduling import background_turns
 from target_worker.scheduling.background_turns import TURN_STEPS, BackgroundTurns

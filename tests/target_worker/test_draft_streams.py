@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from outrider.observability.telemetry import TargetMetrics
-from protos.outrider.v1 import hints_pb2
-from target_worker.messages import CommitPublished, Event, SubscribeDraft, UnsubscribeDraft
-from target_worker.serving.draft_streams import (
+from outrider.hint_service.draft_streams import (
     ENDED_CHANNELS_KEPT,
     MAX_PENDING_COMMITS,
     DraftStream,
     DraftStreams,
 )
-from target_worker.serving.session_names import session_id_of, session_name
+from outrider.hint_service.session_names import session_id_of, session_name
+from outrider.observability.telemetry import TargetMetrics
+from protos.outrider.v1 import hints_pb2
+from target_worker.messages import CommitPublished, Event, SubscribeDraft, UnsubscribeDraft
 
 
 class Service:

@@ -29,6 +29,7 @@ from outrider.engine.sampling.randomness import mix
 from outrider.errors import InvalidRequest
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hints.hint_tree import ROOT_ID, WEIGHT_TOTAL_MAX, DraftDistribution, Hint
+from outrider.hints.step_cost import StepCost, StepLine
 from outrider.observability.telemetry import TargetMetrics
 from outrider.sampling_params import (
     AcceptanceRule,
@@ -38,7 +39,6 @@ from outrider.sampling_params import (
     SpeculationSettings,
 )
 from protos.outrider.v1 import target_pb2
-from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from target_worker.hints.hint_intake import (
+from outrider.hints.hint_intake import (
     MIN_WORTH,
     NUM_FIRST_STEPS,
     NUM_JUDGED_STEPS,

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from outrider.hint_service.draft_streams import MAX_CHANNEL, MAX_FRAME_MESSAGES, MAX_FRAME_NODES
 from outrider.hints.hint_tree import MAX_PATH_KEPT, Hint
 from outrider.hints.hint_wire import MAX_NODES_PER_MESSAGE
 from outrider.sampling_params import MAX_DRAFT_PROBS
 from outrider.worker.rpc import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, hints_pb2, target_pb2
 from target_worker.messages import HintsArrived
-from target_worker.serving.draft_streams import MAX_CHANNEL, MAX_FRAME_MESSAGES, MAX_FRAME_NODES
 from tests.hostile import EFFORTS, UINT32, WAIT_S, mangled, messages, try_out
 from tests.models import VOCAB_SIZE
 from tests.served import EXCHANGE, ServedTarget, served_target

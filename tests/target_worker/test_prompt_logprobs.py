@@ -11,9 +11,9 @@ import torch
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.token_logprobs import TokenLogprobs
 from outrider.hints.hint_tree import ROOT_ID, Hint
+from outrider.hints.step_cost import StepCost, StepLine
 from outrider.observability.telemetry import TargetMetrics
 from outrider.sampling_params import SamplingParams, SpeculationSettings
-from target_worker.hints.step_cost import StepCost, StepLine
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.hints.acceptance import NUM_POSITIONS, AcceptanceHistory, BlockAcceptance
-from target_worker.hints.speculation import (
+from outrider.hints.speculation import (
     LATE_FACTOR_MAX,
     NUM_REMEMBERED,
     OPTIMISM,
@@ -19,7 +19,7 @@ from target_worker.hints.speculation import (
     allot,
     best_wait,
 )
-from target_worker.hints.step_cost import StepCost, StepLine
+from outrider.hints.step_cost import StepCost, StepLine
 
 RATES = st.floats(0.01, 0.99)
 

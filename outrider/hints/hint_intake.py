@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.concurrency.decayed_mean import DecayedMean
-from target_worker.hints.step_cost import StepCost
+from outrider.hints.step_cost import StepCost
 
 NUM_TRIAL_STEPS = 42
 """Most steps of a trial that count."""

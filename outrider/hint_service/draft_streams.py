@@ -1,4 +1,7 @@
-"""The target worker's gRPC service for draft workers: hints come in, commits go out. Runs on the event loop."""
+"""The gRPC service for draft workers, outrider.v1.Hints: hints come in, commits go out. Runs on the event loop.
+
+A target worker serves it, and so does whatever else verifies hints.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ from typing import Any, Protocol
 import grpc.aio
 
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.hints.hint_wire import HintDecoder
-from outrider.observability.telemetry import TargetMetrics
-from outrider.worker.rpc import abort
-from outrider.worker.session_checks import is_session_id
-from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
-from target_worker.messages import (
+from outrider.hint_service.loop_share import LoopShare
+from outrider.hint_service.messages import (
     CloseStream,
     CommitPublished,
-    Event,
+    HintEvent,
     HintsArrived,
     StreamId,
     SubscribeDraft,
     UnsubscribeDraft,
 )
-from target_worker.serving.loop_share import LoopShare
-from target_worker.serving.session_names import session_id_of, session_name
+from outrider.hint_service.session_names import session_id_of, session_name
+from outrider.hints.hint_wire import HintDecoder
+from outrider.observability.telemetry import TargetMetrics
+from outrider.worker.rpc import abort
+from outrider.worker.session_checks import is_session_id
+from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +125,7 @@ class DraftStream:
 
 
 class Submit(Protocol):
-    def __call__(self, event: Event, *, is_release: bool = False, is_from_peer: bool = False) -> None: ...
+    def __call__(self, event: HintEvent, *, is_release: bool = False, is_from_peer: bool = False) -> None: ...
 
 
 class DraftStreams(hints_pb2_grpc.HintsServicer):

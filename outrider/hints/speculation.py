@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from target_worker.hints.step_cost import StepLine
+from outrider.hints.step_cost import StepLine
 
 
 def allot(gains: Sequence[Sequence[float]], cost: StepLine, budget: int) -> list[int]:

@@ -1,0 +1,148 @@
+"""The hints of one engine: its open requests and the link to its hint server, as the engine's scheduler uses them.
+
+Every method returns at once, and none raises: after an unexpected error the engine goes on without hints for good, and
+the log says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from outrider.engines.frames import FrameKind
+from outrider.engines.hint_link import HintLink
+from outrider.engines.hinted_requests import Fed, HintedRequests
+from protos.outrider.v1 import draft_pb2
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_NO_HINTS: Final[dict[str, list[int]]] = {}
+
+
+def guarded(
+    default: R,
+) -> Callable[[Callable[Concatenate[EngineHints, P], R]], Callable[Concatenate[EngineHints, P], R]]:
+    """Makes a method return `default` when it fails, and whenever hints are off."""
+
+    def decorate(method: Callable[Concatenate[EngineHints, P], R]) -> Callable[Concatenate[EngineHints, P], R]:
+        @functools.wraps(method)
+        def guard(self: EngineHints, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if not self.is_on:
+                return default
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                logger.exception("hints failed; this engine goes on without them until it is restarted")
+                self.turn_off()
+                return default
+
+        return guard
+
+    return decorate
+
+
+class EngineHints:
+    """Hints for the engine's scheduler. Around a step: `collect`, `choose`, then `finish_step`."""
+
+    def __init__(self, requests: HintedRequests, link: HintLink, now: Callable[[], float] = time.monotonic) -> None:
+        """now: a clock, seconds."""
+        self._requests = requests
+        self._link = link
+        self._now = now
+        self._is_connected = False
+        self._closed: list[str] = []  # ended while the engine took a step's result
+        self.is_on = True
+
+    def turn_off(self) -> None:
+        """Ends hints and the hint server."""
+        self.is_on = False
+        self._link.close()
+
+    @guarded(None)
+    def start(self) -> None:
+        """Starts the hint server, so that it is there when the first request comes."""
+        self._connect()
+        self._link.flush(self._now())
+
+    @guarded(None)
+    def open(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        announcement: draft_pb2.AttachRequest | None,
+        stop_token_ids: frozenset[int],
+        *,
+        is_sampled: bool,
+    ) -> None:
+        """Adds a request, as `HintedRequests.open`, and tells the hint server at once: the draft's prefill overlaps the
+        engine's."""
+        if not len(self._requests):
+            self._requests.idle()
+        self._requests.open(request_id, token_ids, announcement, stop_token_ids, is_sampled=is_sampled)
+        self._tell()
+
+    @guarded(None)
+    def close(self, request_id: str, *, in_step: bool) -> None:
+        """Removes a request that has ended. in_step: while the engine takes a step's result, which comes first."""
+        if in_step:
+            self._closed.append(request_id)
+        else:
+            self._requests.close(request_id)
+            self._tell()
+
+    @guarded(None)
+    def collect(self) -> None:
+        """Takes what draft workers have sent."""
+        self._connect()
+        for frame in self._link.receive(self._now()):
+            self._requests.take(frame)
+        self._tell()
+
+    @guarded(_NO_HINTS)
+    def choose(self, limits: Mapping[str, int], num_running: int, budget: int) -> dict[str, list[int]]:
+        """As `HintedRequests.choose`."""
+        return self._requests.choose(limits, num_running, budget)
+
+    @guarded(None)
+    def finish_step(self, fed: Sequence[Fed], num_tokens: int, step_ms: float, *, only_decodes: bool) -> None:
+        """Takes a step's result: the engine has appended its tokens."""
+        now = self._now()
+        only_decodes = only_decodes and all(each.request_id in self._requests for each in fed)
+        self._requests.finish_step(fed, num_tokens, step_ms, now, only_decodes=only_decodes)
+        for request_id in self._closed:
+            self._requests.close(request_id)
+        self._closed.clear()
+        self._tell()
+
+    def _connect(self) -> None:
+        """Opens the link where it is due, and notices when it was lost."""
+        self._link.open(self._now())
+        if self._is_connected and not self._link.is_open:
+            self._requests.disconnect()
+        self._is_connected = self._link.is_open
+
+    def _tell(self) -> None:
+        """Sends the hint server what it does not know yet."""
+        if not self._link.is_open:
+            return
+        for number, announcement in self._requests.announcements():
+            self._link.send(FrameKind.OPEN, announcement.SerializeToString(), number)
+        commits = self._requests.take_commits()
+        if commits is not None:
+            self._link.send(FrameKind.COMMITS, commits.SerializeToString())
+        self._link.flush(self._now())
+
+
+def hello(settings: Mapping[str, Any], model_name: str, vocab_size: int, tokenizer_dir: str | None) -> dict[str, Any]:
+    """The first message to a hint server."""
+    return {
+        "settings": dict(settings),
+        "model_name": model_name,
+        "vocab_size": vocab_size,
+        "tokenizer_dir": tokenizer_dir,
+    }

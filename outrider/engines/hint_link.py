@@ -1,0 +1,176 @@
+"""An engine's end of the connection to its hint server, a process of its own that speaks gRPC with draft workers.
+
+Why a process: a thread in the engine would compete with the scheduler for Python's lock, and a draft worker that floods
+would take the engine's time. Nothing here waits: the socket does not block, what cannot be sent at once is kept within
+a bound, and a hint server that is gone, or does not read, is ended and started anew after a growing pause. The engine
+decodes without hints meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from outrider.engines.frames import BadFrame, FrameKind, FrameReader, pack
+from protos.outrider.v1 import hints_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES: Final = 32 * 1024 * 1024
+"""Bytes that may wait for the hint server to read: the prompts of hundreds of requests."""
+MAX_FRAMES: Final = 64
+"""Frames that one step takes; the rest is for the next one."""
+READ_BYTES: Final = 256 * 1024
+"""Bytes that one step reads."""
+RESTART_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STEADY_S: Final = 60.0
+"""Life of a hint server after which its next pause is the shortest again."""
+END_S: Final = 1.0
+"""How long the end of a hint server is waited for, before it is killed."""
+
+Start = Callable[[socket.socket], "subprocess.Popen[bytes]"]
+
+
+def start_hint_server(ours: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts a hint server that owns the given end of a socket pair, and ends when the other end is closed."""
+    cores = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # an engine may have bound itself to cores that it wants for itself
+        cores |= os.sched_getaffinity(os.getppid())
+    words = [sys.executable, "-m", "outrider.engines.hint_server", str(ours.fileno())]
+    words.append(",".join(str(core) for core in sorted(cores)))
+    return subprocess.Popen(words, pass_fds=[ours.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+
+
+class HintLink:
+    """The connection, and the process at its other end."""
+
+    def __init__(self, settings: Mapping[str, Any], start: Start = start_hint_server) -> None:
+        """`settings` are sent first, as JSON."""
+        self._hello = pack(FrameKind.HELLO, json.dumps(settings).encode())
+        self._start = start
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed: list[subprocess.Popen[bytes]] = []  # not yet reaped
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self._num_failures = 0
+        self._opened_at = 0.0
+        self._open_at = 0.0  # not before
+        self.num_starts = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    def open(self, now: float) -> bool:
+        """Starts the hint server if there is none and its pause is over; returns whether it did. now: seconds."""
+        if self._socket is not None or now < self._open_at:
+            return False
+        self._killed = [process for process in self._killed if process.poll() is None]
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = self._start(theirs)
+        except OSError as error:
+            ours.close()
+            self._fail(now, f"it cannot be started ({error})")
+            return False
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._socket, self._opened_at, self._reader = ours, now, FrameReader()
+        self._unsent = bytearray(self._hello)
+        self.num_starts += 1
+        return True
+
+    def send(self, kind: FrameKind, body: bytes, number: int = 0) -> None:
+        """Adds a frame to what `flush` sends; does nothing without a connection."""
+        if self._socket is not None:
+            self._unsent += pack(kind, body, number)
+
+    def flush(self, now: float) -> None:
+        """Sends what the socket takes now."""
+        if self._socket is None:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            if len(self._unsent) > MAX_UNSENT_BYTES:
+                self._fail(now, f"it does not read; {len(self._unsent)} bytes wait for it")
+        except OSError as error:
+            self._fail(now, str(error))
+
+    def receive(self, now: float) -> list[hints_pb2.HintFrame]:
+        """Returns what has arrived, within the bounds of a step."""
+        if self._socket is None:
+            return []
+        frames = []
+        try:
+            if self._reader.num_buffered < READ_BYTES:
+                data = self._socket.recv(READ_BYTES)
+                if not data:
+                    self._fail(now, "it has ended")
+                    return []
+                self._reader.feed(data)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._fail(now, str(error))
+            return []
+        try:
+            for kind, _, body in self._reader.frames(MAX_FRAMES):
+                if kind is FrameKind.HINTS:
+                    frames.append(hints_pb2.HintFrame.FromString(body))
+        except (BadFrame, DecodeError) as error:
+            self._fail(now, f"it sent an invalid message ({error})")
+            return []
+        return frames
+
+    def fileno(self) -> int:
+        """For `select`; -1 without a connection."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def _fail(self, now: float, reason: str) -> None:
+        if self._socket is not None and now - self._opened_at > STEADY_S:
+            self._num_failures = 0
+        pause_s = RESTART_S[min(self._num_failures, len(RESTART_S) - 1)]
+        self._num_failures += 1
+        self._open_at = now + pause_s
+        logger.warning("the hint server is lost: %s; no hints for %g s at least", reason, pause_s)
+        self._drop()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            self._killed.append(process)
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._unsent.clear()
+
+    def close(self) -> None:
+        """Ends the hint server and waits for its end, for a bounded time."""
+        self._drop()
+        process, self._process = self._process, None
+        self._open_at = float("inf")
+        if process is not None:
+            self._killed.append(process)
+        until = time.monotonic() + END_S
+        for each in self._killed:
+            try:
+                each.wait(max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
+        self._killed.clear()

@@ -1,0 +1,78 @@
+"""Everything of vLLM that the scheduler relies on, by name and parameters. Imports vLLM only when it is checked.
+
+A release that moves any of it is refused at start, by name, instead of failing in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+TESTED_VERSIONS: Final = ("0.32",)
+"""Releases, without the last number, that the tests ran with."""
+
+SCHEDULER: Final = "vllm.v1.core.sched.scheduler.Scheduler"
+METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    SCHEDULER: {
+        "__init__": ("self", "vllm_config"),
+        "schedule": ("self",),
+        "update_from_output": ("self", "scheduler_output", "model_runner_output"),
+        "update_draft_token_ids": ("self", "draft_token_ids"),
+        "add_request": ("self", "request"),
+        "_free_request": ("self", "request"),
+        "shutdown": ("self",),
+    },
+    "vllm.v1.structured_output.StructuredOutputManager": {"validate_tokens": ("self", "request", "spec_tokens")},
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": {"usage": ()},
+    "vllm.v1.request.Request": {
+        "num_tokens": (), "num_output_tokens": (), "use_structured_output": (),
+    },
+    "vllm.config.VllmConfig": {"max_concurrent_batches": (), "num_speculative_tokens": (), "use_v2_model_runner": ()},
+    "vllm.sampling_params.SamplingParams": {"all_stop_token_ids": ()},
+}  # fmt: skip
+"""Methods and properties by class: their first parameters; () for what is no method or may be set on the instance."""
+SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
+    SCHEDULER: (
+        "self.running", "self.requests", "self.max_model_len", "self.max_num_scheduled_tokens", "self.num_spec_tokens",
+        "self.structured_output_manager", "self.kv_cache_manager", "request.spec_token_ids",
+        "scheduled_spec_decode_tokens", "num_scheduled_tokens", "self._free_request(request",
+    ),
+    "vllm.v1.request.Request": (
+        "self.spec_token_ids", "self.num_computed_tokens", "self.num_output_placeholders", "self.num_in_flight_tokens",
+        "self._all_token_ids", "self.resumable", "self.mm_features", "self.prompt_embeds", "self.max_tokens",
+        "self.all_token_ids",
+    ),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ('"custom_class"', "create_custom_proposer"),
+}  # fmt: skip
+"""Parts of a class' source that must be there: attributes of its instances, and how it uses them."""
+
+
+def _found(path: str) -> Any:
+    """The class at a path. Raises ImportError and AttributeError."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def missing() -> Iterator[str]:
+    """Yields by name what the installed vLLM lacks of what is relied on; nothing where all is there."""
+    for path, methods in METHODS.items():
+        try:
+            owner = _found(path)
+        except (ImportError, AttributeError):
+            yield path
+            continue
+        for name, parameters in methods.items():
+            member = inspect.getattr_static(owner, name, None)
+            if member is None:
+                yield f"{path}.{name}"
+            elif parameters and tuple(inspect.signature(member).parameters)[: len(parameters)] != parameters:
+                yield f"{path}.{name}({', '.join(parameters)}, …)"
+    for path, parts in SOURCES.items():
+        try:
+            source = inspect.getsource(_found(path))
+        except (ImportError, AttributeError, OSError):
+            yield path
+            continue
+        yield from (f"{part} in {path}" for part in parts if part not in source)

@@ -1,0 +1,99 @@
+"""Draft workers are told of an engine's requests, and the engine of their hints, and neither more than it may know."""
+
+from __future__ import annotations
+
+from outrider.engines.hint_server.followed_requests import FollowedRequests
+from outrider.hint_service.messages import CloseStream, CommitPublished, HintsArrived, SubscribeDraft, UnsubscribeDraft
+from outrider.hint_service.session_names import session_name
+from outrider.hints.hint_tree import Hint
+from protos.outrider.v1 import draft_pb2, hints_pb2
+
+NAME = session_name("s", "secret")
+STREAM = 4
+
+
+def opened() -> FollowedRequests:
+    requests = FollowedRequests()
+    requests.open(7, draft_pb2.AttachRequest(session_id="s", hint_token="secret", token_ids=[1, 2, 3]))
+    return requests
+
+
+def commit(
+    from_len: int, token_ids: list[int], *, paused: bool = False, finished: bool = False
+) -> hints_pb2.CommitFrame:
+    made = hints_pb2.SessionCommit(
+        channel=7, from_len=from_len, token_ids=token_ids, is_paused=paused, is_finished=finished
+    )
+    return hints_pb2.CommitFrame(commits=[made])
+
+
+def told(actions: list[CommitPublished]) -> list[tuple[int, list[int]]]:
+    return [(action.from_len, action.token_ids) for action in actions]
+
+
+def test_a_follower_is_told_what_it_lacks_then_every_commit() -> None:
+    requests = opened()
+    assert told(requests.handle(SubscribeDraft(STREAM, NAME, 1))) == [(1, [2, 3])]
+    actions, ended = requests.take_commits(commit(3, [4, 5]))
+    assert told(actions) == [(3, [4, 5])]
+    assert not ended
+
+
+def test_without_the_token_a_session_does_not_exist() -> None:
+    requests = opened()
+    for name in ("s", session_name("s", "guessed"), session_name("t", "secret")):
+        assert requests.handle(SubscribeDraft(STREAM, name, 1)) == []
+        requests.handle(HintsArrived(name, 1, 3, [Hint(1, 0, 9)], 0.0))
+    assert not requests.take_hints().nodes
+
+
+def test_a_paused_follower_gets_tokens_when_it_is_resumed() -> None:
+    requests = opened()
+    requests.handle(SubscribeDraft(STREAM, NAME, 3))
+    assert told(requests.take_commits(commit(3, [4], paused=True))[0]) == [(3, [4])]
+    assert told(requests.take_commits(commit(4, [5], paused=True))[0]) == []
+    actions, _ = requests.take_commits(commit(5, [6]))
+    assert told(actions) == [(4, [5, 6])]
+    assert actions[0].accepts_hints
+
+
+def test_the_end_is_told_and_the_request_forgotten() -> None:
+    requests = opened()
+    requests.handle(SubscribeDraft(STREAM, NAME, 3))
+    actions, ended = requests.take_commits(commit(3, [4], finished=True))
+    assert actions[0].is_finished
+    assert ended == [7]
+    assert requests.committed_by(7) == []
+    assert requests.take_commits(commit(4, [5]))[0] == []
+
+
+def test_the_engine_is_told_of_an_attachment_with_its_first_hints() -> None:
+    requests = opened()
+    requests.handle(SubscribeDraft(STREAM, NAME, 3))
+    assert not requests.take_hints().subscribe
+    requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
+    requests.handle(HintsArrived(NAME, 2, 3, [Hint(2, 1, 8)], 0.0))
+    frame = requests.take_hints()
+    assert [(each.channel, each.attachment) for each in frame.subscribe] == [(7, 2)]
+    assert [list(each.token_ids) for each in frame.nodes] == [[9], [8]]
+
+
+def test_the_engine_is_told_when_the_last_follower_leaves() -> None:
+    for event in (UnsubscribeDraft(STREAM, NAME), CloseStream(STREAM)):
+        requests = opened()
+        requests.handle(SubscribeDraft(STREAM, NAME, 3))
+        requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
+        requests.handle(event)
+        frame = requests.take_hints()
+        assert list(frame.unsubscribe) == ["7"]
+        assert not frame.subscribe, "the attachment that it was to be told of is over"
+        requests.handle(event)
+        assert not requests.take_hints().unsubscribe
+
+
+def test_hints_of_an_earlier_attachment_are_not_passed_on() -> None:
+    requests = opened()
+    requests.handle(HintsArrived(NAME, 2, 3, [Hint(1, 0, 9)], 0.0))
+    requests.take_hints()
+    requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 5)], 0.0))
+    assert not requests.take_hints().nodes

@@ -1,0 +1,130 @@
+"""An engine never waits for its hint server, and outlives whatever that does."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from outrider.engines.frames import FrameKind, FrameReader, pack
+from outrider.engines.hint_link import MAX_UNSENT_BYTES, RESTART_S, HintLink
+from protos.outrider.v1 import hints_pb2
+
+LAST_RESORT_S = 60.0
+
+
+class Peer:
+    """The other end of a link, in this process; beside it stands a process that does nothing."""
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.links: list[HintLink] = []
+        self.error: OSError | None = None
+
+    def link(self, settings: dict[str, int] | None = None) -> HintLink:
+        """A link to this peer, which the end of the test closes."""
+        self.links.append(HintLink(settings or {}, self.start))
+        return self.links[-1]
+
+    def start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        if self.error is not None:
+            raise self.error
+        self.sockets.append(socket.fromfd(theirs.fileno(), theirs.family, theirs.type))
+        self.sockets[-1].settimeout(LAST_RESORT_S)
+        self.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return self.processes[-1]
+
+    def received(self, num_frames: int) -> list[tuple[FrameKind, int, bytes]]:
+        reader, frames = FrameReader(), list[tuple[FrameKind, int, bytes]]()
+        while len(frames) < num_frames:
+            data = self.sockets[-1].recv(1 << 16)
+            assert data, "the link was closed"
+            reader.feed(data)
+            frames += reader.frames()
+        return frames
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made = Peer()
+    yield made
+    for link in made.links:
+        link.close()
+    for each in made.sockets:
+        each.close()
+    for process in made.processes:
+        process.kill()
+        process.wait(LAST_RESORT_S)
+
+
+def hints(channel: int) -> bytes:
+    return pack(FrameKind.HINTS, hints_pb2.HintFrame(unsubscribe=[str(channel)]).SerializeToString())
+
+
+def test_settings_come_first(peer: Peer) -> None:
+    link = peer.link({"a": 1})
+    assert link.open(0.0)
+    link.send(FrameKind.OPEN, b"x", 5)
+    link.flush(0.0)
+    assert peer.received(2) == [(FrameKind.HELLO, 0, b'{"a": 1}'), (FrameKind.OPEN, 5, b"x")]
+
+
+def test_hints_arrive(peer: Peer) -> None:
+    link = peer.link()
+    link.open(0.0)
+    peer.sockets[0].sendall(hints(1) + hints(2)[:3])
+    assert [frame.unsubscribe[0] for frame in link.receive(0.0)] == ["1"]
+    assert link.receive(0.0) == []
+    peer.sockets[0].sendall(hints(2)[3:])
+    assert [frame.unsubscribe[0] for frame in link.receive(0.0)] == ["2"]
+
+
+def test_what_cannot_be_sent_is_kept_within_a_bound(peer: Peer) -> None:
+    link = peer.link()
+    link.open(0.0)
+    megabyte = bytes(1 << 20)
+    for _ in range((MAX_UNSENT_BYTES >> 20) - 1):
+        link.send(FrameKind.OPEN, megabyte)
+        link.flush(0.0)
+        assert link.is_open
+    for _ in range(3):
+        link.send(FrameKind.OPEN, megabyte)
+    link.flush(0.0)
+    assert not link.is_open, "a hint server that does not read is given up"
+    assert peer.processes[0].wait(LAST_RESORT_S) != 0
+
+
+@pytest.mark.parametrize("fault", ["closed", "no frame", "no message", "cannot start"])
+def test_a_lost_hint_server_is_started_again_after_a_growing_pause(peer: Peer, fault: str) -> None:
+    link = peer.link()
+    now = 0.0
+    for pause_s in RESTART_S[:3]:
+        peer.error = OSError("no memory") if fault == "cannot start" else None
+        assert link.open(now) is (fault != "cannot start")
+        if fault == "closed":
+            peer.sockets[-1].shutdown(socket.SHUT_RDWR)
+        elif fault == "no frame":
+            peer.sockets[-1].sendall(b"\xff" * 32)
+        elif fault == "no message":
+            peer.sockets[-1].sendall(pack(FrameKind.HINTS, b"\xff\xff\xff"))
+        assert link.receive(now) == []
+        assert not link.is_open
+        peer.error = None
+        assert not link.open(now + 0.9 * pause_s)
+        now += pause_s + 1e-6
+    assert link.open(now)
+
+
+def test_the_end_ends_the_hint_server() -> None:
+    """A real one, which ends by itself when its engine closes the socket."""
+    link = HintLink({})
+    link.open(0.0)
+    process = link._process
+    assert process is not None
+    link.close()
+    assert process.returncode is not None
+    assert not link.open(1e9), "it is over"

@@ -166,13 +166,17 @@ def _poisson(chance: random.Random, mean: float) -> int:
 
 
 @cache
-def _scaled_objects() -> list[dict[str, Any]]:
-    return [each for each in render(preset(PRESET)) if each["kind"] == "ScaledObject"]
+def _scaled_objects(served_model_name: str | None) -> list[dict[str, Any]]:
+    values = preset(PRESET)
+    if served_model_name is not None:
+        values["pairs"][0]["servedModelName"] = served_model_name
+    return [each for each in render(values) if each["kind"] == "ScaledObject"]
 
 
-def autoscalers() -> dict[str, Autoscaler]:
-    """Autoscalers of the chart's preset for a 70B model, by the pool they scale."""
-    return {each.name.rpartition("-")[2]: each for each in map(Autoscaler.parse, _scaled_objects())}
+def autoscalers(served_model_name: str | None = None) -> dict[str, Autoscaler]:
+    """Autoscalers of the preset for a 70B model, by the pool they scale. The name is by default the preset's."""
+    objects = _scaled_objects(served_model_name)
+    return {each.name.rpartition("-")[2]: each for each in map(Autoscaler.parse, objects)}
 
 
 def totals_of(moment: Moment) -> dict[str, list[float]]:

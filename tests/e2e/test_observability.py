@@ -18,6 +18,7 @@ PARENT_ID = "b7ad6b7169203331"
 PROMPT = "def xylophone(path):\n"
 
 
+@pytest.mark.timeout(300)  # it starts a whole system
 async def test_a_request_is_one_trace_and_one_line(tmp_path: Path) -> None:
     async with collecting() as collector:
         options = SecuredOptions(otlp_endpoint=collector.endpoint, log_format="json")

@@ -134,7 +134,7 @@ async def test_the_autoscalers_count_what_runs_and_what_speculates(
     prometheus: Prometheus, system: SecuredSystem
 ) -> None:
     """The very queries of the ScaledObjects, while eight texts are asked for all the time, two of them plain."""
-    queries = {name: scaler.triggers[0].query for name, scaler in autoscalers().items()}
+    queries = {name: scaler.triggers[0].query for name, scaler in autoscalers("target").items()}
     is_over = asyncio.Event()
 
     async def keep_asking(speculation: dict[str, bool]) -> None:

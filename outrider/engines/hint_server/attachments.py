@@ -124,7 +124,7 @@ class Attachments:
     async def _is_over(
         self, worker: DraftWorker, request: draft_pb2.AttachRequest, on_answer: Callable[[], None]
     ) -> bool:
-        """Holds one attachment; calls `on_answer` when the worker answers. Returns whether no other is to follow."""
+        """Holds one attachment, calls `on_answer` when the worker answers. Returns whether no other is to follow."""
         try:
             return await self._follow(worker, request, on_answer)
         except grpc.aio.AioRpcError as error:

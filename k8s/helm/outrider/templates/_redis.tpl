@@ -33,10 +33,12 @@ spec:
         periodSeconds: 1
         timeoutSeconds: 3
         failureThreshold: 60
+      # A minute: a node that is busy delays the probe's own process, and a restart loses what is in memory.
       livenessProbe:
         {{ $probe }}
-        periodSeconds: 5
-        timeoutSeconds: 3
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 6
       readinessProbe:
         {{ $probe }}
         periodSeconds: 2

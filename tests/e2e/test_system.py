@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -471,12 +470,15 @@ def test_a_client_that_leaves_frees_both_workers(
     assert system.num_generated() - before < LONG["max_tokens"], "the target went on for nobody"
 
 
-async def test_a_storm_of_aborts_frees_everything_within_a_second(system: System) -> None:
-    """More requests than there are places, some in prefill, some generating, some waiting, all given up at once."""
+async def test_a_storm_of_aborts_frees_everything_long_before_it_would_end(system: System) -> None:
+    """More requests than there are places, some in prefill, some generating, some waiting, all given up at once.
+
+    The target then generates a tenth of their tokens at most: a second's, however busy the machine is.
+    """
     lengths = [1 + 97 * number % 700 for number in range(60)]
 
     async def storm(pause_s: float) -> float:
-        """Seconds from the last of them being given up to all being free."""
+        """Tokens that are generated from the last of them being given up until all is free."""
         system.expect_idle()
         async with httpx.AsyncClient(base_url=system.url, timeout=60, trust_env=False) as client:
             bodies = [LONG | {"prompt": f"{number}" + " x" * length, "max_tokens": 300, "stream": number % 2 == 0}
@@ -485,16 +487,13 @@ async def test_a_storm_of_aborts_frees_everything_within_a_second(system: System
             await asyncio.sleep(pause_s)
             for task in asked:
                 task.cancel()
-            began_s = time.monotonic()
             await asyncio.wait(asked)
+            before = await asyncio.to_thread(system.num_generated)
         await asyncio.to_thread(system.expect_idle)
-        return time.monotonic() - began_s
+        return system.num_generated() - before
 
     for pause_s in (0.05, 0.3, 0.8):
-        took_s: list[float] = []
-        while min(took_s, default=1.0) >= 1.0:
-            assert len(took_s) < 3, took_s  # the machine may have been elsewhere, but not each time
-            took_s.append(await storm(pause_s))
+        assert await storm(pause_s) < len(lengths) * 300 / 10
 
     def counted() -> list[str]:
         lines = system.client.get("/metrics").text.splitlines()

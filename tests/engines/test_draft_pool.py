@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engines.hint_server.draft_pool import FULL_S, PAUSES_S, REFUSED_S, DraftPool
+from outrider.engines.hint_server.draft_pool import EMPTY_S, FULL_S, PAUSES_S, REFUSED_S, DraftPool
 
 
 def test_the_worker_with_the_fewest_sessions_is_chosen() -> None:
@@ -47,6 +47,21 @@ def test_others_take_over_from_one_that_is_full_or_refuses() -> None:
     assert pool.choose(FULL_S) is None
     pool.fill(second, FULL_S)
     assert second.away_until >= REFUSED_S, "it is not there sooner for that"
+
+
+def test_workers_come_and_go_and_those_that_stay_are_remembered() -> None:
+    pool = DraftPool(())
+    assert pool.choose(0.0) is None
+    assert pool.wait_s(0.0) == EMPTY_S
+    pool.replace(["a:1", "b:1"])
+    first, _ = pool.workers
+    pool.fail(first, 0.0)
+    pool.replace(["c:1", "a:1"])
+    assert [each.address for each in pool.workers] == ["c:1", "a:1"]
+    assert pool.workers[1] is first
+    chosen = pool.choose(0.0)
+    assert chosen is not None
+    assert chosen.address == "c:1"
 
 
 def test_one_address_is_one_worker() -> None:

@@ -154,10 +154,11 @@ async def running(ports: list[int], **settings: Any) -> AsyncIterator[Engine]:
         await asyncio.to_thread(engine.hints.turn_off)
 
 
-async def test_hints_of_a_draft_worker_are_accepted_until_the_end() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_hints_of_a_draft_worker_are_accepted_until_the_end(host: str) -> None:
     (port,) = free_ports(1)
     draft = FakeDraft()
-    async with serving(draft, port), running([port]) as engine:
+    async with serving(draft, port), running([port], draft_workers=[f"{host}:{port}"]) as engine:
         engine.open("a")
         await engine.steps_until(lambda: engine.num_accepted > 20, "hints are accepted")
         text = engine.texts["a"]

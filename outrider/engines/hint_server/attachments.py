@@ -158,6 +158,13 @@ class Attachments:
         finally:
             worker.num_sessions -= 1
             call.cancel()
+            if not worker.num_sessions and worker not in self._pool.workers:  # its name resolves to others now
+                await self._close_channel(worker.address)
+
+    async def _close_channel(self, address: str) -> None:
+        known = self._channels.pop(address, None)
+        if known is not None:
+            await known[1].close(grace=None)
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
         """The channel to a draft worker, opened with the current certificates."""

@@ -14,6 +14,8 @@ REFUSED_S: Final = 60.0
 """Pause of a worker that cannot draft for this engine at all, such as one with another tokenizer."""
 FULL_S: Final = 0.5
 """Pause of a worker that is full."""
+EMPTY_S: Final = 1.0
+"""Pause while no worker is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +35,11 @@ class DraftPool:
         self.workers = [DraftWorker(address) for address in dict.fromkeys(addresses)]
         self._num_choices = 0
 
+    def replace(self, addresses: Sequence[str]) -> None:
+        """Takes the addresses that there are now. Those that stay keep what is known of them."""
+        known = {worker.address: worker for worker in self.workers}
+        self.workers = [known.get(address) or DraftWorker(address) for address in dict.fromkeys(addresses)]
+
     def choose(self, now: float) -> DraftWorker | None:
         """The worker with the fewest sessions of those that are there; None if none is. Ties take turns."""
         there = [worker for worker in self.workers if worker.away_until <= now]
@@ -44,7 +51,7 @@ class DraftPool:
 
     def wait_s(self, now: float) -> float:
         """How long until a worker may be there again."""
-        return max(min(worker.away_until for worker in self.workers) - now, 0.0)
+        return max(min((worker.away_until for worker in self.workers), default=now + EMPTY_S) - now, 0.0)
 
     def succeed(self, worker: DraftWorker) -> None:
         """Notes that a worker has answered."""

@@ -11,8 +11,10 @@ from typing import Any, Final
 import grpc.aio
 
 from outrider.addresses import join_address, with_port
+from outrider.concurrency.background import end_tasks, keep_going
 from outrider.engines.frames import FrameKind, FrameReader, pack
 from outrider.engines.hint_server.attachments import Attachments
+from outrider.engines.hint_server.draft_names import REFRESH_S, DraftNames
 from outrider.engines.hint_server.draft_pool import DraftPool
 from outrider.engines.hint_server.followed_requests import FollowedRequests
 from outrider.engines.hint_settings import HintSettings
@@ -71,7 +73,9 @@ class HintServer:
             serve_metrics(self._metrics.registry, settings.host, settings.metrics_port, self._files)
         await self._server.start()
         reached_at = with_port(settings.reached_at, port)
-        pool = DraftPool(settings.draft_workers)
+        pool = DraftPool(())
+        names = DraftNames(settings.draft_workers, pool.replace)
+        looking = asyncio.create_task(keep_going(names.keep_looking, "the look-up of draft workers", pause_s=REFRESH_S))
         attachments = Attachments(pool, Dialer(self._files), reached_at, self._fingerprint, time.monotonic)
         reader, self._writer = await asyncio.open_connection(sock=engine)
         self._metrics.show_state("ready")
@@ -79,6 +83,7 @@ class HintServer:
         try:
             await self._serve(reader, early, attachments)
         finally:
+            await end_tasks(looking)
             await attachments.end()
             await self._server.stop(CALLS_END_S)
             self._writer.close()

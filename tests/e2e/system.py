@@ -223,7 +223,7 @@ def running_system(folder: Path, *flags: object) -> Iterator[System]:
             assert time.monotonic() < deadline, f"not ready in {START_TIMEOUT_S:g} s:\n{command.stderr}"
             time.sleep(0.05)
         url, grpc, model, log_dir = line.groups()
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=180, trust_env=False) as client:
             yield System(command, url, grpc, model, Path(log_dir), client)
     finally:
         command.stop()

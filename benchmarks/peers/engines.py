@@ -28,7 +28,15 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.peers.process import Answer, Peer, PeerError, add_vllm_arguments, check_vllm, cpu_seconds
+from benchmarks.peers.process import (
+    Answer,
+    Peer,
+    PeerError,
+    add_turn_arguments,
+    add_vllm_arguments,
+    check_vllm,
+    cpu_seconds,
+)
 from benchmarks.peers.systems import MAX_MODEL_LEN, PLAIN, Family, System, peer_environment
 from benchmarks.shared.figures import spread
 from benchmarks.shared.machine import machine
@@ -172,12 +180,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_vllm_arguments(parser)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
-    parser.add_argument("--prompts", type=int, default=4, help="of a turn, at least (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=100, help="per request (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds not counted (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="which prompts")
+    add_turn_arguments(parser)
     parser.add_argument("--num-speculative-tokens", type=int, default=7, help="most per step (default %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.vllm_python is None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.measure import Setup, check_memory, measure, running_systems
-from benchmarks.peers.process import PeerError, add_vllm_arguments, check_vllm, idle_costs
+from benchmarks.peers.process import PeerError, add_turn_arguments, add_vllm_arguments, check_vllm, idle_costs
 from benchmarks.peers.summary import num_differing, summarize
 from benchmarks.peers.systems import DRAFT, WEAK, Family, all_systems, select
 from benchmarks.shared import plot
@@ -89,12 +89,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, Setup]:
         metavar="PATTERN",
         help="only these, such as 'outrider-*' 'vllm-*-2'",
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
-    parser.add_argument("--prompts", type=int, default=4, help="of a turn, at least (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=100, help="per request (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds not counted (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="which prompts")
+    add_turn_arguments(parser)
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="of the peers (default %(default)s)")
     arguments = parser.parse_args(argv)
     drafts = {DRAFT: arguments.draft} | ({WEAK: arguments.weak_draft} if arguments.weak_draft else {})

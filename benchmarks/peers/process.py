@@ -60,6 +60,16 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_turn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of turns that alternate in rounds."""
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
+    parser.add_argument("--prompts", type=int, default=4, help="of a turn, at least (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=100, help="per request (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds not counted (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="which prompts")
+
+
 def check_vllm(python: Path) -> None:
     """Raises PeerError, before anything is started, if this Python has no vLLM."""
     ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"

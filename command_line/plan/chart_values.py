@@ -61,6 +61,7 @@ class PoolPlan:
     needs: ModelMemory
     kv: KvPlan
     usable: int  # bytes of a GPU
+    stored_bytes: int  # of the checkpoint, in bfloat16
     reasons: Sequence[str] = field(default_factory=tuple)  # a line for each number of ranks
 
     def num_sessions(self, session_tokens: int) -> int:
@@ -79,6 +80,7 @@ def plan_pool(
     memory: DeviceMemory,
     memory_in_words: str,
     *,
+    stored_bytes: int,
     num_ranks: int | None,
     gpus_per_node: int,
 ) -> PoolPlan:
@@ -104,7 +106,7 @@ def plan_pool(
             f"{_counted(count, 'GPU')}: {in_words(needs.weights)} of weights on each and KV of {kv.num_tokens:,} "
             f"tokens, {kv.num_longest} of {kv.max_model_len:,}"
         )
-        return PoolPlan(options, memory_in_words, count, needs, kv, budget.usable, tuple(reasons))
+        return PoolPlan(options, memory_in_words, count, needs, kv, budget.usable, stored_bytes, tuple(reasons))
     assert last is not None
     raise last
 
@@ -149,9 +151,9 @@ def document(target: PoolPlan, draft: PoolPlan | None, wanted: Wanted) -> str:
             "(draft.gpu.resource: nvidia.com/mig-…) costs less"
         )
     num_nodes = _num_nodes(target.num_ranks, wanted.gpus_per_node)
-    seconds = target.needs.weights * target.num_ranks / num_nodes / READ_BYTES_PER_S
+    seconds = target.stored_bytes / num_nodes / READ_BYTES_PER_S
     lines.append(f"A target starts in about {_duration(seconds)}, if each node reads {in_words(READ_BYTES_PER_S)}/s.")
-    size = sum(pool.needs.weights * pool.num_ranks for pool in _pools(target, draft).values())
+    size = sum(pool.stored_bytes for pool in _pools(target, draft).values())
     lines += [
         "To have the weights fetched, name hf://ORG/NAME@COMMIT as models, and instead of models.claim:",
         f"  models: {{create: {{size: {math.ceil(VOLUME_SHARE * size / GIB)}Gi}}, fetch: {{secret: hugging-face}}}}",

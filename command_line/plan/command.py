@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -18,6 +18,10 @@ from command_line.settings import reader
 from outrider.engine.kv.kv_plan import ALL_SHARE, SHARED_SHARE, ModelMemory, in_words
 from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
 from outrider.settings import settings_of
+
+WITH_VALUES: Final = ("draft_memory", "gpus_per_node", "sessions", "session_tokens")
+WITHOUT_VALUES: Final = ("prints_json", "num_target_workers", "num_draft_workers")
+"""Parameters that have an effect only with and only without --values."""
 
 
 def _check_memory(text: str | None) -> str | None:
@@ -98,6 +102,7 @@ GpusPerNode = Annotated[int, typer.Option(min=1, help="With --values: GPUs of a 
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
     draft: Draft = None,
     memory: Memory = None,
@@ -124,6 +129,7 @@ def plan(
     Nothing is loaded. For each rank the plan adds up the weights, the KV of each token, the memory of a step, and the
     process itself. Exit status 1: it would not start.
     """
+    _refuse_what_has_no_effect(context, prints_values=prints_values)
     is_elsewhere = memory is not None and (prints_values or is_gpu(memory))
     device_type = _device_type("cuda" if is_elsewhere and device is Device.AUTO else device.value)
     found_memory = device_memory(device_type, memory)
@@ -164,6 +170,15 @@ def plan(
         raise typer.Exit(1)
 
 
+def _refuse_what_has_no_effect(context: typer.Context, *, prints_values: bool) -> None:
+    """Raises BadParameter for a flag of the other kind of plan."""
+    for name in WITHOUT_VALUES if prints_values else WITH_VALUES:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            flag = next(each.opts[0] for each in context.command.params if each.name == name)
+            raise typer.BadParameter(f"{flag} has no effect {'with' if prints_values else 'without'} --values")
+
+
 def _device_type(device: str) -> str:
     import torch
 
@@ -186,6 +201,10 @@ def _pool(
     def needs_of(count: int) -> ModelMemory:
         return load_of(options, 1, count, "cuda", is_shared=False).needs
 
+    # Weights are quantized while they are loaded.
+    stored = replace(options, dtype=Dtype.BFLOAT16, quantization=Quantization.NONE)
+    stored_bytes = load_of(stored, 1, 1, "cuda", is_shared=False).needs.weights
+
     if longest is not None:
         options = replace(options, max_model_len=min(longest, needs_of(1).longest))
     memory = device_memory("cuda", given)
@@ -195,6 +214,7 @@ def _pool(
         needs_of,
         memory,
         words,
+        stored_bytes=stored_bytes,
         num_ranks=num_ranks,
         gpus_per_node=gpus_per_node,
     )

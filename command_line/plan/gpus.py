@@ -18,7 +18,7 @@ GPUS: Final = {
     "h200": 139,
     "b200": 178,
 }
-"""GiB by type: what a process can get of it, rounded down."""
+"""GiB by type: about what its driver reports, rounded down; none was measured here."""
 _PREFIXES: Final = "KMGT"
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,20 @@ class TestHelmValues:
         assert values["target"]["sessionsPerReplica"] == 3
         assert values["target"]["replicas"] == {"min": 4, "max": 8}
 
+    def test_what_is_fetched_is_as_large_as_it_is_stored(self) -> None:
+        """Weights are quantized while they are loaded."""
+        words = (SHAPES / SMALL, "--memory", "l4")
+        sizes = [
+            re.findall(r"size: (\d+)Gi", self.written(*words, *more)[0]) for more in ((), ("--quantization", "int8"))
+        ]
+        assert sizes == [["3"], ["3"]]
+
+    def test_flags_of_values_have_no_effect_without(self) -> None:
+        words = ["plan", str(SHAPES / SMALL), "--memory", "l4", "--sessions", "3"]
+        result = RUNNER.invoke(app, words)
+        assert result.exit_code == 2
+        assert "--sessions has no effect without --values" in " ".join(result.output.replace("│", "").split())
+
     @pytest.mark.parametrize(
         ("words", "reason"),
         [
@@ -69,6 +84,8 @@ class TestHelmValues:
             ((SHAPES / LARGE, "--memory", "h100", "--tensor-parallel-size", "3"), "3 ranks cannot share 64"),
             ((SHAPES / LARGE, "--memory", "h1000"), "known are t4"),
             ((SHAPES / LARGE, "--memory", "80GiB", "--device", "cpu"), "plans for GPUs"),
+            ((SHAPES / SMALL, "--memory", "l4", "--json"), "--json has no effect with --values"),
+            ((SHAPES / SMALL, "--memory", "l4", "--num-draft-workers", "2"), "--num-draft-workers has no effect with"),
         ],
     )
     def test_what_cannot_be_is_refused(self, words: tuple[Any, ...], reason: str) -> None:

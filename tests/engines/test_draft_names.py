@@ -64,8 +64,15 @@ async def test_addresses_stay_while_the_name_service_is_away(caplog: pytest.LogC
 
 async def test_without_names_nothing_is_looked_up() -> None:
     names = Names()
-    await DraftNames(["127.0.0.1:1", "[::1]:1"], names.told.append, names.resolve).keep_looking()
+    made = DraftNames(["127.0.0.1:1", "[::1]:1"], names.told.append, names.resolve)
+    assert not made.has_names
     assert names.told == [["127.0.0.1:1", "[::1]:1"]]
+    assert DraftNames(["127.0.0.1:1", "drafts:1"], names.told.append).has_names
+
+
+async def test_what_no_host_can_be_called_ends_nothing() -> None:
+    told = await Names(UnicodeError("label too long"), ["10.0.0.1:7001"]).follow("drafts:7001")
+    assert told == [[], [], ["10.0.0.1:7001"]]
 
 
 async def test_a_worker_of_both_families_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

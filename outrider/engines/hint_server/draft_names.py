@@ -53,13 +53,17 @@ class DraftNames:
         self._failed: set[str] = set()  # names whose last look-up failed
         tell(self._all())
 
+    @property
+    def has_names(self) -> bool:
+        return not all(map(is_literal, self._found))
+
     def _all(self) -> list[str]:
         return [each for found in self._found.values() for each in found]
 
     async def keep_looking(self) -> None:
-        """Looks up all names again and again, without end; returns if there are none."""
+        """Looks up all names again and again, without end."""
         names = [address for address in self._found if not is_literal(address)]
-        while names:
+        while True:
             await asyncio.gather(*map(self._look, names))
             self._tell(self._all())
             await asyncio.sleep(REFRESH_S)
@@ -67,7 +71,7 @@ class DraftNames:
     async def _look(self, name: str) -> None:
         try:
             self._found[name] = await self._resolve(name)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # the last: no host has such a name
             if name not in self._failed:
                 logger.warning("the draft workers at %s are not found: %s", name, error or "no answer")
             self._failed.add(name)

@@ -75,7 +75,10 @@ class HintServer:
         reached_at = with_port(settings.reached_at, port)
         pool = DraftPool(())
         names = DraftNames(settings.draft_workers, pool.replace)
-        looking = asyncio.create_task(keep_going(names.keep_looking, "the look-up of draft workers", pause_s=REFRESH_S))
+        looking: asyncio.Task[None] | None = None
+        if names.has_names:
+            work = keep_going(names.keep_looking, "the look-up of draft workers", pause_s=REFRESH_S)
+            looking = asyncio.create_task(work)
         attachments = Attachments(pool, Dialer(self._files), reached_at, self._fingerprint, time.monotonic)
         reader, self._writer = await asyncio.open_connection(sock=engine)
         self._metrics.show_state("ready")

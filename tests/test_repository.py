@@ -109,6 +109,7 @@ MUST_BE_PURE = {
     "command_line/start/draft_choice.py",
     "command_line/start/comparison.py",
     "outrider/hints/hint_tree.py",
+    "outrider/hints/hint_wait.py",
     "command_line/simulator/fleet.py",
     "command_line/simulator/models.py",
     "command_line/simulator/traffic.py",
@@ -118,7 +119,6 @@ MUST_BE_PURE = {
     "target_worker/scheduling/scheduler.py",
     "target_worker/scheduling/session.py",
     "outrider/hints/speculation.py",
-    "target_worker/scheduling/waiting.py",
 }
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 # Folders of modules that are no tests.

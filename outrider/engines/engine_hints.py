@@ -1,7 +1,7 @@
 """The hints of one engine: its open requests and the link to its hint server, as the engine's scheduler uses them.
 
-Every method returns at once, and none raises: after an unexpected error the engine goes on without hints for good, and
-the log says why.
+Every method but `wait` returns at once, and none raises: after an unexpected error the engine goes on without hints for
+good, and the log says why.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def guarded(
 
 
 class EngineHints:
-    """Hints for the engine's scheduler. Around a step: `collect`, `choose`, then `finish_step`."""
+    """Hints for the engine's scheduler. Around a step: `collect`, `wait`, `choose`, then `finish_step`."""
 
     def __init__(self, requests: HintedRequests, link: HintLink, now: Callable[[], float] = time.monotonic) -> None:
         """now: a clock, seconds."""
@@ -99,9 +99,16 @@ class EngineHints:
     def collect(self) -> None:
         """Takes what draft workers have sent."""
         self._connect()
-        for frame in self._link.receive(self._now()):
-            self._requests.take(frame)
+        for frame, at in self._link.receive(self._now()):
+            self._requests.take(frame, at)
         self._tell()
+
+    @guarded(None)
+    def wait(self, limits: Mapping[str, int], num_running: int) -> None:
+        """Waits for hints while that pays, as `HintedRequests.wait_until`, and collects them."""
+        while (until := self._requests.wait_until(limits, num_running, self._now())) is not None:
+            self._link.wait(until - self._now())
+            self.collect()
 
     @guarded(_NO_HINTS)
     def choose(self, limits: Mapping[str, int], num_running: int, budget: int) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Framed messages between an engine and its hint server: length, kind, number of a request, protobuf. Pure.
+"""Framed messages between an engine and its hint server: length, kind, number, protobuf. Pure.
 
 The messages are those of `protos`: an AttachRequest announces a request to the hint server, a CommitFrame tells it
 what was committed, a HintFrame brings hints back. Channels of these are the numbers of requests.
@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Final
 
 _HEADER: Final = struct.Struct("<IBI")
+NUMBER_MAX: Final = (1 << 32) - 1
 MAX_FRAME_BYTES: Final = 8 * 1024 * 1024
 """Twice what a draft worker may be sent."""
 
@@ -20,9 +21,9 @@ class FrameKind(IntEnum):
     """The contents of a frame."""
 
     HELLO = 1  # JSON: the hint server's settings
-    OPEN = 2  # an AttachRequest for the request with this number
+    OPEN = 2  # an AttachRequest for the request with the frame's number
     COMMITS = 3  # a CommitFrame
-    HINTS = 4  # a HintFrame
+    HINTS = 4  # a HintFrame, which the hint server had at `time_number`
 
 
 _KINDS: Final = frozenset(int(kind) for kind in FrameKind)
@@ -35,6 +36,18 @@ class BadFrame(Exception):
 def pack(kind: FrameKind, body: bytes, number: int = 0) -> bytes:
     """A frame as it is sent."""
     return _HEADER.pack(len(body), kind, number) + body
+
+
+def time_number(at: float) -> int:
+    """A moment of the machine's monotonic clock, seconds, as a frame's number: microseconds, modulo 2^32."""
+    return round(at * 1e6) & NUMBER_MAX
+
+
+def moment(number: int, now: float) -> float:
+    """The moment before `now`, seconds, with this number; at most `now` itself. Moments of the last half hour are
+    told apart from those to come."""
+    age_us = (time_number(now) - number) & NUMBER_MAX
+    return now - (age_us / 1e6 if age_us <= NUMBER_MAX // 2 else 0.0)
 
 
 class FrameReader:
@@ -52,7 +65,7 @@ class FrameReader:
         self._buffer += data
 
     def frames(self, limit: int = 1 << 30) -> Iterator[tuple[FrameKind, int, bytes]]:
-        """Yields at most `limit` whole frames: kind, number of the request, body. Raises BadFrame."""
+        """Yields at most `limit` whole frames: kind, number, body. Raises BadFrame."""
         for _ in range(limit):
             if len(self._buffer) < _HEADER.size:
                 return

@@ -1,9 +1,9 @@
 """An engine's end of the connection to its hint server, a process of its own that speaks gRPC with draft workers.
 
 Why a process: a thread in the engine would compete with the scheduler for Python's lock, and a draft worker that floods
-would take the engine's time. Nothing here waits: the socket does not block, what cannot be sent at once is kept within
-a bound, and a hint server that is gone, or does not read, is ended and started anew after a growing pause. The engine
-decodes without hints meanwhile.
+would take the engine's time. Nothing but `wait` waits: the socket does not block, what cannot be sent at once is kept
+within a bound, and a hint server that is gone, or does not read, is ended and started anew after a growing pause. The
+engine decodes without hints meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from outrider.engines.frames import BadFrame, FrameKind, FrameReader, pack
+from outrider.engines.frames import BadFrame, FrameKind, FrameReader, moment, pack
 from protos.outrider.v1 import hints_pb2
 
 logger = logging.getLogger(__name__)
@@ -110,8 +111,8 @@ class HintLink:
         except OSError as error:
             self._fail(now, str(error))
 
-    def receive(self, now: float) -> list[hints_pb2.HintFrame]:
-        """Returns what has arrived, within the bounds of a step."""
+    def receive(self, now: float) -> list[tuple[hints_pb2.HintFrame, float]]:
+        """Returns what has arrived, within the bounds of a step, and when the hint server had each, seconds."""
         if self._socket is None:
             return []
         frames = []
@@ -128,17 +129,20 @@ class HintLink:
             self._fail(now, str(error))
             return []
         try:
-            for kind, _, body in self._reader.frames(MAX_FRAMES):
+            for kind, number, body in self._reader.frames(MAX_FRAMES):
                 if kind is FrameKind.HINTS:
-                    frames.append(hints_pb2.HintFrame.FromString(body))
+                    frames.append((hints_pb2.HintFrame.FromString(body), moment(number, now)))
         except (BadFrame, DecodeError) as error:
             self._fail(now, f"it sent an invalid message ({error})")
             return []
         return frames
 
-    def fileno(self) -> int:
-        """For `select`; -1 without a connection."""
-        return -1 if self._socket is None else self._socket.fileno()
+    def wait(self, longest_s: float) -> None:
+        """Waits until something can be received."""
+        if self._socket is not None and longest_s > 0.0:
+            poll = select.poll()  # unlike `select.select`, it takes any number of a file
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(longest_s * 1e3)
 
     def _fail(self, now: float, reason: str) -> None:
         if self._socket is not None and now - self._opened_at > STEADY_S:

@@ -46,6 +46,10 @@ class HintSettings:
     is_insecure: bool = setting(
         False, "receive hints on another host than this machine's own without tls_dir", SECURITY, flag=None
     )
+    hint_wait_ms: float = setting(
+        10.0, "longest that a step waits for hints; 0: never", SPECULATION, "milliseconds", at_least=0, at_most=1000,
+        flag=None, is_advanced=True,
+    )  # fmt: skip
     may_pause: bool = setting(
         True, "pause draft workers whose hints cost more than they gain", SPECULATION, flag=None, is_advanced=True
     )
@@ -80,6 +84,8 @@ class HintSettings:
             is_right = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
         elif name in ("port", "metrics_port"):
             is_right = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        elif name == "hint_wait_ms":
+            is_right = isinstance(value, (int, float)) and not isinstance(value, bool)
         elif name in ("is_insecure", "may_pause"):
             is_right = isinstance(value, bool)
         else:

@@ -1,8 +1,9 @@
 """The requests of an engine that others have written, with the hints that its next step may verify. Pure.
 
 The engine owns the tokens: it hands over its own lists, which only it extends. Around a step it calls `take` with what
-has arrived, `choose` for the hints to verify, and `finish_step` when the tokens are there. `take_commits` and
-`announcements` are what the hint server is told. Nothing here raises because of what a draft worker sent.
+has arrived, `wait_until` for how long more is worth waiting for, `choose` for the hints to verify, and `finish_step`
+when the tokens are there. `take_commits` and `announcements` are what the hint server is told. Nothing here raises
+because of what a draft worker sent.
 
 A hint without a distribution counts as certain. An engine that samples accepts it with the target's probability of its
 token and otherwise draws from the rest, which leaves the distribution as it is. The draft worker chose the token by the
@@ -13,20 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
-from outrider.hints.acceptance import BlockAcceptance
+from outrider.engines.frames import NUMBER_MAX
+from outrider.hints.acceptance import NUM_POSITIONS, BlockAcceptance
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_intake import IntakePolicy, IntakeShares, SessionIntake
 from outrider.hints.hint_tree import Hint, HintTree
+from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.hint_wire import HintDecoder
 from outrider.hints.pace import Pace
-from outrider.hints.speculation import allot
+from outrider.hints.speculation import HintTiming, allot
 from outrider.hints.step_cost import StepCost, StepLine
 from protos.outrider.v1 import draft_pb2, hints_pb2
-
-NUMBER_MAX: Final = (1 << 32) - 1
-"""Highest number of a request; numbers count up, and begin anew after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class HintedRequest:
     decoder: HintDecoder = field(default_factory=HintDecoder)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     intake: SessionIntake = field(default_factory=SessionIntake)
+    timing: HintTiming = field(default_factory=HintTiming)
     attachment: int = 0  # of the draft worker that follows it; 0: none does
-    has_received: bool = False  # hints of this attachment
     path: list[Hint] = field(default_factory=list)  # that the hints of the running step were taken from
 
     @property
@@ -61,11 +60,17 @@ class HintedRequest:
         """Whether a draft worker follows it and is not paused."""
         return self.attachment > 0 and not self.intake.is_paused
 
+    @property
+    def num_ready(self) -> int:
+        """Hints that a step could verify now."""
+        return len(self.tree.primary_path(NUM_POSITIONS))
+
 
 class HintedRequests:
     """All open requests of one engine."""
 
-    def __init__(self, vocab_size: int, *, may_pause: bool = True) -> None:
+    def __init__(self, vocab_size: int, *, may_pause: bool = True, hint_wait_ms: float = 0.0) -> None:
+        """hint_wait_ms: longest that a step waits for hints."""
         self._vocab_size = vocab_size
         self._may_pause = may_pause
         self._requests: dict[str, HintedRequest] = {}
@@ -73,6 +78,7 @@ class HintedRequests:
         self._last_number = 0
         self._cost = StepCost()
         self._pace = Pace()
+        self._wait = HintWait(hint_wait_ms)
         self._policy = IntakePolicy()
         self._calibrations = {is_sampled: Calibration() for is_sampled in (False, True)}
         self._commits: list[hints_pb2.SessionCommit] = []
@@ -157,8 +163,8 @@ class HintedRequests:
         self._commits.clear()
         return frame
 
-    def take(self, frame: hints_pb2.HintFrame) -> None:
-        """Takes what draft workers sent."""
+    def take(self, frame: hints_pb2.HintFrame, at: float) -> None:
+        """Takes what draft workers sent, and the hint server had at this moment, seconds."""
         for number in frame.unsubscribe:
             request = self._by_number.get(int(number)) if number.isascii() and number.isdigit() else None
             if request is not None:
@@ -166,12 +172,12 @@ class HintedRequests:
         for subscribe in frame.subscribe:
             request = self._by_number.get(subscribe.channel)
             if request is not None and subscribe.attachment > request.attachment:
-                self._attach(request, subscribe.attachment)
+                self._attach(request, subscribe.attachment, at)
         for nodes in frame.nodes:
-            self._take_nodes(nodes)
+            self._take_nodes(nodes, at)
 
-    def _attach(self, request: HintedRequest, attachment: int) -> None:
-        request.attachment, request.has_received = attachment, False
+    def _attach(self, request: HintedRequest, attachment: int, now: float) -> None:
+        request.attachment, request.timing = attachment, self._wait.usual_timing.fresh(now)
         request.decoder, request.acceptance = HintDecoder(), BlockAcceptance()
         request.intake = self._policy.start(max(len(self._requests), 1)) if self._may_pause else SessionIntake()
         self._commits.append(self._commit_of(request))
@@ -180,14 +186,30 @@ class HintedRequests:
         """Hints that are there stay; no more are expected."""
         request.attachment = 0
 
-    def _take_nodes(self, nodes: hints_pb2.HintNodes) -> None:
+    def _take_nodes(self, nodes: hints_pb2.HintNodes, at: float) -> None:
         request = self._by_number.get(nodes.channel)
         hints = None if request is None else request.decoder.decode(nodes, self._vocab_size)
         if request is None or hints is None or request.attachment == 0:
             self.num_bad += 1
         elif request.accepts_hints:
-            request.has_received = True
-            request.tree.add(request.token_ids, request.attachment, request.decoder.base_len, hints)
+            base_len = request.decoder.base_len
+            request.tree.add(request.token_ids, request.attachment, base_len, hints)
+            self._wait.on_hints(request.timing, at, request.num_ready, base_len)
+
+    def wait_until(self, limits: Mapping[str, int], num_running: int, now: float) -> float | None:
+        """The moment until which the next step should wait for hints, unless some come before; None: not at all.
+
+        limits and num_running: as in `choose`; now: on the engine's clock, seconds.
+        """
+        expecting = [
+            Expecting(request.timing, request.acceptance, limit)
+            for request_id, limit in limits.items()
+            if limit > 0 and (request := self._requests.get(request_id)) is not None and request.accepts_hints
+        ]
+        until = self._wait.until(now, expecting, num_running, self._line(), self._pace.rate * num_running)
+        if until is not None:
+            self._pace.wait()
+        return until
 
     def choose(self, limits: Mapping[str, int], num_running: int, budget: int) -> dict[str, list[int]]:
         """Chooses the hints that the next step verifies, by request.
@@ -195,6 +217,7 @@ class HintedRequests:
         limits: most hints of each request that could have some; num_running: requests of the step in all; budget: most
         hints of all together.
         """
+        self._wait.end()
         candidates: list[HintedRequest] = []
         ids: list[str] = []
         gains: list[list[float]] = []
@@ -238,7 +261,9 @@ class HintedRequests:
             self._cost.observe(num_tokens, busy_ms, num_context)
             line = self._cost.line(num_context)
             hint_price = line.token_ms * num_running / line.step_ms(num_running)
-        num_committed = sum(self._commit(request, each.num_hints, hint_price) for request, each in requests)
+        num_committed = sum(self._commit(request, each.num_hints, hint_price, now) for request, each in requests)
+        if only_decodes and num_running:
+            self._pace.commit(num_committed, num_running)
         if not (only_decodes and num_running and self._may_pause):
             return
         if self._pace.whole_ms > 0.0 and num_committed:
@@ -246,6 +271,8 @@ class HintedRequests:
         may_accept_hints = self._policy.may_accept_hints(num_running)
         for request, _ in requests:
             if request.attachment and request.intake.update(may_accept_hints=may_accept_hints):
+                if request.accepts_hints:
+                    request.timing = request.timing.fresh(now)
                 self._commits.append(self._commit_of(request))
 
     def _shares(self, requests: Sequence[HintedRequest]) -> IntakeShares | None:
@@ -253,10 +280,10 @@ class HintedRequests:
         if not followed:
             return None
         accepting = [request for request in followed if request.accepts_hints]
-        num_receiving = sum(request.has_received for request in accepting)
+        num_receiving = sum(request.timing.has_received for request in accepting)
         return IntakeShares(len(accepting) / len(followed), num_receiving / len(followed))
 
-    def _commit(self, request: HintedRequest, num_fed: int, hint_price: float | None) -> int:
+    def _commit(self, request: HintedRequest, num_fed: int, hint_price: float | None, now: float) -> int:
         """Takes a request's new tokens; returns how many there are."""
         token_ids = list(request.token_ids[request.committed_len :])
         if not token_ids:
@@ -284,6 +311,8 @@ class HintedRequests:
         if request.number in self._announced:
             self._commits.append(commit)
         request.committed_len += len(token_ids)
+        if request.accepts_hints:
+            request.timing.on_commit(now, request.num_ready, request.committed_len)
         return len(token_ids)
 
     def _commit_of(

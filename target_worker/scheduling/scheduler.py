@@ -19,6 +19,7 @@ from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.sampling.verdict import Verdict
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError
 from outrider.hints.confidence import calibrations
+from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.pace import Pace
 from outrider.hints.step_cost import StepCost, StepLine
 from protos.outrider.v1 import target_pb2
@@ -54,7 +55,6 @@ from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.session import Session
 from target_worker.scheduling.session_statistics import add_up_to_limit
 from target_worker.scheduling.step_composition import compose
-from target_worker.scheduling.waiting import HintWait
 
 LOOK_EVERY_S = 0.05
 """Least time between two checks of the deadlines."""
@@ -71,11 +71,10 @@ class Scheduler:
         self._chunk_cost = ChunkCost()
         self._intake = BatchIntake(may_pause=limits.may_pause)
         self._pace = Pace()
-        self._wait = HintWait(limits)
+        self._wait = HintWait(limits.hint_wait_ms_max, limits.wait_for_num_hints)
         self._turns = BackgroundTurns(limits.num_speculative_tokens)
-        self._recent: RecentOutputs | None = None
-        if limits.has_lookup and limits.max_lookup_tokens:
-            self._recent = RecentOutputs(max_tokens=limits.max_lookup_tokens)
+        num_recent = limits.max_lookup_tokens if limits.has_lookup else 0
+        self._recent = RecentOutputs(max_tokens=num_recent) if num_recent else None
         self._sessions: dict[str, Session] = {}
         self._num_started = 0
         self._slots = BatchSlots(limits, allocator)
@@ -246,7 +245,7 @@ class Scheduler:
             session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
             limit = self.limits.num_speculative_tokens
             path_len = len(session.tree.primary_path(limit))
-            self._wait.on_hints(session, event.arrived_at, path_len, event.base_len)
+            self._wait.on_hints(session.timing, event.arrived_at, path_len, event.base_len)
 
     def next_step(self, now: float) -> Step | WaitForHints | None:
         """Returns what to run now: a step, a wait until some moment, or None to wait for an event."""
@@ -258,8 +257,7 @@ class Scheduler:
             session.count_outcome()
         active = self._turns.hold(self._slots.running.values(), self.cost)
         line = self.cost.line(sum(session.committed_len for session in active))
-        wait_until = self._wait_for_hints(active, line, now)
-        if wait_until is not None:
+        if (wait_until := self._wait_for_hints(active, line, now)) is not None:
             self._pace.wait()
             return WaitForHints(wait_until)
         self._wait.end()
@@ -274,9 +272,12 @@ class Scheduler:
         """Returns the moment to wait for, or None to run a step now."""
         if any(session.num_pending > 1 for session in active):
             return None  # prefill keeps the worker busy
-        expecting = [session for session in active if session.can_expect_hints() and not session.has_certain_hints()]
-        rate = self._pace.rate * len(active)
-        return self._wait.until(now, expecting, len(active), line, rate) if expecting else None
+        expecting = [
+            Expecting(session.timing, session.acceptance, session.hint_limit(self.limits.num_speculative_tokens))
+            for session in active
+            if session.can_expect_hints() and not session.has_certain_hints()
+        ]
+        return self._wait.until(now, expecting, len(active), line, self._pace.rate * len(active))
 
     def finish_step(self, step: Step, result: StepResult, now: float) -> list[Action]:
         """Commits what a step decided; returns the actions that report it."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.frames import MAX_FRAME_BYTES, BadFrame, FrameKind, FrameReader, pack
+from outrider.engines.frames import MAX_FRAME_BYTES, BadFrame, FrameKind, FrameReader, moment, pack, time_number
 
 FRAMES = st.tuples(st.sampled_from(FrameKind), st.binary(max_size=300), st.integers(0, (1 << 32) - 1))
 
@@ -31,6 +31,15 @@ def test_a_limit_leaves_the_rest() -> None:
     reader.feed(pack(FrameKind.HINTS, b"a") + pack(FrameKind.HINTS, b"b"))
     assert [body for _, _, body in reader.frames(1)] == [b"a"]
     assert [body for _, _, body in reader.frames()] == [b"b"]
+
+
+@given(st.floats(0.0, 1e8), st.floats(0.0, 1000.0))
+def test_a_frame_says_when_it_was_sent(at: float, age_s: float) -> None:
+    assert moment(time_number(at), at + age_s) == pytest.approx(at, abs=1e-5)
+
+
+def test_a_moment_that_is_to_come_counts_as_now() -> None:
+    assert moment(time_number(100.0), 99.0) == 99.0
 
 
 @pytest.mark.parametrize("header", [(5, 77, 0), (MAX_FRAME_BYTES + 1, 2, 0), (0, 0, 0)])

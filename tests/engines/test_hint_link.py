@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from outrider.engines.frames import FrameKind, FrameReader, pack
+from outrider.engines.frames import FrameKind, FrameReader, pack, time_number
 from outrider.engines.hint_link import MAX_UNSENT_BYTES, RESTART_S, HintLink
 from protos.outrider.v1 import hints_pb2
 
@@ -61,8 +62,9 @@ def peer() -> Iterator[Peer]:
         process.wait(LAST_RESORT_S)
 
 
-def hints(channel: int) -> bytes:
-    return pack(FrameKind.HINTS, hints_pb2.HintFrame(unsubscribe=[str(channel)]).SerializeToString())
+def hints(channel: int, at: float = 0.0) -> bytes:
+    body = hints_pb2.HintFrame(unsubscribe=[str(channel)]).SerializeToString()
+    return pack(FrameKind.HINTS, body, time_number(at))
 
 
 def test_settings_come_first(peer: Peer) -> None:
@@ -77,10 +79,30 @@ def test_hints_arrive(peer: Peer) -> None:
     link = peer.link()
     link.open(0.0)
     peer.sockets[0].sendall(hints(1) + hints(2)[:3])
-    assert [frame.unsubscribe[0] for frame in link.receive(0.0)] == ["1"]
+    assert [frame.unsubscribe[0] for frame, _ in link.receive(0.0)] == ["1"]
     assert link.receive(0.0) == []
     peer.sockets[0].sendall(hints(2)[3:])
-    assert [frame.unsubscribe[0] for frame in link.receive(0.0)] == ["2"]
+    assert [frame.unsubscribe[0] for frame, _ in link.receive(0.0)] == ["2"]
+
+
+def test_hints_come_with_the_moment_when_the_hint_server_had_them(peer: Peer) -> None:
+    link = peer.link()
+    link.open(0.0)
+    peer.sockets[0].sendall(hints(1, at=9000.25))
+    assert [at for _, at in link.receive(9000.5)] == [pytest.approx(9000.25)]
+
+
+def test_a_wait_ends_when_hints_arrive(peer: Peer) -> None:
+    link = peer.link()
+    link.wait(LAST_RESORT_S)  # without a connection nothing can arrive
+    link.open(0.0)
+    link.wait(0.001)
+    assert link.receive(0.0) == []
+    sender = threading.Timer(0.05, peer.sockets[0].sendall, [hints(1)])
+    sender.start()
+    link.wait(LAST_RESORT_S)
+    sender.join()
+    assert len(link.receive(0.0)) == 1
 
 
 def test_what_cannot_be_sent_is_kept_within_a_bound(peer: Peer) -> None:

@@ -32,6 +32,8 @@ def test_an_address_is_enough() -> None:
         ({"draft_workers": WORKERS, "port": None}, "port is None"),
         ({"draft_workers": WORKERS, "metrics_port": -1}, "metrics_port is -1"),
         ({"draft_workers": WORKERS, "may_pause": 1}, "may_pause is 1"),
+        ({"draft_workers": WORKERS, "hint_wait_ms": True}, "hint_wait_ms is True"),
+        ({"draft_workers": WORKERS, "hint_wait_ms": -1}, "hint_wait_ms is -1"),
         ({"draft_workers": WORKERS, "hots": "::"}, "unknown setting of hints: hots"),
         ({"draft_workers": WORKERS, "host": "0.0.0.0", "is_insecure": True}, "draft workers cannot reach 0.0.0.0"),
         ({"draft_workers": WORKERS, "host": "10.0.0.1"}, "without tls_dir lets whoever reaches it in"),

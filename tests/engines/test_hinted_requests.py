@@ -100,7 +100,7 @@ class Engine:
     def hint(self, number: int, base_len: int, token_ids: list[int], *, attachment: int = 1) -> None:
         frame = hints_pb2.HintFrame(nodes=[nodes(number, base_len, token_ids)])
         frame.subscribe.add(channel=number, attachment=attachment)
-        self.requests.take(frame)
+        self.requests.take(frame, self.now)
         self.exchange()
 
 
@@ -214,6 +214,61 @@ class TestNumberOfHints:
         assert (engine.requests.speed or 0.0) > 1.5
 
 
+class TestWait:
+    """A draft worker whose hints come a while after the tokens that they follow."""
+
+    def run(self, engine: Engine, delay_s: float, *, num_steps: int = 100) -> list[float]:
+        """Runs steps; returns the wait before each, seconds."""
+        number, waits = engine.open("a", [1, 2, 3]), []
+        under_way: list[tuple[float, list[int]]] = []  # when hints come, and what they follow
+
+        def deliver() -> None:
+            while under_way and under_way[0][0] <= engine.now:
+                at, text = under_way.pop(0)
+                frame = hints_pb2.HintFrame(nodes=[nodes(number, len(text), continuation(text, NUM_HINTS))])
+                frame.subscribe.add(channel=number, attachment=1)
+                engine.requests.take(frame, at)
+                engine.exchange()
+
+        for _ in range(num_steps):
+            began = engine.now
+            under_way.append((began + delay_s, list(engine.texts["a"])))
+            while (until := engine.requests.wait_until({"a": NUM_HINTS}, 1, engine.now)) is not None:
+                engine.now = min(until, under_way[0][0]) if under_way else until
+                deliver()
+            waits.append(engine.now - began)
+            engine.step()
+            deliver()
+        return waits
+
+    def test_hints_that_come_soon_are_waited_for(self) -> None:
+        engine = Engine(HintedRequests(VOCAB_SIZE, may_pause=False, hint_wait_ms=10.0))
+        waits = self.run(engine, 0.002)
+        assert waits[-50:] == [pytest.approx(0.002)] * 50
+        assert len(engine.texts["a"]) > 400, "each step commits several tokens"
+
+    def test_hints_that_come_late_are_not(self) -> None:
+        engine = Engine(HintedRequests(VOCAB_SIZE, may_pause=False, hint_wait_ms=1000.0))
+        waits = self.run(engine, 0.3, num_steps=200)
+        assert waits[-100:] == [0.0] * 100
+
+    @pytest.mark.parametrize("hint_wait_ms", [0.0, 1.0])
+    def test_the_bound_holds(self, hint_wait_ms: float) -> None:
+        engine = Engine(HintedRequests(VOCAB_SIZE, may_pause=False, hint_wait_ms=hint_wait_ms))
+        assert max(self.run(engine, 0.002)) <= hint_wait_ms / 1e3 + 1e-9
+
+    def test_nobody_is_waited_for_who_has_sent_nothing(self) -> None:
+        engine = Engine(HintedRequests(VOCAB_SIZE, may_pause=False, hint_wait_ms=10.0))
+        number = engine.open("a", [1, 2, 3])
+        assert engine.requests.wait_until({"a": NUM_HINTS}, 1, 0.0) is None
+        frame = hints_pb2.HintFrame()
+        frame.subscribe.add(channel=number, attachment=1)
+        engine.requests.take(frame, 0.0)
+        for _ in range(20):
+            assert engine.requests.wait_until({"a": NUM_HINTS}, 1, engine.now) is None
+            engine.step()
+
+
 class TestLife:
     def test_the_hint_server_is_told_of_the_end_once(self) -> None:
         engine = Engine()
@@ -256,7 +311,7 @@ def test_whatever_a_draft_worker_sends_the_text_stays_and_nothing_is_raised(seed
         if not engine.texts:
             continue
         for _ in range(rng.randrange(4)):
-            engine.requests.take(random_frame(rng, engine, list(numbers.values())))
+            engine.requests.take(random_frame(rng, engine, list(numbers.values())), engine.now)
             engine.exchange()
         limit = rng.randrange(NUM_HINTS + 1)
         assert max(engine.step(limit, budget=rng.randrange(20)).values()) <= limit

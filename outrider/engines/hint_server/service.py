@@ -12,7 +12,7 @@ import grpc.aio
 
 from outrider.addresses import join_address, with_port
 from outrider.concurrency.background import end_tasks, keep_going
-from outrider.engines.frames import FrameKind, FrameReader, pack
+from outrider.engines.frames import FrameKind, FrameReader, pack, time_number
 from outrider.engines.hint_server.attachments import Attachments
 from outrider.engines.hint_server.draft_names import REFRESH_S, DraftNames
 from outrider.engines.hint_server.draft_pool import DraftPool
@@ -129,4 +129,4 @@ class HintServer:
         self._is_flush_due = False
         hints: Any = self._requests.take_hints()
         if self._writer is not None and (hints.nodes or hints.subscribe or hints.unsubscribe):
-            self._writer.write(pack(FrameKind.HINTS, hints.SerializeToString()))
+            self._writer.write(pack(FrameKind.HINTS, hints.SerializeToString(), time_number(time.monotonic())))

@@ -5,8 +5,9 @@ vllm serve MODEL --scheduler-cls outrider.engines.vllm.scheduler.HintScheduler -
                            "num_speculative_tokens": 7}'
     --additional-config '{"outrider": {"draft_workers": ["HOST:PORT"]}}'
 
-Before each step it sets the draft tokens of requests that decode to whatever hints have arrived, and never waits for
-any. vLLM verifies them with its own sampler. After the step draft workers are told what was committed.
+Before each step it sets the draft tokens of requests that decode to the hints that have arrived, and waits for some for
+a few milliseconds where that pays. vLLM verifies them with its own sampler. After the step draft workers are told what
+was committed.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class HintScheduler(Scheduler):
         budget = self.max_num_scheduled_tokens - num_decoding
         if num_decoding < len(self.requests):  # prompts wait, and get half of it
             budget //= 2
+        else:
+            self._hints.wait(limits, num_decoding)
         for request_id, token_ids in self._hints.choose(limits, len(self.running), budget).items():
             request = self.requests[request_id]
             request.spec_token_ids = self.structured_output_manager.validate_tokens(request, token_ids)
@@ -165,7 +168,8 @@ def _engine_hints(settings: HintSettings, given: dict[str, Any], vllm_config: An
         model.get_vocab_size(),
         tokenizer_dir(model.tokenizer),
     )
-    return EngineHints(HintedRequests(model.get_vocab_size(), may_pause=settings.may_pause), HintLink(told))
+    requests = HintedRequests(model.get_vocab_size(), may_pause=settings.may_pause, hint_wait_ms=settings.hint_wait_ms)
+    return EngineHints(requests, HintLink(told))
 
 
 def tokenizer_dir(name: str) -> str | None:

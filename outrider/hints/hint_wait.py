@@ -7,11 +7,11 @@ step and learns from the outcome.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from outrider.hints.acceptance import BlockAcceptance
 from outrider.hints.speculation import HintTiming, best_wait
 from outrider.hints.step_cost import StepLine
-from target_worker.limits import SchedulerLimits
-from target_worker.scheduling.session import Session
 
 WAIT_FACTOR = 3.0
 WAIT_MARGIN_S = 5e-4
@@ -20,38 +20,48 @@ case. Hints that were waited for in vain are expected later, until waiting no lo
 (`HintTiming.on_missed_hints`)."""
 
 
-class HintWait:
-    """The wait of one worker; at most one is under way. Times are on the shell's clock, seconds."""
+class Expecting(NamedTuple):
+    """A session that hints may come for."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self._limits = limits
+    timing: HintTiming
+    acceptance: BlockAcceptance
+    limit: int  # most hints that its next step may feed
+
+
+class HintWait:
+    """The wait of one engine; at most one is under way. Times are on the shell's clock, seconds."""
+
+    def __init__(self, longest_ms: float, num_wanted: int | None = None) -> None:
+        """longest_ms: most that all waits of one step take together; num_wanted: so many hints of each session are
+        waited for, however long they take; None: as many as pay."""
+        self._longest_s = longest_ms / 1e3
+        self._num_wanted = num_wanted
         self._deadline: float | None = None
         self.usual_timing = HintTiming()  # mean over sessions; new ones start from it
 
-    def on_hints(self, session: Session, now: float, path_len: int, base_len: int) -> None:
+    def on_hints(self, timing: HintTiming, now: float, path_len: int, base_len: int) -> None:
         """Takes the arrival of a session's hints, as `HintTiming.on_hints`."""
-        session.timing.on_hints(now, path_len, base_len, is_waited=self._deadline is not None)
-        self.usual_timing.learn_from(session.timing)
+        timing.on_hints(now, path_len, base_len, is_waited=self._deadline is not None)
+        self.usual_timing.learn_from(timing)
 
     def end(self) -> None:
         """Ends the wait because the step begins."""
         self._deadline = None
 
     def until(
-        self, now: float, expecting: Sequence[Session], num_running: int, line: StepLine, usual_rate: float
+        self, now: float, expecting: Sequence[Expecting], num_running: int, line: StepLine, usual_rate: float
     ) -> float | None:
-        """Returns the moment to wait for, or None to run the step. The waits of one step total at most
-        `hint_wait_ms_max`.
+        """Returns the moment to wait for, or None to run the step.
 
-        expecting: sessions that hints may come for; line and usual_rate: as in `best_wait`.
+        line and usual_rate: as in `best_wait`.
         """
-        longest_s = self._limits.hint_wait_ms_max / 1e3
+        longest_s = self._longest_s
         if self._deadline is not None:
             longest_s = self._deadline - now
             if longest_s <= 0.0:
-                for session in expecting:
-                    if session.timing.path_len == 0:
-                        session.timing.on_missed_hints(now)
+                for each in expecting:
+                    if each.timing.path_len == 0:
+                        each.timing.on_missed_hints(now)
                 return None
         wait_s = self._wanted_s(now, expecting, num_running, line, usual_rate, longest_s)
         if wait_s <= 0.0:
@@ -63,24 +73,22 @@ class HintWait:
     def _wanted_s(
         self,
         now: float,
-        expecting: Sequence[Session],
+        expecting: Sequence[Expecting],
         num_running: int,
         line: StepLine,
         usual_rate: float,
         longest_s: float,
     ) -> float:
         """Seconds that the next step should wait; 0.0 for not at all."""
-        limit, wanted = self._limits.num_speculative_tokens, self._limits.wait_for_num_hints
-        if wanted is not None:
-            has_enough = all(session.timing.path_len >= min(wanted, session.hint_limit(limit)) for session in expecting)
+        if self._num_wanted is not None:
+            has_enough = all(each.timing.path_len >= min(self._num_wanted, each.limit) for each in expecting)
             return 0.0 if has_enough else longest_s
-        expecting = [session for session in expecting if session.timing.has_received]
-        limits = [session.hint_limit(limit) for session in expecting]
+        expecting = [each for each in expecting if each.timing.has_received]
         return best_wait(
-            [session.timing for session in expecting],
+            [each.timing for each in expecting],
             # By acceptance alone: the draft's confidence in hints to come is unknown.
-            [session.acceptance.chances(own) for session, own in zip(expecting, limits, strict=True)],
-            limits,
+            [each.acceptance.chances(each.limit) for each in expecting],
+            [each.limit for each in expecting],
             line,
             now,
             longest_s,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from outrider.engines.frames import FrameKind
+from outrider.engines.frames import NUMBER_MAX, FrameKind
 from outrider.engines.hint_link import HintLink
 from outrider.engines.hinted_requests import Fed, HintedRequests
 from protos.outrider.v1 import draft_pb2
@@ -56,6 +56,7 @@ class EngineHints:
         self._now = now
         self._is_connected = False
         self._closed: list[str] = []  # ended while the engine took a step's result
+        self._waited_s = 0.0  # that the hint server was not told of
         self.is_on = True
 
     def turn_off(self) -> None:
@@ -106,9 +107,12 @@ class EngineHints:
     @guarded(None)
     def wait(self, limits: Mapping[str, int], num_running: int) -> None:
         """Waits for hints while that pays, as `HintedRequests.wait_until`, and collects them."""
-        while (until := self._requests.wait_until(limits, num_running, self._now())) is not None:
-            self._link.wait(until - self._now())
+        now = began = self._now()
+        while (until := self._requests.wait_until(limits, num_running, now)) is not None:
+            self._link.wait(until - now)
             self.collect()
+            now = self._now()
+        self._waited_s += now - began
 
     @guarded(_NO_HINTS)
     def choose(self, limits: Mapping[str, int], num_running: int, budget: int) -> dict[str, list[int]]:
@@ -141,7 +145,8 @@ class EngineHints:
             self._link.send(FrameKind.OPEN, announcement.SerializeToString(), number)
         commits = self._requests.take_commits()
         if commits is not None:
-            self._link.send(FrameKind.COMMITS, commits.SerializeToString())
+            self._link.send(FrameKind.COMMITS, commits.SerializeToString(), round(self._waited_s * 1e6) & NUMBER_MAX)
+            self._waited_s = 0.0
         self._link.flush(self._now())
 
 

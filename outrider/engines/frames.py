@@ -22,7 +22,7 @@ class FrameKind(IntEnum):
 
     HELLO = 1  # JSON: the hint server's settings
     OPEN = 2  # an AttachRequest for the request with the frame's number
-    COMMITS = 3  # a CommitFrame
+    COMMITS = 3  # a CommitFrame; the number: microseconds that the engine waited for hints since the last one
     HINTS = 4  # a HintFrame, which the hint server had at `time_number`
 
 

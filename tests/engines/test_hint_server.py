@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.engines.engine_hints import EngineHints, hello
 from outrider.engines.hint_link import HintLink
@@ -167,6 +169,29 @@ async def test_hints_of_a_draft_worker_are_accepted_until_the_end(host: str) -> 
         assert len(draft.attached) == 1
         engine.close("a")
         await engine.steps_until(lambda: draft.ended == ["a"], "it is detached at the end")
+
+
+async def test_metrics_say_what_hints_gained_and_how_long_steps_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, metrics_port = free_ports(2)
+    draft = FakeDraft()
+
+    def shown() -> dict[str, float]:
+        with contextlib.suppress(httpx.TransportError):
+            text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+            samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+            return {each.name: each.value for each in samples}
+        return {}
+
+    async with serving(draft, port), running([port], metrics_port=metrics_port) as engine:
+        engine.open("a")
+        moments = iter([time.monotonic() + 0.05])
+        monkeypatch.setattr(engine.requests, "wait_until", lambda *_: next(moments, None))
+        engine.hints.wait({"a": 7}, 1)
+        await engine.accept_more(20)
+        accepted = "outrider_spec_decode_num_accepted_tokens_total"
+        await engine.steps_until(lambda: shown().get(accepted, 0.0) >= 20, "the accepted hints are counted")
+        assert shown()["outrider_hint_wait_seconds_total"] > 0.0
+        assert shown()["outrider_spec_decode_num_draft_tokens_total"] >= 20
 
 
 async def test_hints_are_back_after_the_draft_worker_was_gone() -> None:

@@ -106,11 +106,23 @@ class HintServer:
             request = self._requests.open(number, draft_pb2.AttachRequest.FromString(body))
             attachments.open(number, request.announcement, self._requests.committed_by)
         elif kind is FrameKind.COMMITS:
-            actions, ended = self._requests.take_commits(hints_pb2.CommitFrame.FromString(body))
+            commits = hints_pb2.CommitFrame.FromString(body)
+            self._count(commits, number)
+            actions, ended = self._requests.take_commits(commits)
             for action in actions:
                 self._streams.publish(action)
             for number in ended:
                 attachments.close(number)
+
+    def _count(self, commits: hints_pb2.CommitFrame, waited_us: int) -> None:
+        self._metrics.hint_wait_s.inc(waited_us / 1e6)
+        for commit in commits.commits:
+            self._metrics.generation_tokens.inc(len(commit.token_ids))
+            if commit.num_tried_hints:
+                self._metrics.num_drafts.inc()
+                self._metrics.num_draft_tokens.inc(commit.num_tried_hints)
+                self._metrics.num_accepted_tokens.inc(commit.num_held_hints)
+                self._metrics.observe_accepted(commit.num_held_hints)
 
     def _submit(self, event: HintEvent, *, is_release: bool = False, is_from_peer: bool = False) -> None:
         """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up, which ends its stream."""

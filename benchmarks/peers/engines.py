@@ -2,15 +2,18 @@
 
 - `plain`: vLLM on two cores.
 - `own`: vLLM with its own draft model (`--speculative-config draft_model`), on two cores.
-- `hints`: vLLM with Outrider's scheduler on core 0, and a draft worker on core 1: as many cores in total.
+- `apart`: vLLM with Outrider's scheduler on core 0, and the draft worker on core 1: as many cores in total.
+- `shared`: vLLM with Outrider's scheduler on two cores, and the draft worker on core 1 whenever vLLM leaves it idle
+  (`nice`; vLLM's threads sleep while they wait): as many cores in total.
 - `no-hints`: vLLM with Outrider's scheduler on two cores, and no draft worker that could be reached: its price.
 
 Each is a process that loads its models once, and they alternate in rounds, so that a change of the machine's load
 affects all of them. All get the same token ids, decode greedily, without prefix caching and past the end token. A
 turn's rate is all its new tokens over its wall time, prefill included. Medians and quartiles are over rounds, ratios
 are taken within rounds. `others_busy` is the CPU use, in cores, of everything else on the machine during turns: with
-more than a little of it the figures say nothing. `differing` counts the outputs that are not those of `plain`: in
-float32 none should be, in bfloat16 vLLM's own outputs depend on the batch.
+more than a little of it the figures say nothing. `differing` counts the outputs that are not those of `plain`, and
+`equal_tokens` is the share of tokens before the first difference: in float32 none should differ, in bfloat16 vLLM's own
+outputs depend on the batch.
 """
 
 from __future__ import annotations
@@ -46,9 +49,12 @@ from demo.corpus import held_out_prompts
 from outrider.text.tokenizer import Tokenizer
 
 OWN: Final = "own"
-HINTS: Final = "hints"
+APART: Final = "apart"
+SHARED: Final = "shared"
 NO_HINTS: Final = "no-hints"
-WAYS: Final = (PLAIN, OWN, HINTS, NO_HINTS)
+WAYS: Final = (PLAIN, OWN, APART, SHARED, NO_HINTS)
+PASSIVE: Final = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+"""Threads of vLLM that wait sleep, and leave their core to the draft worker."""
 NOWHERE: Final = "127.0.0.1:9"
 """An address at which no draft worker listens."""
 PROPOSER: Final = "outrider.engines.vllm.no_drafts.NoDrafts"
@@ -76,17 +82,17 @@ def settings_of(way: str, arguments: argparse.Namespace, target: Path, draft_add
             "model": PROPOSER,
             "num_speculative_tokens": arguments.num_speculative_tokens,
         },
-        "additional_config": {"outrider": {"draft_workers": [draft_address if way == HINTS else NOWHERE]}},
+        "additional_config": {"outrider": {"draft_workers": [NOWHERE if way == NO_HINTS else draft_address]}},
     }
     return {
         "target": str(target.resolve()),
         "draft": str(arguments.draft.resolve()) if way == OWN else None,
-        "cores": [0] if way == HINTS else [0, 1],
+        "cores": [0] if way == APART else [0, 1],
         "num_speculative_tokens": arguments.num_speculative_tokens,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": max(arguments.batch),
         "dtype": arguments.dtype,
-        "plugin": plugin if way in (HINTS, NO_HINTS) else None,
+        "plugin": None if way in (PLAIN, OWN) else plugin,
     }
 
 
@@ -94,6 +100,7 @@ async def start(way: str, arguments: argparse.Namespace, target: Path, draft_add
     """Starts a way's process. Raises PeerError."""
     settings = settings_of(way, arguments, target, draft_address)
     environment = peer_environment(System(Family.VLLM, PLAIN, len(settings["cores"])), arguments.vllm_preload)
+    environment |= PASSIVE if way == SHARED else {}
     command = [str(arguments.vllm_python), "-m", "benchmarks.peers.vllm_engine", json.dumps(settings)]
     peer = await Peer.start(way, command, environment)
     say(f"{way} is ready")
@@ -115,8 +122,8 @@ async def measure(arguments: argparse.Namespace, target: Path, prompts: Iterator
     """Starts all ways and runs the rounds. Raises PeerError."""
     turns: list[Turn] = []
     async with AsyncExitStack() as stack:
-        flags = ("--max-model-len", str(MAX_MODEL_LEN), "--cpu-affinity", "1", "--dtype", arguments.dtype)
-        draft = await WorkerProcessHandle.start("draft_worker", "--model", str(arguments.draft), *flags)
+        flags = ("--model", str(arguments.draft), "--max-model-len", str(MAX_MODEL_LEN), "--cpu-affinity", "1")
+        draft = await WorkerProcessHandle.start("draft_worker", *flags, through=("nice", "-n", "19"))
         stack.push_async_callback(draft.stop)
         peers: dict[str, Peer] = {}
         for way in arguments.ways:  # one after the other: each takes both cores to start
@@ -145,12 +152,13 @@ def summarize(turns: Sequence[Turn]) -> dict[str, Any]:
         ways = {}
         for way in dict.fromkeys(each.way for each in of_batch):
             found = [each for each in of_batch if each.way == way]
-            differing = [
-                text != other
+            pairs = [
+                (text, other)
                 for each in found
                 if each.number in plain
                 for text, other in zip(each.texts, plain[each.number].texts, strict=True)
             ]
+            num_tokens = sum(len(text) for text, _ in pairs)
             ways[way] = {
                 "tokens_per_s": spread(each.tokens_per_s for each in found),
                 "over_plain": spread(
@@ -159,11 +167,17 @@ def summarize(turns: Sequence[Turn]) -> dict[str, Any]:
                 "over_own": spread(
                     each.tokens_per_s / own[each.number].tokens_per_s for each in found if each.number in own
                 ),
-                "differing": f"{sum(differing)} of {len(differing)}",
+                "differing": f"{sum(text != other for text, other in pairs)} of {len(pairs)}",
+                "equal_tokens": round(sum(equal_length(*pair) for pair in pairs) / max(num_tokens, 1), 4),
                 "others_busy": round(statistics.median(each.others_busy for each in found), 2),
             }
         result[f"batch_{batch}"] = ways
     return result
+
+
+def equal_length(text: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens come before the first that differs."""
+    return next((index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:

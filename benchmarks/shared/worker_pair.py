@@ -54,11 +54,12 @@ class WorkerProcessHandle:
         self.address = str(facts["address"])
 
     @classmethod
-    async def start(cls, module: str, *arguments: str) -> WorkerProcessHandle:
+    async def start(cls, module: str, *arguments: str, through: Sequence[str] = ()) -> WorkerProcessHandle:
+        """`through`: a command that runs the worker, such as `nice`."""
         # Tethered, so that an interrupted run leaves no worker behind.
         process = await asyncio.create_subprocess_exec(
             *tether.words(STOP_GRACE_S),
-            *(sys.executable, "-m", module, *arguments),
+            *(*through, sys.executable, "-m", module, *arguments),
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None

@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.engines import HINTS, NO_HINTS, NOWHERE, OWN, PROPOSER, WAYS, Turn, parse, settings_of, summarize
+from benchmarks.peers.engines import (
+    APART,
+    NO_HINTS,
+    NOWHERE,
+    OWN,
+    PROPOSER,
+    SHARED,
+    WAYS,
+    Turn,
+    parse,
+    settings_of,
+    summarize,
+)
 from benchmarks.peers.systems import PLAIN
 from outrider.engines.vllm import checks
 
@@ -17,15 +29,21 @@ ADDRESS = "127.0.0.1:7001"
 def test_every_way_has_two_cores_in_all() -> None:
     arguments = parse(ARGUMENTS)
     cores = {way: settings_of(way, arguments, Path("target"), ADDRESS)["cores"] for way in WAYS}
-    assert cores == {PLAIN: [0, 1], OWN: [0, 1], HINTS: [0], NO_HINTS: [0, 1]}, "the draft worker has core 1"
+    assert cores == {PLAIN: [0, 1], OWN: [0, 1], APART: [0], SHARED: [0, 1], NO_HINTS: [0, 1]}, (
+        "the draft worker has core 1"
+    )
 
 
-def test_only_two_ways_have_the_plugin_and_one_a_draft_worker() -> None:
+def test_three_ways_have_the_plugin_and_two_a_draft_worker() -> None:
     arguments = parse(ARGUMENTS)
     found = {way: settings_of(way, arguments, Path("target"), ADDRESS) for way in WAYS}
-    assert [way for way in WAYS if found[way]["plugin"]] == [HINTS, NO_HINTS]
-    workers = {way: found[way]["plugin"]["additional_config"]["outrider"] for way in (HINTS, NO_HINTS)}
-    assert workers == {HINTS: {"draft_workers": [ADDRESS]}, NO_HINTS: {"draft_workers": [NOWHERE]}}
+    assert [way for way in WAYS if found[way]["plugin"]] == [APART, SHARED, NO_HINTS]
+    workers = {way: found[way]["plugin"]["additional_config"]["outrider"] for way in (APART, SHARED, NO_HINTS)}
+    assert workers == {
+        APART: {"draft_workers": [ADDRESS]},
+        SHARED: {"draft_workers": [ADDRESS]},
+        NO_HINTS: {"draft_workers": [NOWHERE]},
+    }
     assert [way for way in WAYS if found[way]["draft"]] == [OWN]
 
 
@@ -37,15 +55,16 @@ def test_ratios_are_taken_within_rounds_and_outputs_are_compared() -> None:
     turns = [
         Turn(0, 1, PLAIN, 10.0, 0.0, [[1, 2]]),
         Turn(0, 1, OWN, 20.0, 0.0, [[1, 2]]),
-        Turn(0, 1, HINTS, 30.0, 0.5, [[1, 3]]),
+        Turn(0, 1, APART, 30.0, 0.5, [[1, 3]]),
         Turn(1, 1, PLAIN, 100.0, 0.0, [[4, 5]]),
         Turn(1, 1, OWN, 100.0, 0.0, [[4, 5]]),
-        Turn(1, 1, HINTS, 100.0, 0.7, [[4, 5]]),
+        Turn(1, 1, APART, 100.0, 0.7, [[4, 5]]),
     ]
-    figures = summarize(turns)["batch_1"][HINTS]
+    figures = summarize(turns)["batch_1"][APART]
     assert figures["over_plain"]["median"] == 2.0
     assert figures["over_own"]["median"] == 1.25
     assert figures["differing"] == "1 of 2"
+    assert figures["equal_tokens"] == 0.75
     assert figures["others_busy"] == 0.6
 
 

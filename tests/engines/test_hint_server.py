@@ -109,10 +109,12 @@ class Engine:
         self.texts: dict[str, list[int]] = {}
         self.num_accepted = 0
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, announcement: draft_pb2.AttachRequest | None = None) -> None:
+        """Opens a request; a draft worker that checks its parameters needs an announcement with all of them."""
         self.texts[name] = list(PROMPT)
-        announcement = draft_pb2.AttachRequest(session_id=name, hint_token=f"token of {name}")
-        announcement.sampling.max_tokens = 1000
+        if announcement is None:
+            announcement = draft_pb2.AttachRequest(session_id=name, hint_token=f"token of {name}")
+            announcement.sampling.max_tokens = 1000
         self.hints.open(name, self.texts[name], announcement, frozenset(), is_sampled=False)
 
     def close(self, name: str) -> None:
@@ -167,6 +169,16 @@ async def test_hints_of_a_draft_worker_are_accepted_until_the_end(host: str) -> 
         assert len(draft.attached) == 1
         engine.close("a")
         await engine.steps_until(lambda: draft.ended == ["a"], "it is detached at the end")
+
+
+async def test_an_engine_on_all_addresses_says_the_one_on_the_way_to_the_draft_worker() -> None:
+    port, hints_port = free_ports(2)
+    draft = FakeDraft()
+    settings = {"host": "0.0.0.0", "port": hints_port, "is_insecure": True}
+    async with serving(draft, port), running([port], **settings) as engine:
+        engine.open("a")
+        await engine.accept_more(5)
+    assert draft.attached[0].target_address == f"127.0.0.1:{hints_port}"
 
 
 async def test_hints_are_back_after_the_draft_worker_was_gone() -> None:

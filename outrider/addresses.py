@@ -62,7 +62,7 @@ def with_port(address: str, port: int) -> str:
 
 
 def own_host_towards(address: str) -> str:
-    """This machine's own IP address on the way to another's, host:port with an IP address. Sends nothing. Raises OSError."""
+    """This machine's own IP address on the way to host:port, an IP address. Sends nothing. Raises OSError."""
     host, port = split_address(address)
     with socket.socket(socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

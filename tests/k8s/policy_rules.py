@@ -180,7 +180,10 @@ def _permits(policies: Sequence[Object], direction: str, ours: Party, other: Par
     rules = [rule for policy in chosen for rule in policy.get(direction.lower(), ())]
     return not chosen or any(
         (peers not in rule or any(is_peer(peer, other) for peer in rule[peers]))
-        and ("ports" not in rule or any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"]))
+        and (
+            "ports" not in rule
+            or any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+        )
         for rule in rules
     )
 

@@ -124,7 +124,10 @@ class TestObjects:
             ({"attach": {"enabled": True}}, "demo has a target"),
             ({"attach": {"enabled": True}, "pairs": [{"name": "a"}]}, "a has no draft"),
             ({"pairs": [{"name": "a", "draft": {"model": "/a"}}]}, "target"),
-            ({"pairs": [{"name": "a", "servedModelName": "a", "target": {"model": "/a"}, "tokenizer": "/a"}]}, "tokenizer of a"),
+            (
+                {"pairs": [{"name": "a", "servedModelName": "a", "target": {"model": "/a"}, "tokenizer": "/a"}]},
+                "tokenizer of a",
+            ),
             (merged(DEMO, {"attach": {"tlsSecret": "a"}, "tls": {"enabled": True}}), "attach.tlsSecret"),
             ({"attach": {"tlsSecret": "a"}}, "attach.tlsSecret"),
             (merged(DEMO, {"attach": {"engines": []}}), "engines"),

@@ -122,7 +122,7 @@ FORBIDDEN: Final = (
     ("draft", "neighbour", 7100),
 )
 FORBIDDEN_TO_ENGINES: Final = (("engine", "draft", 50051), ("draft", "engine", 7100))
-"""Where coordinators attach requests."""
+"""Hops of engines that others run, forbidden where coordinators attach requests."""
 
 
 def hops_that_are_shut(objects: Sequence[Object]) -> Iterator[str]:

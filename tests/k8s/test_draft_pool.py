@@ -131,6 +131,7 @@ class TestObjects:
             (merged(DEMO, {"attach": {"tlsSecret": "a"}, "tls": {"enabled": True}}), "attach.tlsSecret"),
             ({"attach": {"tlsSecret": "a"}}, "attach.tlsSecret"),
             (merged(DEMO, {"attach": {"engines": []}}), "engines"),
+            (merged(DEMO, {"attach": {"hintPorts": {"last": 7000}}}), "first is above last"),
         ],
     )
     def test_a_mistake_is_refused_by_its_name(self, values: dict[str, Any], reason: str) -> None:

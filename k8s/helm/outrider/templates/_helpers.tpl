@@ -102,6 +102,7 @@ imagePullSecrets:
 {{- if and $attach.tlsSecret (or .Values.tls.enabled (not $attach.enabled)) }}
 {{- fail "attach.tlsSecret is for attach.enabled without tls.enabled" }}
 {{- end }}
+{{- if gt (int $attach.hintPorts.first) (int $attach.hintPorts.last) }}{{ fail "attach.hintPorts: first is above last" }}{{ end }}
 {{- range .Values.pairs }}
 {{- if $attach.enabled }}
 {{- if .target }}{{ fail (printf "pairs: %s has a target, and with attach.enabled the engines that are there are the targets; leave `target` out" .name) }}{{ end }}

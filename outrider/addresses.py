@@ -61,6 +61,14 @@ def with_port(address: str, port: int) -> str:
     return join_address(*found)
 
 
+def own_host_towards(address: str) -> str:
+    """This machine's own IP address on the way to host:port, an IP address. Sends nothing. Raises OSError."""
+    host, port = split_address(address)
+    with socket.socket(socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 def is_unspecified(host: str) -> bool:
     """Whether it means all addresses of a machine."""
     try:

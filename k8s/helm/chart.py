@@ -11,7 +11,7 @@ import yaml
 from helm_python import Chart
 
 FOLDER: Final = Path(__file__).parent / "outrider"
-PRESETS: Final = ("demo", "llama-70b", "llama-405b")
+PRESETS: Final = ("demo", "llama-70b", "llama-405b", "draft-pool")
 REGISTRY: Final = "registry.example.com/outrider"
 """Registry of the images, in renderings of a chart that has not been published."""
 

@@ -41,6 +41,7 @@ publish() { # IMAGE TAG BUILD-ARGUMENTS…
 publish outrider-worker "$version-cuda" --build-arg VARIANT=cuda
 publish outrider-worker "$version-cpu"
 publish outrider-worker "$version-demo" --build-arg MODELS=demo
+publish outrider-vllm "$version" --target files
 publish outrider-coordinator "$version"
 publish outrider-coordinator "$version-demo" --build-arg MODELS=demo
 

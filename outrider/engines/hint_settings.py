@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.addresses import split_address, with_port
+from outrider.addresses import is_unspecified, split_address, with_port
 from outrider.errors import ConfigurationError
 from outrider.security.tls import LOOPBACK_HOSTS
 from outrider.settings import NETWORK, SECURITY, SPECULATION, SettingError, check, from_mapping, setting
@@ -32,8 +32,9 @@ class HintSettings:
         NETWORK, "port", at_least=0, at_most=65535, flag=None,
     )  # fmt: skip
     announce: str | None = setting(
-        None, "host at which draft workers reach this engine", NETWORK, "host", shows="host", flag=None
-    )
+        None, "host at which draft workers reach this engine", NETWORK, "host",
+        shows="host; if that is all addresses, the one on the way to a draft worker", flag=None,
+    )  # fmt: skip
     metrics_port: int | None = setting(
         None, "HTTP port of Outrider's own /metrics; 0 picks a free one; engine n of a data-parallel group adds n",
         NETWORK, "port", at_least=0, at_most=65535, shows="none", flag=None,
@@ -68,7 +69,8 @@ class HintSettings:
             except ValueError as error:
                 raise SettingError("draft_workers", f"draft_workers: {error}") from error
         try:
-            with_port(self.reached_at, self.port or 1)
+            if self.reached_at is not None:
+                with_port(self.reached_at, self.port or 1)
         except ValueError as error:
             raise SettingError("announce", f"draft workers cannot reach {self.reached_at}: {error}") from error
         if self.tls_dir is None and self.host not in LOOPBACK_HOSTS and not self.is_insecure:
@@ -94,9 +96,9 @@ class HintSettings:
             raise SettingError(name, f"{name} is {value!r}, which is of the wrong type")
 
     @property
-    def reached_at(self) -> str:
-        """The host that draft workers are told."""
-        return self.host if self.announce is None else self.announce
+    def reached_at(self) -> str | None:
+        """The host that draft workers are told; None: this machine's own address on the way to each."""
+        return None if self.announce is None and is_unspecified(self.host) else self.announce or self.host
 
     @property
     def tls_folder(self) -> Path | None:

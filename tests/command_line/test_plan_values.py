@@ -102,6 +102,7 @@ class TestHelmValues:
         ("llama-70b", "draft", SMALL, "l4"),
         ("llama-405b", "target", HUGE, "h100"),
         ("llama-405b", "draft", SMALL, "l4"),
+        ("draft-pool", "draft", SMALL, "l4"),
         ("demo", "target", "demo/target", "2Gi"),
         ("demo", "draft", "demo/draft", "2Gi"),
     ],
@@ -118,7 +119,7 @@ def test_every_preset_fits_what_it_names(name: str, role: str, folder: str, memo
 
 
 def test_every_preset_is_planned() -> None:
-    assert set(PRESETS) == {"demo", "llama-70b", "llama-405b"}
+    assert set(PRESETS) == {"demo", "llama-70b", "llama-405b", "draft-pool"}
 
 
 def plan_flags(objects: list[dict[str, Any]], role: str) -> list[str]:

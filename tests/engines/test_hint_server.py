@@ -111,10 +111,12 @@ class Engine:
         self.texts: dict[str, list[int]] = {}
         self.num_accepted = 0
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, announcement: draft_pb2.AttachRequest | None = None) -> None:
+        """Opens a request; a draft worker that checks its parameters needs an announcement with all of them."""
         self.texts[name] = list(PROMPT)
-        announcement = draft_pb2.AttachRequest(session_id=name, hint_token=f"token of {name}")
-        announcement.sampling.max_tokens = 1000
+        if announcement is None:
+            announcement = draft_pb2.AttachRequest(session_id=name, hint_token=f"token of {name}")
+            announcement.sampling.max_tokens = 1000
         self.hints.open(name, self.texts[name], announcement, frozenset(), is_sampled=False)
 
     def close(self, name: str) -> None:
@@ -192,6 +194,16 @@ async def test_metrics_say_what_hints_gained_and_how_long_steps_waited(monkeypat
         await engine.steps_until(lambda: shown().get(accepted, 0.0) >= 20, "the accepted hints are counted")
         assert shown()["outrider_hint_wait_seconds_total"] > 0.0
         assert shown()["outrider_spec_decode_num_draft_tokens_total"] >= 20
+
+
+async def test_an_engine_on_all_addresses_says_the_one_on_the_way_to_the_draft_worker() -> None:
+    port, hints_port = free_ports(2)
+    draft = FakeDraft()
+    settings = {"host": "0.0.0.0", "port": hints_port, "is_insecure": True}
+    async with serving(draft, port), running([port], **settings) as engine:
+        engine.open("a")
+        await engine.accept_more(5)
+    assert draft.attached[0].target_address == f"127.0.0.1:{hints_port}"
 
 
 async def test_hints_are_back_after_the_draft_worker_was_gone() -> None:

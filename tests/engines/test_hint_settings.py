@@ -35,7 +35,7 @@ def test_an_address_is_enough() -> None:
         ({"draft_workers": WORKERS, "hint_wait_ms": True}, "hint_wait_ms is True"),
         ({"draft_workers": WORKERS, "hint_wait_ms": -1}, "hint_wait_ms is -1"),
         ({"draft_workers": WORKERS, "hots": "::"}, "unknown setting of hints: hots"),
-        ({"draft_workers": WORKERS, "host": "0.0.0.0", "is_insecure": True}, "draft workers cannot reach 0.0.0.0"),
+        ({"draft_workers": WORKERS, "announce": "0.0.0.0"}, "draft workers cannot reach 0.0.0.0"),
         ({"draft_workers": WORKERS, "host": "10.0.0.1"}, "without tls_dir lets whoever reaches it in"),
         ("127.0.0.1:7001", "an object is required"),
     ],
@@ -48,3 +48,9 @@ def test_a_mistake_is_named(given: Any, named: str) -> None:
 def test_on_all_addresses_it_announces_one() -> None:
     given = {"draft_workers": WORKERS, "host": "0.0.0.0", "announce": "10.0.0.1", "is_insecure": True}
     assert HintSettings.from_mapping(given).reached_at == "10.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_on_all_addresses_it_may_leave_open_which_one_it_is_reached_at(host: str) -> None:
+    given = {"draft_workers": WORKERS, "host": host, "is_insecure": True}
+    assert HintSettings.from_mapping(given).reached_at is None

@@ -216,8 +216,11 @@ class Image:
         )
 
 
-def build(dockerfile: Path, context: Path, folder: Path, arguments: Mapping[str, str] | None = None) -> Image:
-    """Builds every stage that the last one needs, below `folder`, and returns the last. Raises as `_follow`."""
+def build(
+    dockerfile: Path, context: Path, folder: Path, arguments: Mapping[str, str] | None = None, target: str = ""
+) -> Image:
+    """Builds every stage that the last one needs, or that `target` names, below `folder`; returns it. Raises as
+    `_follow`."""
     stages = parse(dockerfile.read_text(encoding="utf-8"), arguments)
     by_name = {stage.name: stage for stage in stages}
     settings = pip_settings() | dict(arguments or {})
@@ -245,7 +248,7 @@ def build(dockerfile: Path, context: Path, folder: Path, arguments: Mapping[str,
         made[name] = image
         return image
 
-    return make(stages[-1])
+    return make(by_name[target] if target else stages[-1])
 
 
 def _follow(image: Image, step: Instruction, context: Path, stage_of: Callable[[str], Image]) -> None:

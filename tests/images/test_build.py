@@ -9,6 +9,7 @@ import json
 import queue
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,6 +130,34 @@ def _hand_over(out: IO[str], lines: queue.Queue[str]) -> None:
 def importable(image: Image, *names: str) -> set[str]:
     code = "import importlib.util, sys; print(*[each for each in sys.argv[1:] if importlib.util.find_spec(each)])"
     return set(run(image, ["python", "-c", code, *names], has_entrypoint=False).split())
+
+
+@pytest.fixture(scope="module")
+def for_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+    folder = tmp_path_factory.mktemp("vllm")
+    yield build(IMAGES / "vllm.Dockerfile", ROOT, folder, target="files")
+    shutil.rmtree(folder)
+
+
+def test_what_is_copied_beside_vllm_is_all_that_hints_need_beside_its_packages(for_vllm: Image, tmp_path: Path) -> None:
+    """This environment has vLLM's packages and more, and on PYTHONPATH what a container has copied from the image."""
+    run(for_vllm, ["cp", "-R", "/outrider/.", "/tmp"], has_entrypoint=False)
+    shutil.copytree(for_vllm.root.folder / "outrider", tmp_path, dirs_exist_ok=True, symlinks=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*("outrider", "protos", "grpc_status"), next(
+        path.name for path in tmp_path.glob("grpcio_status-*.dist-info")
+    )}  # fmt: skip
+    assert not list(tmp_path.rglob("*.so")), "it does not depend on the version of Python"
+    code = """
+import sys
+import grpc_status, outrider, protos, outrider.engines.hint_server.__main__, outrider.engines.vllm.no_drafts
+print(*{module.__file__.rsplit("/", 2)[0] for module in (grpc_status, outrider)})
+print("torch" in sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True, text=True,
+        check=True, timeout=60,
+    )  # fmt: skip
+    assert result.stdout.split() == [str(tmp_path), "False"], result.stderr
 
 
 @pytest.mark.parametrize("role", ["target_worker", "draft_worker"])

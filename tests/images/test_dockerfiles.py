@@ -6,17 +6,23 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+from k8s.images.locks import parse_lock
+from outrider.engines.vllm.contract import TESTED_VERSIONS
 from tests.images.dockerfile import Stage, lineage, parse
 from tests.images.stages import is_in_context
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILES = sorted((ROOT / "k8s" / "images").glob("*.Dockerfile"))
+IMAGES = ROOT / "k8s" / "images"
+VLLM = IMAGES / "vllm.Dockerfile"  # extends an image of others
+DOCKERFILES = sorted(set(IMAGES.glob("*.Dockerfile")) - {VLLM})
 HADOLINT = Path(sys.executable).parent / "hadolint"
 DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
 
@@ -88,8 +94,44 @@ def test_a_mistake_is_found(path: Path, written: str, instead: str) -> None:
 @pytest.mark.skipif(not HADOLINT.exists() and shutil.which("hadolint") is None, reason="hadolint is not here")
 def test_hadolint_has_nothing_to_say() -> None:
     program = str(HADOLINT) if HADOLINT.exists() else "hadolint"
-    result = subprocess.run([program, *map(str, DOCKERFILES)], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [program, *map(str, [*DOCKERFILES, VLLM])], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (result.returncode, result.stdout) == (0, "")
+
+
+def stages_for_vllm() -> list[Stage]:
+    return parse(VLLM.read_text(encoding="utf-8"))
+
+
+def test_what_is_copied_into_vllms_image_is_pinned_and_pure_python() -> None:
+    *files, extended = stages_for_vllm()
+    assert list(mistakes(files)) == []
+    assert files[-1].name == "files"
+    (copied,) = extended.of("COPY")
+    assert (copied.flags, copied.words) == ({"from": "packages"}, ["/outrider", "/opt/outrider"])
+    assert extended.environment == {"PYTHONPATH": copied.words[1]}
+    assert {step.keyword for step in extended.instructions} == {"COPY", "ENV"}, "all else stays as vLLM made it"
+
+
+def test_the_image_of_vllm_is_of_a_release_that_was_tested() -> None:
+    name, _, version = stages_for_vllm()[-1].base.partition(":v")
+    assert name == "vllm/vllm-openai"
+    assert version.rpartition(".")[0] in TESTED_VERSIONS
+
+
+def test_the_package_for_vllm_is_the_one_of_its_extra(tmp_path: Path) -> None:
+    """The command takes one pin from the workers' lock."""
+    (packages,) = [stage for stage in stages_for_vllm() if stage.name == "packages"]
+    (command,) = packages.of("RUN")
+    shutil.copy(IMAGES / "locks" / "worker-cpu.txt", tmp_path)
+    script = command.value.partition("&&")[0].replace("/locks/", f"{tmp_path}/")
+    subprocess.run(["sh", "-c", script], check=True, timeout=30)
+    (pin,) = parse_lock((tmp_path / "vllm.txt").read_text(encoding="utf-8"))
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert [pin.name] == [Requirement(each).name for each in extra["vllm"]]
+    assert Requirement(extra["vllm"][0]).specifier.contains(pin.version)
+    assert pin.hashes
 
 
 def test_the_variants_differ_in_their_lock_alone() -> None:

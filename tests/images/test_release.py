@@ -66,8 +66,10 @@ def test_every_image_is_published_and_signed_by_its_digest_and_the_chart_names_t
     assert published == {
         *(f"outrider-worker:1.2.3-{variant}" for variant in ("cuda", "cpu", "demo")),
         *("outrider-coordinator:1.2.3", "outrider-coordinator:1.2.3-demo"),
+        "outrider-vllm:1.2.3",
     }
-    assert len(re.findall(rf"cosign sign --yes registry\.example\.com/team/outrider-\w+@{DIGEST}", calls)) == 5
+    assert len(re.findall(rf"cosign sign --yes registry\.example\.com/team/outrider-\w+@{DIGEST}", calls)) == 6
+    assert re.search(r"vllm\.Dockerfile .*--target files", calls), "not vLLM's own image"
     assert "helm push" in calls
     assert "oci://registry.example.com/team/charts" in calls
     values = yaml.safe_load(Path(f"{release.calls}.values").read_text())

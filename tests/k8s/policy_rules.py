@@ -37,6 +37,7 @@ OTHERS: Final = {
     "operator": labelled("outrider.dev/may-operate"),
     "stranger": labelled("outrider.dev/nothing"),
     "neighbour": Party({"app": "another"}),  # in the same namespace
+    "engine": Party({"outrider.dev/takes-hints": "true"}),  # of others, for draft pools alone
     "proxy": Party({"gateway.networking.k8s.io/gateway-name": "outrider"}),  # of the gateway, beside it
     "dns": Party({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"}),
 }
@@ -74,6 +75,11 @@ NEEDED: Final = (
     ("target-follower", "dns", 53),
     ("draft", "dns", 53),
 )
+NEEDED_BY_ENGINES: Final = (
+    ("engine", "draft", 50051),
+    ("draft", "engine", 7100),
+    ("draft", "engine", 7107),  # of the eighth of a data-parallel group
+)
 NEEDED_ON_RAY: Final = (("coordinator", "coordinator", 30000),)  # HAProxy of one pod, a replica in another
 FORBIDDEN: Final = (
     ("neighbour", "coordinator", 8000),
@@ -108,12 +114,21 @@ FORBIDDEN: Final = (
     ("draft", "stranger", 443),
     ("target", "stranger", 443),
     ("coordinator", "stranger", 443),
+    ("neighbour", "draft", 50051),
+    ("stranger", "draft", 50051),
+    ("prometheus", "draft", 50051),
+    ("engine", "draft", 9100),
+    ("draft", "engine", 8000),  # requests of clients
+    ("draft", "neighbour", 7100),
 )
+FORBIDDEN_TO_ENGINES: Final = (("engine", "draft", 50051), ("draft", "engine", 7100))
+"""Hops of engines that others run, forbidden where coordinators attach requests."""
 
 
 def hops_that_are_shut(objects: Sequence[Object]) -> Iterator[str]:
-    is_on_ray = any(pod.name == "ray-head" for pod in pods(objects))
-    for source, destination, port, is_permitted in _asked(objects, (*NEEDED, *(NEEDED_ON_RAY if is_on_ray else ()))):
+    names = {pod.name for pod in pods(objects)}
+    more = (NEEDED_ON_RAY if "ray-head" in names else ()) + (() if "coordinator" in names else NEEDED_BY_ENGINES)
+    for source, destination, port, is_permitted in _asked(objects, NEEDED + more):
         if not is_permitted:
             yield f"{source} cannot reach port {port} of {destination}"
 
@@ -127,7 +142,9 @@ def pods_that_are_not_looked_at(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def hops_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
-    for source, destination, port, is_permitted in _asked(objects, FORBIDDEN):
+    has_coordinators = any(pod.name == "coordinator" for pod in pods(objects))
+    more = FORBIDDEN_TO_ENGINES if has_coordinators else ()
+    for source, destination, port, is_permitted in _asked(objects, FORBIDDEN + more):
         if is_permitted:
             yield f"{source} reaches port {port} of {destination}"
 
@@ -163,7 +180,10 @@ def _permits(policies: Sequence[Object], direction: str, ours: Party, other: Par
     rules = [rule for policy in chosen for rule in policy.get(direction.lower(), ())]
     return not chosen or any(
         (peers not in rule or any(is_peer(peer, other) for peer in rule[peers]))
-        and ("ports" not in rule or any(each["port"] == port for each in rule["ports"]))
+        and (
+            "ports" not in rule
+            or any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+        )
         for rule in rules
     )
 

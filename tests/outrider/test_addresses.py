@@ -13,6 +13,7 @@ from outrider.addresses import (
     bound_socket,
     is_unspecified,
     join_address,
+    own_host_towards,
     split_address,
     with_port,
 )
@@ -119,3 +120,14 @@ def test_a_port_that_is_taken_is_refused() -> None:
         taken.listen()
         with pytest.raises(OSError, match="in use"):
             bound_socket("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_own_host_is_that_on_the_way_to_another() -> None:
+    assert own_host_towards("127.0.0.1:7001") == "127.0.0.1"
+    with pytest.raises(ValueError, match="host:port"):
+        own_host_towards("127.0.0.1")
+
+
+@needs_ipv6
+def test_the_own_host_on_the_way_to_an_ipv6_address_is_one() -> None:
+    assert own_host_towards("[::1]:7001") == "::1"

@@ -63,12 +63,18 @@ class Attachments:
     """The attachments of one engine's open requests."""
 
     def __init__(
-        self, pool: DraftPool, dialer: Dialer, target_address: str, tokenizer_fingerprint: str, now: Callable[[], float]
+        self,
+        pool: DraftPool,
+        dialer: Dialer,
+        reached_by: Callable[[str], str],
+        tokenizer_fingerprint: str,
+        now: Callable[[], float],
     ) -> None:
-        """`target_address` is told to draft workers; `now` is a clock, seconds."""
+        """`reached_by` is the engine's address for the draft worker at an address, and may raise OSError; `now` is a
+        clock, seconds."""
         self._pool = pool
         self._dialer = dialer
-        self._target_address = target_address
+        self._reached_by = reached_by
         self._fingerprint = tokenizer_fingerprint
         self._now = now
         self._attempts = asyncio.Semaphore(MAX_ATTEMPTS)
@@ -97,7 +103,7 @@ class Attachments:
     ) -> None:
         request = draft_pb2.AttachRequest()
         request.CopyFrom(announcement)
-        request.target_address, request.tokenizer_fingerprint = self._target_address, self._fingerprint
+        request.tokenizer_fingerprint = self._fingerprint
         request.num_prompt_tokens = request.num_prompt_tokens or len(request.token_ids)
         while True:
             attempt = _Attempt(self._attempts)
@@ -126,6 +132,7 @@ class Attachments:
     ) -> bool:
         """Holds one attachment, calls `on_answer` when the worker answers. Returns whether no other is to follow."""
         try:
+            request.target_address = self._reached_by(worker.address)
             return await self._follow(worker, request, on_answer)
         except grpc.aio.AioRpcError as error:
             if error.code() in _FINAL:
@@ -134,6 +141,8 @@ class Attachments:
             self._note(worker, error.code(), error.details() or "")
         except TimeoutError:
             self._note(worker, grpc.StatusCode.DEADLINE_EXCEEDED, f"silent for {SILENT_S:g} s")
+        except OSError as error:
+            self._note(worker, grpc.StatusCode.UNAVAILABLE, f"no way to it: {error}")
         return False
 
     async def _follow(

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from outrider.addresses import join_address, with_port
+from outrider.addresses import join_address, own_host_towards, with_port
 from outrider.concurrency.background import end_tasks, keep_going
 from outrider.engines.frames import FrameKind, FrameReader, pack, time_number
 from outrider.engines.hint_server.attachments import Attachments
@@ -72,17 +72,22 @@ class HintServer:
                 show_expiry(self._files, self._metrics.registry)
             serve_metrics(self._metrics.registry, settings.host, settings.metrics_port, self._files)
         await self._server.start()
-        reached_at = with_port(settings.reached_at, port)
+
+        def reached_by(worker: str) -> str:
+            """The address at which a draft worker reaches this server. Raises OSError where there is no way to it."""
+            return with_port(settings.reached_at or own_host_towards(worker), port)
+
         pool = DraftPool(())
         names = DraftNames(settings.draft_workers, pool.replace)
         looking: asyncio.Task[None] | None = None
         if names.has_names:
             work = keep_going(names.keep_looking, "the look-up of draft workers", pause_s=REFRESH_S)
             looking = asyncio.create_task(work)
-        attachments = Attachments(pool, Dialer(self._files), reached_at, self._fingerprint, time.monotonic)
+        attachments = Attachments(pool, Dialer(self._files), reached_by, self._fingerprint, time.monotonic)
         reader, self._writer = await asyncio.open_connection(sock=engine)
         self._metrics.show_state("ready")
-        logger.info("hints are received at %s; draft workers: %s", reached_at, ", ".join(settings.draft_workers))
+        shown = join_address(settings.reached_at or settings.host, port)
+        logger.info("hints are received at %s; draft workers: %s", shown, ", ".join(settings.draft_workers))
         try:
             await self._serve(reader, early, attachments)
         finally:

@@ -77,6 +77,43 @@ imagePullSecrets:
     matchLabels: {{- include "outrider.selector" . | nindent 6 }}
 {{- end }}
 
+{{/* Whether this release has a Redis, and coordinators on Ray. It has neither with draft pools alone. */}}
+{{- define "outrider.hasRedis" -}}
+{{ and .Values.redis.enabled (not .Values.attach.enabled) }}
+{{- end }}
+
+{{- define "outrider.isOnRay" -}}
+{{ and (eq .Values.coordinator.hosting "ray") (not .Values.attach.enabled) }}
+{{- end }}
+
+{{/* The secret with the certificate of a part. Takes root and role. */}}
+{{- define "outrider.tls.secret" -}}
+{{- .root.Values.attach.tlsSecret | default (printf "%s-%s-tls" (include "outrider.fullname" .root) .role) }}
+{{- end }}
+
+{{/* Whether workers have certificates: cert-manager's, or those of a secret. */}}
+{{- define "outrider.hasTls" -}}
+{{ or .Values.tls.enabled (not (empty .Values.attach.tlsSecret)) }}
+{{- end }}
+
+{{/* Refuses values of which some mean draft pools alone and some do not. */}}
+{{- define "outrider.check" -}}
+{{- $attach := .Values.attach }}
+{{- if and $attach.tlsSecret (or .Values.tls.enabled (not $attach.enabled)) }}
+{{- fail "attach.tlsSecret is for attach.enabled without tls.enabled" }}
+{{- end }}
+{{- if gt (int $attach.hintPorts.first) (int $attach.hintPorts.last) }}{{ fail "attach.hintPorts: first is above last" }}{{ end }}
+{{- range .Values.pairs }}
+{{- if $attach.enabled }}
+{{- if .target }}{{ fail (printf "pairs: %s has a target, and with attach.enabled the engines that are there are the targets; leave `target` out" .name) }}{{ end }}
+{{- if not .draft }}{{ fail (printf "pairs: %s has no draft, and attach.enabled installs drafts alone" .name) }}{{ end }}
+{{- else }}
+{{- if not .target }}{{ fail (printf "pairs: %s has no target; only with attach.enabled others have the targets" .name) }}{{ end }}
+{{- if .tokenizer }}{{ fail (printf "pairs: tokenizer of %s is for attach.enabled; else the target has it" .name) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The address that Ray's processes listen on. Workers and plain coordinators listen on `::`, which is both families. */}}
 {{- define "outrider.ray.host" -}}
 {{- ternary "::" "0.0.0.0" (eq .Values.network.family "ipv6") }}

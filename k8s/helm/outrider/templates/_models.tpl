@@ -62,7 +62,7 @@ metadata:
     {{- include "outrider.labels" $.root | nindent 4 }}
     {{- include "outrider.selector" (dict "root" $.root "component" "fetch") | nindent 4 }}
 spec:
-  {{- include "outrider.pod.common" (dict "root" $.root "account" "coordinator") | nindent 2 }}
+  {{- include "outrider.pod.common" (dict "root" $.root "account" (ternary "draft" "coordinator" $.root.Values.attach.enabled)) | nindent 2 }}
   restartPolicy: OnFailure
   securityContext: {{- include "outrider.pod.security" (dict "user" 10001) | nindent 4 }}
   containers:

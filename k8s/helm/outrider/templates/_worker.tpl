@@ -6,17 +6,21 @@ several nodes has one pod for each; they have the same command line, and only th
 {{- $role := .role }}
 {{- $isFollower := .isFollower }}
 {{- $fullname := include "outrider.fullname" $root }}
-{{- $hasTls := $root.Values.tls.enabled }}
+{{- $hasTls := eq (include "outrider.hasTls" $root) "true" }}
+{{- $isAttached := $root.Values.attach.enabled }}
 {{- $nodes := int ($pool.nodes | default 1) }}
 {{- $ranks := max 1 (int $pool.gpu.count) }}
 {{- $isGroup := gt $nodes 1 }}
 {{- $hasClaim := and $pool.gpu.deviceClass (gt (int $pool.gpu.count) 0) }}
 {{- $model := include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" $role "model" $pool.model) }}
 {{- $target := include "outrider.pool" (dict "root" $root "pair" .pair "role" "target") | fromYaml }}
-{{- $targetModel := include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" "target" "model" $target.model) }}
+{{- $targetModel := .pair.tokenizer }}
 {{- $sources := list }}
-{{- if contains "://" $pool.model }}{{ $sources = append $sources (dict "source" $pool.model "folder" $model) }}{{ end }}
+{{- if not $isAttached }}
+{{- $targetModel = include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" "target" "model" $target.model) }}
 {{- if and (eq $role "draft") (contains "://" $target.model) }}{{ $sources = append $sources (dict "source" $target.model "folder" $targetModel) }}{{ end }}
+{{- end }}
+{{- if contains "://" $pool.model }}{{ $sources = append $sources (dict "source" $pool.model "folder" $model) }}{{ end }}
 {{- $component := ternary (printf "%s-follower" $role) $role $isFollower }}
 {{- $healthPort := ternary 50052 50051 $hasTls }}
 {{- if and (eq $pool.device "cuda") (lt (int $pool.gpu.count) 1) }}
@@ -43,7 +47,7 @@ spec:
   {{- end }}
   {{- if $pool.affinity }}
   affinity: {{- toYaml $pool.affinity | nindent 4 }}
-  {{- else if eq $role "draft" }}
+  {{- else if and (eq $role "draft") (not $isAttached) }}
   affinity:  # hints travel at every step
     podAffinity:
       preferredDuringSchedulingIgnoredDuringExecution:
@@ -90,7 +94,9 @@ spec:
         - --served-model-name={{ .pair.servedModelName }}
         {{- else }}
         - --served-model-name={{ .pair.name }}-draft
-        - --target-tokenizer={{ $targetModel }}
+        {{- with $targetModel }}
+        - --target-tokenizer={{ . }}
+        {{- end }}
         {{- end }}
         - --device={{ $pool.device }}
         - "--host=::"  # all addresses, of both families
@@ -106,7 +112,9 @@ spec:
         {{- with $pool.memoryUtilization }}
         - --memory-utilization={{ . }}
         {{- end }}
+        {{- if not $isAttached }}
         - --redis-url-file=/etc/outrider/redis/url
+        {{- end }}
         - --log-format=json
         {{- if $hasTls }}
         - --tls-dir=/etc/outrider/tls
@@ -185,7 +193,9 @@ spec:
         {{- if or $isGroup (gt $ranks 1) }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
+        {{- if not $isAttached }}
         - {name: redis, mountPath: /etc/outrider/redis, readOnly: true}
+        {{- end }}
         {{- if $hasTls }}
         - {name: tls, mountPath: /etc/outrider/tls, readOnly: true}
         {{- end }}
@@ -197,14 +207,16 @@ spec:
     - name: shared-memory  # ranks of a node need more than the default of 64 MiB; counts as memory
       emptyDir: {medium: Memory, sizeLimit: 2Gi}
     {{- end }}
+    {{- if not $isAttached }}
     - name: redis
       secret:
         secretName: {{ include "outrider.redis.secret" $root }}
         defaultMode: 0440
         items:
           - {key: url-{{ $role }}, path: url}
+    {{- end }}
     {{- if $hasTls }}
     - name: tls
-      secret: {secretName: {{ $fullname }}-{{ $role }}-tls, defaultMode: 0440}
+      secret: {secretName: {{ include "outrider.tls.secret" (dict "root" $root "role" $role) }}, defaultMode: 0440}
     {{- end }}
 {{- end }}

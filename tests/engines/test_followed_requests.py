@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engines.hint_server.followed_requests import FollowedRequests
+from outrider.engines.followed_requests import FollowedRequests
 from outrider.hint_service.messages import CloseStream, CommitPublished, HintsArrived, SubscribeDraft, UnsubscribeDraft
 from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_tree import Hint

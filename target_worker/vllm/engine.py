@@ -127,15 +127,14 @@ class VllmEngine:
         WorkerFailed."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         parameters = dict(request.parameters)
         bad_words = parameters.pop("bad_words")
         grammar = parameters.pop("structured_outputs")
-        prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
+        prompt = tokens_input(request.token_ids, cache_salt=request.cache_salt or None)
         try:
             params = SamplingParams(
                 **parameters,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from outrider.engines.vllm.sessions import SessionArgs
 from outrider.errors import InvalidRequest
-from outrider.grammar.source import to_llguidance
+from outrider.grammar.source import checked_text
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams
 from target_worker.messages import StartSession
 
@@ -96,18 +96,25 @@ def _check(sampling: SamplingParams, facts: EngineFacts) -> None:
 
 
 def _grammar(grammar: GrammarSpec | None, facts: EngineFacts) -> dict[str, Any] | None:
-    """The keywords of vLLM's StructuredOutputsParams. With llguidance the grammar is the one that our own engine
-    compiles, within the same bounds. Takes up to a tenth of a second."""
+    """The keywords of vLLM's StructuredOutputsParams. With llguidance it is the grammar that our own engine
+    would compile, within the same bounds. Takes up to a tenth of a second."""
     if grammar is None:
         return None
-    if facts.grammar_backend == LLGUIDANCE:
-        return {"grammar": to_llguidance(grammar)}
+    is_llguidance = facts.grammar_backend == LLGUIDANCE
+    text = checked_text(grammar, tells_whitespace=is_llguidance)
     if grammar.kind is GrammarKind.REGEX:
-        return {"regex": grammar.text}
+        return {"regex": text}
+    if is_llguidance:
+        return {"json": text} if grammar.kind is GrammarKind.JSON_SCHEMA else {"grammar": _recognizable(text)}
     other = f"this model's vLLM compiles grammars by {facts.grammar_backend}"
     if grammar.kind is GrammarKind.LARK:
         raise InvalidRequest("grammar", f"{other}, which has another Lark than llguidance; {_REMEDY}")
     if grammar.any_whitespace == facts.is_json_compact:
         permits = "any whitespace" if grammar.any_whitespace else "whitespace only after commas and colons"
         raise InvalidRequest("grammar", f"{other}, which was not started for JSON with {permits}; {_REMEDY}")
-    return {"json": grammar.text}
+    return {"json": text}
+
+
+def _recognizable(lark: str) -> str:
+    """By this directive vLLM tells llguidance's Lark from other grammars."""
+    return lark if lark.lstrip().startswith("%llguidance") else f"%llguidance {{}}\n{lark}"

@@ -58,9 +58,9 @@ def audit(**given: Any) -> None:
 
     [bold]Exit status[/bold]
 
-    0: all identical, or inexact where the engine promises no more; 1: speculation changed an output; 3: plain decoding contradicts itself; 2: a request failed, or
-    there is no server; 4: no hint was verified, with --require-speculation. If several apply, the first in the order
-    1, 3, 2, 4 counts.
+    0: all identical, or inexact where the engine promises no more; 1: speculation changed an output; 3: plain decoding
+    contradicts itself; 2: a request failed, or there is no server; 4: no hint was verified, with
+    --require-speculation. If several apply, the first in the order 1, 3, 2, 4 counts.
     """
     options = AuditOptions(**given)
     with naming("--url"):

@@ -241,6 +241,8 @@ class EngineSessions:
         if session.timer is not None:
             session.timer.cancel()
         self._hints.close(session.event.session_id)
+        if not self._sessions:  # vLLM tells of steps only, and none follows
+            self.observe(EngineLoad(0, 0, 0.0))
         if session.has_started:
             self._turnover.leave(self._now() - session.began_at)
 

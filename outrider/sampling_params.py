@@ -87,7 +87,7 @@ class DecodingMode(enum.Enum):
 
 
 class Exactness(enum.Enum):
-    """What an output is a function of: its tokens, or only their distribution."""
+    """The part of an output that is a function of its request: its tokens, or only their distribution."""
 
     TOKENS = common_pb2.EXACTNESS_TOKENS
     DISTRIBUTION = common_pb2.EXACTNESS_DISTRIBUTION

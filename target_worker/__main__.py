@@ -88,6 +88,13 @@ async def serve(arguments: argparse.Namespace) -> None:
         await serve_until_stopped(worker, engine, core, servicer, load, servicer.end_calls)
 
 
+def parse_vllm_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """As `parse_arguments`, of a worker whose model vLLM runs."""
+    from target_worker.vllm import worker
+
+    return worker.kind(PERMITTED).parse_arguments(words)
+
+
 def main(words: list[str]) -> int:
     """Runs the worker that a command line describes; returns the exit status."""
     parser = argparse.ArgumentParser(add_help=False)

@@ -158,7 +158,7 @@ Event = (
 
 
 def exactness_of(started: target_pb2.SessionStarted) -> common_pb2.Exactness:
-    """What the session's output is a function of; in releases before the field it followed from the decoding mode."""
+    """Returns the session's exactness, which followed from the decoding mode in releases before the field."""
     if started.exactness:
         return started.exactness
     is_sampled = started.decoding_mode == common_pb2.DECODING_MODE_REJECTION

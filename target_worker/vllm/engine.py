@@ -37,7 +37,7 @@ class EngineLost(WorkerFailed):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What vLLM is asked for."""
+    """One request to vLLM."""
 
     request_id: str
     token_ids: list[int]

@@ -21,7 +21,7 @@ _REMEDY: Final = "a target worker without --structured-outputs-config serves it"
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a running engine can and cannot do."""
+    """Abilities of a running engine, as its flags made it."""
 
     has_speculation: bool = True  # vLLM verifies draft tokens, and then has neither min_p nor logit_bias
     logprobs_mode: str = "raw_logprobs"

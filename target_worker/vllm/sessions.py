@@ -334,7 +334,7 @@ def _mode_of(event: StartSession) -> DecodingMode:
 
 
 def _origins(num_tokens: int, num_hints: int, num_accepted: int) -> list[common_pb2.TokenOrigin]:
-    """Where the tokens came from. Of several steps that came together, the accepted hints are shown first."""
+    """Origins of the tokens. Of several steps that came together, the accepted hints are shown first."""
     if not num_hints:
         return [common_pb2.TOKEN_ORIGIN_PLAIN] * num_tokens
     last = common_pb2.TOKEN_ORIGIN_BONUS if num_accepted == num_hints else common_pb2.TOKEN_ORIGIN_RECOVERED

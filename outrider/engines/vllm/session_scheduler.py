@@ -27,7 +27,7 @@ MAY_PAUSE: Final = "may_pause"
 
 
 class _Sessions(Scheduler):
-    """What both schedulers have; in each it stands before vLLM's own methods."""
+    """The part that both schedulers share; its methods stand before those of vLLM's own."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._door = Door(settings_in(vllm_config)[DOOR])

@@ -1,4 +1,4 @@
-"""What a target worker on vLLM tells the scheduler of a session, and is told with each output. Pure; imports no vLLM.
+"""Messages between a target worker on vLLM and the scheduler in it: sessions, and counts with each output. Pure.
 
 The first travels in the `extra_args` of a request's sampling parameters, the second in the `ec_transfer_params` of its
 outputs, which vLLM hands through. Counts add up over the session's life, so that outputs may be merged on their way.

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.concurrency.background import end_tasks
 from outrider.engines.engine_bridge import EngineBridge
+from outrider.engines.followed_requests import FollowedRequest
 from outrider.engines.frames import BadFrame, FrameReader
 from outrider.engines.target_door import LINK, open_door
 from outrider.hint_service.messages import (
@@ -60,15 +61,19 @@ class SessionHints:
         """A session has ended, whether the engine knows it or not."""
         self._bridge.publish(self._bridge.requests.close(name))
 
+    def named(self, name: str) -> FollowedRequest | None:
+        """An open session, as draft workers see it."""
+        return self._bridge.requests.named(name)
+
     def is_resting(self, name: str) -> bool:
         """Whether hints are permitted, and the engine has paused them itself."""
-        request = self._bridge.requests.named(name)
+        request = self.named(name)
         return request is not None and request.is_on and request.is_paused
 
     def submit(self, event: HintEvent, *, is_from_peer: bool = False) -> None:
         """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up."""
         match event:
-            case SubscribeDraft() | HintsArrived() if self._bridge.requests.named(event.session_id) is None:
+            case SubscribeDraft() | HintsArrived() if self.named(event.session_id) is None:
                 self._early.keep(event.session_id, event, self._now())
                 return
             case UnsubscribeDraft():
@@ -83,7 +88,8 @@ class SessionHints:
             await self._bridge.serve(engine, FrameReader())
         except (BadFrame, DecodeError, OSError) as error:
             logger.warning("the link to vLLM's scheduler broke: %s", error)
-        self._bridge.publish(self._bridge.requests.lose_engine())
+        finally:
+            self._bridge.publish(self._bridge.requests.lose_engine())
 
 
 class EngineDoor:

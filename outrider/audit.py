@@ -34,11 +34,12 @@ class Verdict(StrEnum):
     DIVERGED = "diverged"  # speculation generated another token where plain decoding is reproducible
     UNSTABLE = "unstable"  # plain decoding is not reproducible
     FAILED = "failed"  # a request got no usable answer
+    INEXACT = "inexact"  # a difference that the engine permits, which promises only the distribution
 
 
 # Worst first, with the exit status.
 _EXIT_CODES: Final[Mapping[Verdict, int]] = {
-    Verdict.DIVERGED: 1, Verdict.UNSTABLE: 3, Verdict.FAILED: 2, Verdict.IDENTICAL: 0,
+    Verdict.DIVERGED: 1, Verdict.UNSTABLE: 3, Verdict.FAILED: 2, Verdict.INEXACT: 0, Verdict.IDENTICAL: 0,
 }  # fmt: skip
 
 
@@ -93,9 +94,15 @@ class Run:
     content: str = ""  # text as the client reads it, in a chat with its tool calls
     prompt_token_ids: tuple[int, ...] = ()
     decoding_mode: str = ""  # greedy, coupled or rejection
+    exactness: str = ""  # what the engine promises: tokens or distribution; empty: an earlier release, tokens
     hints: HintCounts = field(default_factory=HintCounts)
     num_forced_tokens: int = 0  # fed ahead because a grammar permitted nothing else
     weights: tuple[TokenWeights, ...] = ()  # of the last `len(weights)` output tokens
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine promises the same tokens with speculation as without."""
+        return self.exactness != "distribution"
 
     def token_at(self, position: int) -> int | None:
         """The output token at a position; None where the output had ended."""
@@ -171,6 +178,15 @@ def judge(plain: Run, divergence: Divergence | None, replays: Sequence[Run]) -> 
     return Verdict.UNSTABLE
 
 
+def weigh(verdict: Verdict, plain: Run, found: Margin | None) -> Verdict:
+    """The verdict on a difference of an engine that promises the distribution only: between tokens that are nearly
+    equally likely it is permitted. `found` is None where the margin is unknown."""
+    if plain.is_exact or verdict not in (Verdict.DIVERGED, Verdict.UNSTABLE):
+        return verdict
+    is_near = found is None or (not found.is_ruled_out and abs(found.nats) < ROUNDING_NATS)
+    return Verdict.INEXACT if is_near else verdict
+
+
 def margin(divergence: Divergence, weights: TokenWeights | None) -> Margin | None:
     """Margin between the two tokens by a replay's distribution; None where it does not show them.
 
@@ -190,7 +206,7 @@ def margin(divergence: Divergence, weights: TokenWeights | None) -> Margin | Non
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Returns the worst verdict: diverged, then unstable, failed, identical; identical for none."""
+    """Returns the worst verdict: diverged, then unstable, failed, inexact, identical; identical for none."""
     seen = set(verdicts)
     return next((verdict for verdict in _EXIT_CODES if verdict in seen), Verdict.IDENTICAL)
 

@@ -86,6 +86,18 @@ class DecodingMode(enum.Enum):
     COUPLED = common_pb2.DECODING_MODE_COUPLED
 
 
+class Exactness(enum.Enum):
+    """The part of an output that is a function of its request: its tokens, or only their distribution."""
+
+    TOKENS = common_pb2.EXACTNESS_TOKENS
+    DISTRIBUTION = common_pb2.EXACTNESS_DISTRIBUTION
+
+    @classmethod
+    def of(cls, mode: DecodingMode) -> Exactness:
+        """The exactness of an engine whose logits depend on nothing but the tokens before them."""
+        return cls.DISTRIBUTION if mode is DecodingMode.REJECTION else cls.TOKENS
+
+
 class AcceptanceRule(enum.Enum):
     """How rejection mode decides which hints of a block are accepted."""
 

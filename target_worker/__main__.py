@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -18,23 +19,24 @@ from outrider.worker.worker_main import WorkerKind, grammar_compiler, serve_unti
 from outrider.worker.worker_options import WorkerOptions
 from outrider.worker.worker_process import leave
 from protos.outrider.v1 import hints_pb2_grpc, target_pb2_grpc
-from target_worker.limits import SchedulerLimits, Service
+from target_worker.limits import EngineName, SchedulerLimits, Service
 
 if TYPE_CHECKING:
     from outrider.engine.model import Engine
 
 logger = logging.getLogger("target_worker")
 
+PERMITTED: Final = {
+    "/outrider.v1.Target/Generate": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Target/SetSpeculation": frozenset({Role.COORDINATOR}),
+    "/outrider.v1.Target/GetInfo": ANY_ROLE,
+    "/outrider.v1.Hints/Exchange": frozenset({Role.DRAFT}),
+}
 KIND: Final = WorkerKind(
     "target",
     "Serves a target model: a complete generation server that also accepts draft workers' hints.",
     (EngineOptions, Service, SchedulerLimits, WorkerOptions),
-    {
-        "/outrider.v1.Target/Generate": frozenset({Role.COORDINATOR}),
-        "/outrider.v1.Target/SetSpeculation": frozenset({Role.COORDINATOR}),
-        "/outrider.v1.Target/GetInfo": ANY_ROLE,
-        "/outrider.v1.Hints/Exchange": frozenset({Role.DRAFT}),
-    },
+    PERMITTED,
 )
 parse_arguments = KIND.parse_arguments
 
@@ -86,5 +88,30 @@ async def serve(arguments: argparse.Namespace) -> None:
         await serve_until_stopped(worker, engine, core, servicer, load, servicer.end_calls)
 
 
+def parse_vllm_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """As `parse_arguments`, of a worker whose model vLLM runs."""
+    from target_worker.vllm import worker
+
+    return worker.kind(PERMITTED).parse_arguments(words)
+
+
+def main(words: list[str]) -> int:
+    """Runs the worker that a command line describes; returns the exit status."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--engine", type=EngineName, default=EngineName.OUTRIDER)
+    try:
+        chosen = parser.parse_known_args(words)[0].engine
+    except SystemExit:
+        chosen = EngineName.OUTRIDER  # whose parser names the value
+    if chosen is EngineName.OUTRIDER:
+        return KIND.main(serve, words)
+    from target_worker.vllm import worker
+    from target_worker.vllm.options import split_words
+
+    own, vllm_flags = split_words(words)
+    kind = worker.kind(PERMITTED)
+    return kind.main(partial(worker.serve, kind, vllm_flags), own)
+
+
 if __name__ == "__main__":
-    leave(KIND.main(serve))
+    leave(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from outrider.engine.options import EngineOptions
 from outrider.observability.vllm_names import MetricsNames
@@ -12,9 +13,19 @@ from outrider.settings import CAPACITY, MODEL, NETWORK, SPECULATION, SettingErro
 MAX_BATCHED_TOKENS = 512  # rows for which `engine.linear` tries its forms
 
 
+class EngineName(StrEnum):
+    OUTRIDER = "outrider"
+    VLLM = "vllm"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """How a target worker's model is offered."""
+    """How a target worker's model is run and offered."""
+
+    engine: EngineName = setting(
+        EngineName.OUTRIDER, "engine that runs the model; vllm: an installed vLLM, whose own flags follow after --",
+        MODEL,
+    )  # fmt: skip
 
     served_model_name: str | None = setting(
         None, "name that clients ask for", MODEL, "name", shows="the model folder's name"

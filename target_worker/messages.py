@@ -24,6 +24,7 @@ from outrider.sampling_params import (
     BACKGROUND_PRIORITY,
     AcceptanceRule,
     DecodingMode,
+    Exactness,
     SamplingParams,
     SpeculationSettings,
 )
@@ -78,6 +79,7 @@ class SessionAdmitted:
 
     session_id: str
     decoding_mode: DecodingMode
+    exactness: Exactness | None = None  # None: follows from the decoding mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from command_line.audit.requests import (
     run_body,
 )
 from command_line.client import ApiError, error_text
-from outrider.audit import Divergence, Run, Verdict, compare, is_reproduced, judge, margin
+from outrider.audit import Divergence, Run, Verdict, compare, is_reproduced, judge, margin, weigh
 
 NUM_TOKENS_BEFORE, NUM_TOKENS_AFTER = 24, 8  # shown around a divergence
 NUM_RANKED = 5  # most likely tokens shown there
@@ -63,11 +63,12 @@ class Auditor:
         verdict."""
         position = divergence.position
         way = finding.way = replay_way(request, plain, divergence)
-        replays = [await self._replay(request, plain, position, way, mode="processed")]
+        first = "processed" if plain.is_exact else "raw"  # vLLM serves the one that it was started for
+        replays = [await self._replay(request, plain, position, way, mode=first)]
         _conclude(plain, divergence, finding, replays)
         try:
             if way is ReplayWay.WHOLE:
-                shown = await self._show_the_end(request, plain, position)
+                shown = await self._show_the_end(request, plain, position, first)
             else:
                 replays.append(await self._replay(request, plain, position, way, mode="raw"))
                 shown = tuple(replays)
@@ -76,17 +77,19 @@ class Auditor:
                 processed, raw = (each.weights_at(position) for each in shown)
                 finding.margins = {"processed": margin(divergence, processed), "raw": margin(divergence, raw)}
                 finding.ranked = processed.ranked[:NUM_RANKED] if processed is not None else []
+                finding.verdict = weigh(finding.verdict, plain, finding.margins["processed"])
             finding.surroundings = await self._surroundings(plain, finding, divergence)
         except ApiError as error:  # one detail is missing; the verdict stands
+            finding.verdict = weigh(finding.verdict, plain, finding.margins.get("processed"))
             finding.notes.append(f"not everything could be found out: {error.message}")
 
-    async def _show_the_end(self, request: AuditRequest, plain: Run, position: int) -> tuple[Run, ...]:
-        """Replays, processed and raw, that show the token that ended the plain run; none if there is no way."""
+    async def _show_the_end(self, request: AuditRequest, plain: Run, position: int, first: str) -> tuple[Run, ...]:
+        """Replays, the `first` mode and raw, that show the token that ended the plain run; none if there is no way."""
         if not can_show_the_end(request, plain):
             return ()
         way = ReplayWay.PREFIX
         return (
-            await self._replay(request, plain, position, way, mode="processed", goes_on=True),
+            await self._replay(request, plain, position, way, mode=first, goes_on=True),
             await self._replay(request, plain, position, way, mode="raw", goes_on=True),
         )
 
@@ -169,6 +172,11 @@ def _check_reference(plain: Run) -> None:
             "nothing to compare with"
         )
     if plain.decoding_mode == "rejection":
+        if not plain.is_exact:
+            raise ApiError(
+                "the server promises the distribution of sampled outputs, and not their tokens, seed or none: audit it "
+                "with --temperature 0"
+            )
         raise ApiError(
             "the server uses rejection sampling in spite of the seed: the distribution is the target's, but two "
             "outputs differ by design"

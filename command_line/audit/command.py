@@ -41,7 +41,9 @@ def audit(**given: Any) -> None:
     Every request is sent once plainly and then with speculation, and the answers are compared token by token. The
     server verifies hints for them even where speculation does not pay at present. Where the answers differ, plain
     decoding is repeated at that position: if it gives the same token, speculation is at fault; if not, the engine is.
-    The report shows the position, both tokens and the distance of their probabilities.
+    The report shows the position, both tokens and the distance of their probabilities. An engine that promises the
+    distribution alone (metrics.exactness), such as vLLM, may differ where two tokens are nearly equally likely: that is
+    counted as inexact.
 
     [bold]Examples[/bold]
 
@@ -56,9 +58,9 @@ def audit(**given: Any) -> None:
 
     [bold]Exit status[/bold]
 
-    0: all identical; 1: speculation changed an output; 3: plain decoding contradicts itself; 2: a request failed, or
-    there is no server; 4: no hint was verified, with --require-speculation. If several apply, the first in the order
-    1, 3, 2, 4 counts.
+    0: all identical, or inexact where the engine promises no more; 1: speculation changed an output; 3: plain decoding
+    contradicts itself; 2: a request failed, or there is no server; 4: no hint was verified, with
+    --require-speculation. If several apply, the first in the order 1, 3, 2, 4 counts.
     """
     options = AuditOptions(**given)
     with naming("--url"):
@@ -143,6 +145,18 @@ def _print(console: Console, reports: Sequence[RequestReport], caption: str) -> 
         for line in audit_report.details(report):
             console.print(line, soft_wrap=True)
     print_notes(console, (f"changed: {change}" for change in audit_report.changes(reports)))
+    exact = [report.plain.is_exact for report in reports if report.plain is not None]
+    if not all(exact):
+        runs = [finding for report in reports for finding in report.findings]
+        num_same = sum(finding.verdict is Verdict.IDENTICAL for finding in runs)
+        console.print(
+            Text(
+                f"note: the engine promises the distribution and not the tokens (metrics.exactness); {num_same} of "
+                f"{len(runs)} runs were identical",
+                "yellow",
+            ),
+            soft_wrap=True,
+        )
     has_answers = any(report.findings for report in reports)
     if has_answers and not num_verified(reports):
         console.print(

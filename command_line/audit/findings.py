@@ -93,6 +93,7 @@ def _request(report: RequestReport) -> dict[str, Any]:
         "verdict": report.verdict.value,
         "error": report.message or None,
         "decoding_mode": plain.decoding_mode if plain else None,
+        "exactness": (plain.exactness or None) if plain else None,
         "num_prompt_tokens": len(plain.prompt_token_ids) if plain else None,
         "num_output_tokens": len(plain.token_ids) if plain else None,
         "num_forced_tokens": plain.num_forced_tokens if plain else None,

@@ -19,6 +19,7 @@ _STYLES: Final = {
     Verdict.DIVERGED: "bold red",
     Verdict.UNSTABLE: "bold magenta",
     Verdict.FAILED: "red",
+    Verdict.INEXACT: "yellow",
 }
 _WAYS: Final = {
     ReplayWay.PREFIX: "prompt and common output as the prompt",
@@ -152,6 +153,8 @@ def _replay(finding: Finding, tokens: Mapping[int, str]) -> str:
     if finding.way is None or finding.verdict is Verdict.FAILED:
         return "failed, so the cause is unknown"
     way = _WAYS[finding.way]
+    if finding.verdict is Verdict.INEXACT:
+        return f"the engine promises the distribution, and these tokens are nearly equally likely ({way})"
     if finding.verdict is Verdict.DIVERGED:
         return f"plain decoding repeats its token ({way}): speculation changed the output"
     said = "an end" if finding.replay_token_id is None else _token(finding.replay_token_id, finding.run, tokens)

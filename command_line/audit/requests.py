@@ -186,6 +186,7 @@ def read_run(answer: Any) -> Run:
             content=str(choice.get("text", "")) if message is None else _content(message),
             prompt_token_ids=tuple(int(token_id) for token_id in prompt),
             decoding_mode=str(metrics.get("decoding_mode") or ""),
+            exactness=str(metrics.get("exactness") or ""),
             hints=HintCounts(
                 num_draft_tokens=counts.get("num_draft_tokens") or 0,
                 num_accepted_draft_tokens=counts.get("num_accepted_draft_tokens") or 0,

@@ -27,6 +27,7 @@ class CountedOutput:
         self.counts = SpeculationCounts()
         self.times = RequestTimes(arrival_s)
         self.decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_GREEDY
+        self.exactness: common_pb2.Exactness = common_pb2.EXACTNESS_TOKENS
         self.token_ids: list[int] = []
         self.stop_string: str | None = None
         self._num_tokens_max = num_tokens_max

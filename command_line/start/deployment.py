@@ -5,6 +5,8 @@ Pure: options in, child specifications out. Paths are only put together here, ne
 
 from __future__ import annotations
 
+import os
+import shlex
 import ssl
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from command_line.checkout import module
+from command_line.checkout import ROOT, module
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
 from draft_worker.limits import Vocabulary
@@ -22,8 +24,8 @@ from outrider.local.child_spec import ChildSpec
 from outrider.observability.vllm_names import MetricsNames
 from outrider.security.tenants import parse_tenant_weight
 from outrider.security.tls import AUTHORITY, Role
-from outrider.settings import CAPACITY, SECURITY, SettingError, check, same_as, setting, words_for
-from target_worker.limits import SchedulerLimits, Service
+from outrider.settings import CAPACITY, MODEL, SECURITY, SettingError, check, same_as, setting, words_for
+from target_worker.limits import EngineName, SchedulerLimits, Service
 
 # Loading and packing weights takes minutes, and hours from a slow disk. A worker that is stuck ends itself
 # (--load-stall-exit-s), but not one of several ranks.
@@ -48,6 +50,17 @@ class Deployment:
     dtype: Dtype = same_as(EngineOptions, "dtype")
     quantization: Quantization = same_as(EngineOptions, "quantization")  # of the target
     draft_quantization: Quantization = Quantization.NONE
+    engine: EngineName = same_as(
+        Service,
+        "engine",
+        help="engine that runs the target; vllm: an installed vLLM, see --engine-python and --vllm-args",
+    )
+    engine_python: Path | None = setting(
+        None, "with --engine vllm: Python of the environment that vLLM is installed in", MODEL, "file", shows="this one"
+    )
+    vllm_args: str = setting(
+        "", "with --engine vllm: flags of vLLM's own, as one word, such as '--kv-cache-dtype fp8'", MODEL, "flags"
+    )
     allow_heterogeneous_vocab: bool = same_as(Vocabulary, "allow_heterogeneous_vocab")
     served_model_name: str | None = same_as(Service, "served_model_name")
     num_speculative_tokens: int | None = same_as(SchedulerLimits, "num_speculative_tokens", None)
@@ -107,6 +120,7 @@ class Deployment:
     def __post_init__(self) -> None:
         check(self)
         check_identity_provider(self)
+        self._check_engine()
         try:
             check_combination(self.tool_call_parser, self.reasoning_parser)
         except ValueError as error:
@@ -120,6 +134,20 @@ class Deployment:
                 parse_tenant_weight(weight)
             except ValueError as error:
                 raise SettingError("tenant_weights", f"--tenant-weight: {error}") from None
+
+    def _check_engine(self) -> None:
+        """Raises SettingError for what does not go with the engine."""
+        is_vllm = self.engine is EngineName.VLLM
+        for name, value in (("engine_python", self.engine_python), ("vllm_args", self.vllm_args)):
+            if value and not is_vllm:
+                raise SettingError(name, f"--{name.replace('_', '-')} needs --engine {EngineName.VLLM}")
+        if is_vllm and self.quantization is not Quantization.NONE:
+            why = "is our engine's; give vLLM's own in --vllm-args, such as '--quantization fp8'"
+            raise SettingError("quantization", f"--quantization {self.quantization} {why}")
+        try:
+            shlex.split(self.vllm_args)
+        except ValueError as error:
+            raise SettingError("vllm_args", f"--vllm-args: {error}") from None
 
     @property
     def knows_callers(self) -> bool:
@@ -190,13 +218,16 @@ def worker_specs(
     usable = cores if deployment.affinity is Affinity.AUTO else ()
     plan = plan_cores(usable, deployment.num_target_workers, num_drafts)
     target = replace(deployment, served_model_name=deployment.model_name)
-    words = words_for(target, EngineOptions, Service, SchedulerLimits)
-    words += [*words_for(told["target"], EngineOptions), "--metrics-names", deployment.metrics_names.value]
-    size = deployment.tensor_parallel_size
-    specs = [
-        _worker_spec("target", i, deployment.target, deployment, own, size, run_id, words)
-        for i, own in enumerate(plan.targets)
-    ]
+    if deployment.engine is EngineName.VLLM:
+        specs = [_vllm_spec(i, target, own, run_id, told["target"]) for i, own in enumerate(plan.targets)]
+    else:
+        words = words_for(target, EngineOptions, Service, SchedulerLimits)
+        words += [*words_for(told["target"], EngineOptions), "--metrics-names", deployment.metrics_names.value]
+        size = deployment.tensor_parallel_size
+        specs = [
+            _worker_spec("target", i, deployment.target, deployment, own, size, run_id, words)
+            for i, own in enumerate(plan.targets)
+        ]
     if deployment.draft is not None:
         draft = replace(deployment, quantization=deployment.draft_quantization)
         if draft.quantization is not Quantization.NONE:
@@ -211,6 +242,63 @@ def worker_specs(
     return specs
 
 
+def _vllm_spec(
+    index: int, deployment: Deployment, cores: tuple[int, ...], run_id: str, memory: WorkerMemory
+) -> ChildSpec:
+    """A target worker on vLLM, whose ranks are vLLM's own."""
+    # Without draft workers vLLM goes without speculation, which costs it a few parameters.
+    num_hints = 0 if deployment.draft is None else None
+    flags = _flags_of("target", index, deployment.target, deployment, cores, run_id) | {
+        "--engine": deployment.engine.value,
+        "--served-model-name": deployment.model_name,
+        "--metrics-names": deployment.metrics_names.value,
+        "--num-speculative-tokens": deployment.num_speculative_tokens or num_hints,
+    }
+    kv_bytes = None if memory.kv_cache_gib is None else int(memory.kv_cache_gib * 2**30)
+    theirs: dict[str, object] = {
+        "--dtype": deployment.dtype.value,
+        "--max-num-seqs": deployment.max_num_seqs,
+        "--max-model-len": memory.max_model_len,
+        "--tensor-parallel-size": deployment.tensor_parallel_size if deployment.tensor_parallel_size > 1 else None,
+        "--kv-cache-memory-bytes": kv_bytes,
+        "--gpu-memory-utilization": None if kv_bytes else memory.memory_utilization,
+    }
+    caching = [] if deployment.enable_prefix_caching else ["--no-enable-prefix-caching"]
+    command = (str(deployment.engine_python or sys.executable), "-m", "target_worker", *flatten(flags), "--")
+    return ChildSpec(
+        f"target-{index}",
+        "target",
+        (*command, *flatten(theirs), *caching, *shlex.split(deployment.vllm_args)),
+        {} if deployment.engine_python is None else {"PYTHONPATH": engine_path()},
+        ready_timeout_s=WORKER_READY_TIMEOUT_S,
+        stop_grace_s=WORKER_GRACE_S,
+    )
+
+
+def engine_path() -> str:
+    """PYTHONPATH of another environment's Python: this checkout. An installed Outrider stands beside packages that are
+    not for others, so that it must be installed there, too."""
+    is_checkout = (ROOT / "pyproject.toml").is_file()
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*([str(ROOT)] if is_checkout else []), *([inherited] if inherited else [])])
+
+
+def _flags_of(
+    role: str, index: int, model: Path, deployment: Deployment, cores: tuple[int, ...], run_id: str
+) -> dict[str, object]:
+    """The flags of a worker of either kind and engine."""
+    return {
+        "--model": model,
+        "--host": "127.0.0.1",
+        "--port": 0,
+        "--worker-id": f"{role}-{index}-{run_id}",
+        "--drain-grace-s": WORKER_DRAIN_S,
+        "--tls-dir": deployment.certificates_of(Role[role.upper()]),
+        "--otlp-endpoint": deployment.otlp_endpoint,
+        "--cpu-affinity": ",".join(map(str, cores)) or None,
+    }
+
+
 def _worker_spec(
     role: str,
     index: int,
@@ -222,17 +310,7 @@ def _worker_spec(
     words: Sequence[str],
 ) -> ChildSpec:
     num_threads = max(len(cores) // num_ranks, 1) if cores else 0  # of each rank
-    flags: dict[str, object] = {
-        "--model": model,
-        "--host": "127.0.0.1",
-        "--port": 0,
-        "--worker-id": f"{role}-{index}-{run_id}",
-        "--drain-grace-s": WORKER_DRAIN_S,
-        "--tls-dir": deployment.certificates_of(Role[role.upper()]),
-        "--otlp-endpoint": deployment.otlp_endpoint,
-        "--num-threads": num_threads or None,
-        "--cpu-affinity": ",".join(map(str, cores)) or None,
-    }
+    flags = _flags_of(role, index, model, deployment, cores, run_id) | {"--num-threads": num_threads or None}
     # OpenMP reads its own variable before any flag of ours is parsed.
     environment = {"OMP_NUM_THREADS": str(num_threads)} if cores else {}
     environment |= rank_environment(num_ranks)

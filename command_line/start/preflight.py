@@ -9,13 +9,14 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from math import floor, prod
 from pathlib import Path
 from typing import Any
 
 from command_line.checkout import ROOT, check_installed, module
-from command_line.start.deployment import Deployment, WorkerMemory, flatten
+from command_line.start.deployment import Deployment, WorkerMemory, engine_path, flatten
 from coordinator.access.api_keys import KeyFile
 from coordinator.settings import Hosting
 from outrider.addresses import bound_socket, join_address
@@ -25,6 +26,7 @@ from outrider.errors import ConfigurationError, TokenizerMismatch
 from outrider.security.tls import LOOPBACK_HOSTS, Role, TlsFiles, check_role
 from outrider.text.tokenizer import compile_chat_template, fingerprint
 from outrider.text.vocabulary_map import has_same_base
+from target_worker.limits import EngineName
 
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 SMALL_SHARE = 0.02
@@ -37,7 +39,11 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 def check(deployment: Deployment) -> dict[str, WorkerMemory]:
     """Checks everything that needs no connection. Returns what the workers of each role are told of their memory."""
     is_plain = deployment.hosting is Hosting.PLAIN
-    check_installed("coordinator" if is_plain else "ray_serve", "target_worker", "draft_worker")
+    is_vllm = deployment.engine is EngineName.VLLM
+    own = [] if is_vllm and deployment.draft is None else ["draft_worker"]
+    check_installed("coordinator" if is_plain else "ray_serve", *own, *([] if is_vllm else ["target_worker"]))
+    if is_vllm:
+        check_engine(deployment.engine_python or Path(sys.executable), engine_path())
     check_model(deployment.target, "--target")
     if deployment.draft is not None:
         check_model(deployment.draft, "--draft")
@@ -53,6 +59,26 @@ def check(deployment: Deployment) -> dict[str, WorkerMemory]:
     check_port(deployment.host, deployment.port, "--port")
     check_port(deployment.host, deployment.grpc_port, "--grpc-port")
     return divide_memory(deployment, weights, free)
+
+
+def check_engine(python: Path, path: str) -> None:
+    """A Python with vLLM and Outrider. path: its PYTHONPATH."""
+    look = "import importlib.util as u; print(*(name for name in ('vllm', 'target_worker') if not u.find_spec(name)))"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", look],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=PLAN_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigurationError(f"--engine-python {python} cannot be run: {error.strerror}") from error
+    missing = done.stdout.split()
+    if done.returncode or missing:
+        what = " and ".join("vLLM" if name == "vllm" else "Outrider" for name in missing) or done.stderr.strip()[-200:]
+        raise ConfigurationError(
+            f"{python} cannot import {what}; name the Python of the environment that vLLM is installed in with "
+            "--engine-python, and install Outrider there, too: pip install --no-deps outrider (docs/guides/vllm.md)"
+        )
 
 
 def check_access(deployment: Deployment) -> None:

@@ -9,9 +9,10 @@ from coordinator.canary.assignment import CanaryDesk, count_of, figures_of
 from coordinator.canary.audit import REPEATABLE, Audit, CanaryAuditor, run_of
 from coordinator.intake.generation_request import GenerationSpec
 from coordinator.observability.metrics import CoordinatorMetrics
-from coordinator.output.sequence_output import OutputItem
+from coordinator.output.sequence_output import OutputItem, SequenceFinished
 from coordinator.request.choices import ChoiceOutput, RequestFinished
 from outrider.canary.plan import ArmName, Assignment
+from protos.outrider.v1 import common_pb2
 
 
 async def observed(
@@ -42,8 +43,13 @@ async def observed(
         metrics.canary_requests.labels(assignment.arm).inc()
         if finished is not None:
             desk.statistics_of(assignment).add(figures_of(finished), assignment.group)
-            if is_sampled and finished.candidates[0].decoding_mode in REPEATABLE:
+            if is_sampled and _is_repeatable(finished.candidates[0]):
                 auditor.offer(Audit(spec, assignment, run_of(kept)))
+
+
+def _is_repeatable(finished: SequenceFinished) -> bool:
+    """Whether the same request must give the same tokens again."""
+    return finished.decoding_mode in REPEATABLE and finished.exactness != common_pb2.EXACTNESS_DISTRIBUTION
 
 
 def _is_sampled(spec: GenerationSpec, assignment: Assignment, desk: CanaryDesk) -> bool:

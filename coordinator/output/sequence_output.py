@@ -35,6 +35,7 @@ class SequenceFinished:
     counts: SpeculationCounts
     times: RequestTimes
     num_cached_tokens: int | None  # of the prompt; known from the target's last event only
+    exactness: common_pb2.Exactness = common_pb2.EXACTNESS_UNSPECIFIED
     is_repeat: bool = False  # the client has it already, from another replica
 
 
@@ -47,6 +48,7 @@ class Output(Protocol):
     counts: SpeculationCounts
     times: RequestTimes
     decoding_mode: common_pb2.DecodingMode
+    exactness: common_pb2.Exactness
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -72,6 +74,7 @@ class SequenceOutput:
         self.counts = SpeculationCounts()
         self.times = RequestTimes(arrival_s)
         self.decoding_mode: common_pb2.DecodingMode = common_pb2.DECODING_MODE_UNSPECIFIED
+        self.exactness: common_pb2.Exactness = common_pb2.EXACTNESS_UNSPECIFIED
         self._num_cached_tokens: int | None = None
         self._spec = spec
         self._point = point
@@ -158,6 +161,7 @@ class SequenceOutput:
             counts=self.counts,
             times=self.times,
             num_cached_tokens=self._num_cached_tokens,
+            exactness=self.exactness,
             is_repeat=self._point.has_ended,
         )
 

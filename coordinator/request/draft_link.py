@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -20,9 +21,11 @@ from coordinator.request.environment import Environment
 from coordinator.workers.channels import describe, remaining_ms, remaining_s
 from coordinator.workers.silence import SilenceWatch, is_own_loss
 from outrider.registry.worker_record import WorkerRecord
-from protos.outrider.v1 import draft_pb2, target_pb2
+from protos.outrider.v1 import common_pb2, draft_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
+VLLM: Final = "vllm"
+"""`WorkerRecord.engine` of a target whose model vLLM runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,18 @@ class LinkedSession:
     @property
     def session_id(self) -> str:
         return self.request.session_id
+
+
+def drafting(sampling: common_pb2.SamplingParams, engine: str) -> common_pb2.SamplingParams:
+    """How a draft worker chooses tokens for a target. vLLM takes a hint as certain and accepts it with the target's
+    probability of its token, so that the likeliest is the best one."""
+    if engine != VLLM or not sampling.temperature:
+        return sampling
+    greedy = common_pb2.SamplingParams()
+    greedy.CopyFrom(sampling)
+    greedy.temperature = 0.0
+    greedy.ClearField("seed")
+    return greedy
 
 
 class DraftLink:
@@ -112,7 +127,7 @@ class DraftLink:
             attachment=self._num_attachments,
             target_address=session.target.address,
             token_ids=session.committed(),
-            sampling=session.request.sampling,
+            sampling=drafting(session.request.sampling, session.target.engine),
             tokenizer_fingerprint=session.target.tokenizer_fingerprint,
             num_prompt_tokens=session.request.num_prompt_tokens,
             speculation=session.spec.request.speculation.to_proto(),

@@ -198,7 +198,7 @@ class SequenceMachine:
         return self._fail(earlier or event.error)
 
     def _note_mode(self, event: seen.TargetStarted, _: float) -> list[act.Action]:
-        self.output.decoding_mode = event.decoding_mode
+        self.output.decoding_mode, self.output.exactness = event.decoding_mode, event.exactness
         return []
 
     def _note_scores(self, event: seen.PromptScored, _: float) -> list[act.Action]:

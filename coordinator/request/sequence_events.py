@@ -84,6 +84,7 @@ class TargetStarted:
     """The target has accepted the sequence."""
 
     decoding_mode: common_pb2.DecodingMode
+    exactness: common_pb2.Exactness = common_pb2.EXACTNESS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +155,11 @@ Event = (
     Started | RepeatDue | SlotGranted | NoTarget | SlotRefused | TargetStarted | TargetWaits | PromptScored
     | StepTaken | TargetEnded | TargetLeft | TargetProbed | DoubtfulProbed | WaitOver | DraftLost | Cancelled
 )  # fmt: skip
+
+
+def exactness_of(started: target_pb2.SessionStarted) -> common_pb2.Exactness:
+    """Returns the session's exactness, which followed from the decoding mode in releases before the field."""
+    if started.exactness:
+        return started.exactness
+    is_sampled = started.decoding_mode == common_pb2.DECODING_MODE_REJECTION
+    return common_pb2.EXACTNESS_DISTRIBUTION if is_sampled else common_pb2.EXACTNESS_TOKENS

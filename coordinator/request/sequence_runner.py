@@ -358,7 +358,8 @@ def _event_of(answer: target_pb2.GenerateEvent) -> Event:
             stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
             return seen.TargetEnded(end.reason, stop_token_id, end)
         case "started":
-            return seen.TargetStarted(answer.started.decoding_mode)
+            started = answer.started
+            return seen.TargetStarted(started.decoding_mode, seen.exactness_of(started))
         case "prompt":
             return seen.PromptScored(answer.prompt)
         case _:

@@ -17,6 +17,11 @@ PROCESSES: Final = {
     "target_worker": ("Target worker", "outrider target-worker", "the large model, which decides"),
     "draft_worker": ("Draft worker", "outrider draft-worker", "the small model, which guesses"),
 }
+ON_VLLM: Final = (
+    "Target worker on vLLM",
+    "outrider target-worker --engine vllm",
+    "the large model, run by vLLM, whose own flags follow behind `--`",
+)
 ENVIRONMENT: Final = {
     "OUTRIDER_REDIS_URL": "URL of the Redis that holds the registry. It counts before `OUTRIDER_REDIS_URL_FILE`.",
     "OUTRIDER_REDIS_URL_FILE": "File that holds that URL and its password. Other processes can see an environment.",
@@ -42,8 +47,8 @@ class _Captured(Exception):
         self.parser = parser
 
 
-def parser_of(package: str) -> argparse.ArgumentParser:
-    """The parser that `python -m package` reads its command line with."""
+def parser_of(package: str, reader: str = "parse_arguments") -> argparse.ArgumentParser:
+    """The parser that `python -m package` reads its command line with; `reader`: the function that does."""
 
     def capture(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         raise _Captured(parser)
@@ -56,7 +61,7 @@ def parser_of(package: str) -> argparse.ArgumentParser:
         mock.patch.dict(os.environ, clean, clear=True),
     ):
         try:
-            (getattr(entry, "parse_arguments", None) or entry.main)()
+            (getattr(entry, reader, None) or entry.main)()
         except _Captured as captured:
             return captured.parser
     raise RuntimeError(f"{package} does not read its command line with argparse")
@@ -65,6 +70,7 @@ def parser_of(package: str) -> argparse.ArgumentParser:
 def settings_page() -> str:
     """All flags of the three processes, and the environment variables."""
     sections = [_process(package, *words) for package, words in PROCESSES.items()]
+    sections.insert(2, _process("target_worker", *ON_VLLM, reader="parse_vllm_arguments"))
     variables = table(["Variable", "Meaning"], ((code(name), text) for name, text in ENVIRONMENT.items()))
     return page(
         "Settings",
@@ -76,14 +82,15 @@ def settings_page() -> str:
     )
 
 
-def _process(package: str, title: str, command: str, role: str) -> str:
-    parser, again = parser_of(package), parser_of(package)
+def _process(package: str, title: str, command: str, role: str, reader: str = "parse_arguments") -> str:
+    parser, again = parser_of(package, reader), parser_of(package, reader)
     random = {
         action.dest
         for action, other in zip(parser._actions, again._actions, strict=True)
         if action.default != other.default
     }
-    parts = [f"## {title}", f"`{command}` or `python -m {package}`: {role}."]
+    module = command.replace(f"outrider {package.replace('_', '-')}", f"python -m {package}")
+    parts = [f"## {title}", f"`{command}` or `{module}`: {role}."]
     groups = [group for group in parser._action_groups if list(_shown(group))]
     for group in groups:
         name = group.title or ""

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -39,7 +39,16 @@ STEADY_S: Final = 60.0
 END_S: Final = 1.0
 """How long the end of a hint server is waited for, before it is killed."""
 
-Start = Callable[[socket.socket], "subprocess.Popen[bytes]"]
+
+class Child(Protocol):
+    """The process at the other end."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[socket.socket], Child]
 
 
 def start_hint_server(ours: socket.socket) -> subprocess.Popen[bytes]:
@@ -60,8 +69,8 @@ class HintLink:
         self._hello = pack(FrameKind.HELLO, json.dumps(settings).encode())
         self._start = start
         self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._killed: list[subprocess.Popen[bytes]] = []  # not yet reaped
+        self._process: Child | None = None
+        self._killed: list[Child] = []  # not yet reaped
         self._reader = FrameReader()
         self._unsent = bytearray()
         self._num_failures = 0

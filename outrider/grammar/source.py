@@ -38,6 +38,23 @@ _CONSTRAINTS: Final = frozenset({
 
 def to_llguidance(spec: GrammarSpec) -> str:
     """The grammar in llguidance's own notation; raises InvalidRequest for what it must not be given."""
+    text = checked_text(spec)
+    if spec.kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(text)
+    if spec.kind is GrammarKind.LARK:
+        # Not the bare text: one that starts with a brace would be read as llguidance's own notation.
+        return json.dumps({"grammars": [{"lark_grammar": text}]})
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=_whitespace(spec))
+    except ValueError as error:
+        raise InvalidRequest("grammar", f"the JSON schema is not a JSON object: {error}") from error
+
+
+def checked_text(spec: GrammarSpec, *, tells_whitespace: bool = False) -> str:
+    """The grammar as it may be compiled, in its own language. Raises InvalidRequest.
+
+    tells_whitespace: a JSON schema has llguidance's options of whitespace in it, for whom they are not given otherwise.
+    """
     num_classes = len(_CHARACTER_CLASS.findall(spec.text))
     if num_classes > MAX_CHARACTER_CLASSES:
         raise InvalidRequest(
@@ -46,15 +63,16 @@ def to_llguidance(spec: GrammarSpec) -> str:
             f"{MAX_CHARACTER_CLASSES}",
         )
     if spec.kind is GrammarKind.REGEX:
-        return LLMatcher.grammar_from_regex(spec.text)
+        return spec.text
     if spec.kind is GrammarKind.LARK:
-        # Not the bare text: one that starts with a brace would be read as llguidance's own notation.
-        return json.dumps({"grammars": [{"lark_grammar": _checked_lark(spec)}]})
+        return _checked_lark(spec)
     try:
         schema = json.loads(spec.text)
         _check_schema(schema)
-        text = json.dumps(schema) if calendar.replace_formats(schema) else spec.text
-        return LLMatcher.grammar_from_json_schema(text, overrides=_whitespace(spec))
+        is_changed = calendar.replace_formats(schema)
+        if tells_whitespace and isinstance(schema, dict):
+            schema["x-guidance"], is_changed = _whitespace(spec), True
+        return json.dumps(schema) if is_changed else spec.text
     except RecursionError as error:
         raise InvalidRequest("grammar", "the JSON schema is nested too deeply") from error
     except ValueError as error:

@@ -15,7 +15,7 @@ WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
 _ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
 """Fields missing from records of the previous release, which have no checksum either."""
-_ADDED: Final = frozenset({"num_speculative_tokens", "num_background"})
+_ADDED: Final = frozenset({"num_speculative_tokens", "num_background", "engine"})
 """Fields missing from records of the previous release that have a checksum."""
 _CHECK: Final = "check"
 """Name of the checksum over all fields. A damaged record could read as another model or another address."""
@@ -53,6 +53,7 @@ class WorkerRecord:
     weights_fingerprint: str = ""  # outrider.engine.loading.checkpoint_fingerprint
     numerics: str = ""  # outrider.engine.compiled.numerics: dtype, quantization, kernels, ranks, versions
     num_speculative_tokens: int = 0  # of a target: most hints verified per step; 0: unknown, or none
+    engine: str = ""  # of a target: that computes its model; empty: ours
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.worker_id) <= 64:

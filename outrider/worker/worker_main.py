@@ -47,9 +47,9 @@ class WorkerKind:
         parser.set_defaults(role=self.role)
         return parser.parse_args(arguments)
 
-    def main(self, serve: Callable[[argparse.Namespace], Awaitable[None]]) -> int:
-        """Runs a worker, or a rank of one, by this process' command line; returns the exit status."""
-        arguments = self.parse_arguments()
+    def main(self, serve: Callable[[argparse.Namespace], Awaitable[None]], words: list[str] | None = None) -> int:
+        """Runs a worker, or a rank of one, by this process' command line or other words; returns the exit status."""
+        arguments = self.parse_arguments(words)
         if os.environ.get("RANK", "0") != "0":
             return follow(arguments)
         # The first process of a container ignores signals without a handler. `listen` installs its own later.
@@ -63,7 +63,8 @@ class WorkerKind:
     ) -> AsyncIterator[OpenedWorker[MetricsT]]:
         """Opens the ports: metrics and health answer from here on. `make_metrics` gets the worker's id. Raises
         OutriderError, and Stopped."""
-        options, config = worker_options(arguments), engine_config(arguments)
+        options = worker_options(arguments)
+        config = engine_config(arguments) if EngineOptions in self.settings else None
         services = [*dict.fromkeys(method.split("/")[1] for method in self.permitted)]
         # Tracing is closed last: stopping the server ends the spans of calls that are cut off.
         async with (
@@ -82,7 +83,7 @@ class OpenedWorker(Generic[MetricsT]):
     """A worker whose ports answer, and whose model is not loaded yet."""
 
     process: WorkerProcess
-    config: EngineOptions
+    config: EngineOptions | None  # None: of an engine that is not ours
     tracing: Tracing
     metrics: MetricsT
     metrics_port: int
@@ -102,12 +103,14 @@ class OpenedWorker(Generic[MetricsT]):
     def _find_device(self) -> str:
         from outrider.engine.device import find_device
 
+        assert self.config is not None
         return find_device(self.config.device)
 
     def _load(self, device: str) -> Engine:
         from outrider.engine.loading.loading import load_model
         from outrider.engine.ranks.rank_group import join_ranks
 
+        assert self.config is not None
         return load_model(self.config, join_ranks(self.process.options.stall_exit_s, device))
 
 

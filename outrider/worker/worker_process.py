@@ -243,8 +243,12 @@ class WorkerProcess:
             loop.call_soon_threadsafe(self.request_stop, error)
 
         thread = ModelThread(core, deliver, fail, name=f"{self.role}-model")
-        self._stalled_s = thread.stalled_s
+        self.watch(thread.stalled_s)
         return thread
+
+    def watch(self, stalled_s: Callable[[], float]) -> None:
+        """Has `run` watch the model by how long it has not responded, seconds."""
+        self._stalled_s = stalled_s
 
     async def run(
         self,

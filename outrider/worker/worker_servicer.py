@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 import grpc.aio
 
 from outrider.errors import Overloaded
-from outrider.worker.model_thread import ActionT, EventT, ModelThread
+from outrider.worker.model_thread import ActionT, EventT, EventT_contra
 from protos.outrider.v1 import common_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Driver(Protocol[EventT_contra]):
+    """Whatever takes a servicer's events: the model thread, or another engine's sessions."""
+
+    def submit(self, event: EventT_contra, *, is_release: bool = False, is_from_peer: bool = False) -> bool: ...
+    def has_events(self) -> bool: ...
+    def stalled_s(self) -> float: ...
 
 
 class WorkerServicer(ABC, Generic[EventT, ActionT]):
@@ -19,11 +27,11 @@ class WorkerServicer(ABC, Generic[EventT, ActionT]):
 
     def __init__(self, info: common_pb2.WorkerInfo) -> None:
         self.info = info
-        self._thread: ModelThread[EventT, ActionT] | None = None
+        self._thread: Driver[EventT] | None = None
         self._is_draining = False
 
-    def bind(self, thread: ModelThread[EventT, ActionT]) -> None:
-        """Connects the model thread; must be called before the server starts."""
+    def bind(self, thread: Driver[EventT]) -> None:
+        """Connects whatever takes the events; must be called before the server starts."""
         self._thread = thread
 
     def start_draining(self) -> None:

@@ -144,7 +144,7 @@ class Scheduler:
         try:
             if event.session_id in self._sessions:
                 raise InvalidRequest("session_id", f"session {event.session_id} is already running here")
-            check_request(event, self.limits, self.vocab_size)
+            check_request(event, self.limits.max_model_len, self.vocab_size)
             self._slots.check_fits(event)
             self.check_room(is_background=event.is_background)
             session = Session.from_event(

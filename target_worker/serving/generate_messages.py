@@ -8,7 +8,7 @@ from typing import Final
 
 from outrider.hint_service.session_names import session_name
 from outrider.observability.tracing import Span
-from outrider.sampling_params import SamplingParams, SpeculationSettings
+from outrider.sampling_params import Exactness, SamplingParams, SpeculationSettings
 from outrider.worker.session_checks import check_session
 from protos.outrider.v1 import target_pb2
 from target_worker.messages import (
@@ -67,7 +67,8 @@ def show(span: Span, action: Action) -> None:
 def event_message(action: Action) -> target_pb2.GenerateEvent:
     match action:
         case SessionAdmitted():
-            started = target_pb2.SessionStarted(decoding_mode=action.decoding_mode.value)
+            exactness = action.exactness or Exactness.of(action.decoding_mode)
+            started = target_pb2.SessionStarted(decoding_mode=action.decoding_mode.value, exactness=exactness.value)
             return target_pb2.GenerateEvent(started=started)
         case PromptScored():
             prompt = target_pb2.PromptLogprobs(

@@ -54,13 +54,13 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
         self,
         info: common_pb2.WorkerInfo,
         metrics: TargetMetrics,
-        grammars: GrammarCompiler,
+        grammars: GrammarCompiler | None,
         check_room: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
         tracing: Tracing = OFF,
     ) -> None:
-        """`check_room` raises Overloaded, on the event loop, when no other session could wait; the scheduler decides.
-        `now` is the scheduler's clock, seconds."""
+        """`grammars`: None where the engine compiles them itself. `check_room` raises Overloaded, on the event loop,
+        when no other session could wait; the scheduler decides. `now` is the scheduler's clock, seconds."""
         super().__init__(info)
         self.hints = DraftStreams(self._submit, metrics, info.vocab_size, now)
         self._metrics = metrics
@@ -112,7 +112,7 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
             # workers that were well when it arrived.
             if self._stalled_s() < WAITING_STALL_MAX_S:
                 yield target_pb2.GenerateEvent(waiting=target_pb2.SessionWaiting())
-            if event.sampling.grammar is not None:
+            if event.sampling.grammar is not None and self._grammars is not None:
                 self._check_room()  # refuse before any work
                 async with aclosing(self._compile(event, event.sampling.grammar)) as compiling:
                     async for compiled in compiling:
@@ -215,6 +215,7 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
             compiling.cancel()
 
     async def _grammar_of(self, event: StartSession, grammar: GrammarSpec) -> GrammarState:
+        assert self._grammars is not None
         state = await self._grammars.compile_async(grammar, event.owner)
         if committed := event.token_ids[event.num_prompt_tokens :]:
             # Possibly thousands of tokens: neither on this loop nor on the model's thread.

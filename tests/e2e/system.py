@@ -213,14 +213,14 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 @contextmanager
-def running_system(folder: Path, *flags: object) -> Iterator[System]:
+def running_system(folder: Path, *flags: object, timeout_s: float = START_TIMEOUT_S) -> Iterator[System]:
     """`outrider serve` with `flags`, ready to answer. It is stopped on the way out, whatever happened to it."""
     command = Command.start(folder, "serve", *FREE_PORTS, *flags)
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while (line := READY.search(command.stdout)) is None:
             assert command.process.poll() is None, f"outrider serve ended:\n{command.stderr}"
-            assert time.monotonic() < deadline, f"not ready in {START_TIMEOUT_S:g} s:\n{command.stderr}"
+            assert time.monotonic() < deadline, f"not ready in {timeout_s:g} s:\n{command.stderr}"
             time.sleep(0.05)
         url, grpc, model, log_dir = line.groups()
         with httpx.Client(base_url=url, timeout=180, trust_env=False) as client:

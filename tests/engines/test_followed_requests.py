@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engines.hint_server.followed_requests import FollowedRequests
+from outrider.engines.followed_requests import MAX_KEPT_HINTS, FollowedRequests
 from outrider.hint_service.messages import CloseStream, CommitPublished, HintsArrived, SubscribeDraft, UnsubscribeDraft
 from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_tree import Hint
@@ -97,3 +97,71 @@ def test_hints_of_an_earlier_attachment_are_not_passed_on() -> None:
     requests.take_hints()
     requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 5)], 0.0))
     assert not requests.take_hints().nodes
+
+
+class TestExpectedRequests:
+    """A target worker knows a request before its engine does."""
+
+    def expected(self) -> FollowedRequests:
+        requests = FollowedRequests()
+        requests.expect(NAME, [1, 2, 3], is_on=True)
+        return requests
+
+    def announce(self, requests: FollowedRequests, number: int = 7) -> None:
+        # Under its whole name, which holds the token's digest.
+        requests.open(number, draft_pb2.AttachRequest(session_id=NAME, token_ids=[1, 2, 3]))
+
+    def test_hints_that_come_before_the_engine_opens_it_are_kept(self) -> None:
+        requests = self.expected()
+        assert told(requests.handle(SubscribeDraft(STREAM, NAME, 1))) == [(1, [2, 3])]
+        requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 9)], 0.0))
+        assert not requests.take_hints().nodes
+        self.announce(requests)
+        hints = requests.take_hints()
+        assert [(each.channel, each.attachment) for each in hints.subscribe] == [(7, 1)]
+        assert [list(each.token_ids) for each in hints.nodes] == [[9]]
+
+    def test_no_more_of_them_are_kept_than_a_tree_holds(self) -> None:
+        requests = self.expected()
+        for first in range(0, 2 * MAX_KEPT_HINTS, 64):
+            nodes = [Hint(first + index + 1, first + index, 9) for index in range(64)]
+            requests.handle(HintsArrived(NAME, 1, 3, nodes, 0.0))
+        self.announce(requests)
+        assert sum(len(each.parent_ids) for each in requests.take_hints().nodes) == MAX_KEPT_HINTS
+
+    def test_one_whose_hints_are_turned_off_gets_none(self) -> None:
+        requests = self.expected()
+        self.announce(requests)
+        requests.handle(SubscribeDraft(STREAM, NAME, 3))
+        requests.handle(HintsArrived(NAME, 1, 3, [Hint(1, 0, 9)], 0.0))
+        requests.take_hints()
+        assert [each.accepts_hints for each in requests.switch(NAME, is_on=False)] == [False]
+        assert list(requests.take_hints().unsubscribe) == ["7"]
+        requests.handle(HintsArrived(NAME, 1, 3, [Hint(2, 1, 8)], 0.0))
+        assert not requests.take_hints().nodes
+        assert [each.accepts_hints for each in requests.switch(NAME, is_on=True)] == [True]
+        requests.handle(HintsArrived(NAME, 1, 3, [Hint(2, 1, 8)], 0.0))
+        hints = requests.take_hints()
+        assert [each.attachment for each in hints.subscribe] == [1]
+        assert hints.nodes
+
+    def test_its_end_is_told_once_by_the_engine_or_else_by_the_worker(self) -> None:
+        for engine_says_so in (True, False):
+            requests = self.expected()
+            self.announce(requests)
+            requests.handle(SubscribeDraft(STREAM, NAME, 3))
+            ends = requests.take_commits(commit(3, [], finished=True))[0] if engine_says_so else []
+            ends += requests.close(NAME)
+            assert [each.is_finished for each in ends] == [True]
+            assert len(requests) == 0
+            assert requests.named(NAME) is None
+
+    def test_an_engine_that_comes_back_announces_it_again(self) -> None:
+        requests = self.expected()
+        self.announce(requests)
+        requests.handle(SubscribeDraft(STREAM, NAME, 3))
+        assert [each.accepts_hints for each in requests.lose_engine()] == [False]
+        self.announce(requests, number=1)
+        frame = commit(3, [4])
+        frame.commits[0].channel = 1
+        assert [each.accepts_hints for each in requests.take_commits(frame)[0]] == [True]

@@ -252,6 +252,7 @@ def metrics_json(spec: GenerationSpec, finished: RequestFinished) -> dict[str, A
     metrics: dict[str, Any] = {
         **finished.times_json,
         "decoding_mode": _short_name(common_pb2.DecodingMode, finished.candidates[0].decoding_mode, "DECODING_MODE_"),
+        "exactness": _short_name(common_pb2.Exactness, finished.candidates[0].exactness, "EXACTNESS_"),
         "speculative_decoding": finished.counts.to_json(
             num_speculative_tokens=spec.num_speculative_tokens,
             is_detailed=request.is_detailed,

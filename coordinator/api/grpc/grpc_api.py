@@ -205,6 +205,7 @@ def _finished(finished: SequenceFinished) -> generation_pb2.GenerationFinished:
         num_output_tokens=finished.num_output_tokens,
         stats=finished.counts.to_proto(),
         decoding_mode=finished.decoding_mode,
+        exactness=finished.exactness,
         time_to_first_token_ms=finished.times.time_to_first_token_ms or 0.0,
         generation_time_ms=finished.times.generation_ms,
     )

@@ -71,7 +71,11 @@ class Usage(BaseModel):
 
 
 class Metrics(BaseModel):
-    decoding_mode: str = Field(description="`greedy`, `coupled` or `rejection`: which promise holds for the output")
+    decoding_mode: str = Field(description="`greedy`, `coupled` or `rejection`: how tokens were chosen")
+    exactness: str = Field(
+        description="`tokens`: speculation changes no token of the output; `distribution`: only their distribution is "
+        "the same"
+    )
     speculative_decoding: dict[str, Any] = Field(description="counts of steps and hints, and acceptance")
 
 

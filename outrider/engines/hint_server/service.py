@@ -1,4 +1,4 @@
-"""One hint server: connects its engine's socket with the Hints service and the attachments. Runs on the event loop."""
+"""One hint server: connects its engine with the Hints service and the attachments. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import asyncio
 import logging
 import socket
 import time
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
 
 from outrider.addresses import join_address, own_host_towards, with_port
 from outrider.concurrency.background import end_tasks, keep_going
-from outrider.engines.frames import FrameKind, FrameReader, pack, time_number
+from outrider.engines.engine_bridge import EngineBridge
+from outrider.engines.followed_requests import FollowedRequest
+from outrider.engines.frames import FrameReader
 from outrider.engines.hint_server.attachments import Attachments
 from outrider.engines.hint_server.draft_names import REFRESH_S, DraftNames
 from outrider.engines.hint_server.draft_pool import DraftPool
-from outrider.engines.hint_server.followed_requests import FollowedRequests
 from outrider.engines.hint_settings import HintSettings
-from outrider.errors import ConfigurationError, Overloaded
+from outrider.errors import ConfigurationError
 from outrider.hint_service.draft_streams import DraftStreams
 from outrider.hint_service.messages import HintEvent
 from outrider.observability.metrics_server import serve_metrics
 from outrider.observability.telemetry import TargetMetrics, show_expiry
 from outrider.security.tls import Dialer, Role, RoleCheck, TlsFiles, check_role
 from outrider.worker.rpc import SERVER_OPTIONS
-from protos.outrider.v1 import draft_pb2, hints_pb2, hints_pb2_grpc
+from protos.outrider.v1 import hints_pb2, hints_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_BYTES: Final = 1024 * 1024
-"""Bytes of hints that the engine has not read. A draft worker that sends more loses its stream."""
 CALLS_END_S: Final = 0.5
 
 
@@ -46,14 +45,13 @@ class HintServer:
             check_role(files.current(), Role.COORDINATOR)
         self._files = files
         self._metrics = TargetMetrics(model_name, "hints")
-        self._requests = FollowedRequests()
         self._streams = DraftStreams(self._submit, self._metrics, vocab_size, time.monotonic)
+        self._bridge = EngineBridge(self._streams.publish, self._attach, self._detach, self._count)
+        self._attachments: Attachments | None = None
         permitted = {"/outrider.v1.Hints/Exchange": frozenset({Role.DRAFT})}
         interceptors = () if files is None else (RoleCheck(permitted),)
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._fingerprint = fingerprint
-        self._writer: asyncio.StreamWriter | None = None
-        self._is_flush_due = False
 
     async def run(self, engine: socket.socket, early: FrameReader) -> None:
         """Serves until the engine closes its end. `early` has what was read from it already. Raises OutriderError."""
@@ -83,44 +81,28 @@ class HintServer:
         if names.has_names:
             work = keep_going(names.keep_looking, "the look-up of draft workers", pause_s=REFRESH_S)
             looking = asyncio.create_task(work)
-        attachments = Attachments(pool, Dialer(self._files), reached_by, self._fingerprint, time.monotonic)
-        reader, self._writer = await asyncio.open_connection(sock=engine)
+        dialer = Dialer(self._files)
+        self._attachments = Attachments(pool, dialer, reached_by, self._fingerprint, time.monotonic)
         self._metrics.show_state("ready")
         shown = join_address(settings.reached_at or settings.host, port)
         logger.info("hints are received at %s; draft workers: %s", shown, ", ".join(settings.draft_workers))
         try:
-            await self._serve(reader, early, attachments)
+            await self._bridge.serve(engine, early)
         finally:
             await end_tasks(looking)
-            await attachments.end()
+            await self._attachments.end()
             await self._server.stop(CALLS_END_S)
-            self._writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, frames: FrameReader, attachments: Attachments) -> None:
-        while True:
-            for kind, number, body in frames.frames():
-                self._take(kind, number, body, attachments)
-            data = await reader.read(1 << 18)
-            if not data:
-                return
-            frames.feed(data)
+    def _attach(self, request: FollowedRequest) -> None:
+        if self._attachments is not None:
+            self._attachments.open(request.number, request.announcement, self._bridge.requests.committed_by)
 
-    def _take(self, kind: FrameKind, number: int, body: bytes, attachments: Attachments) -> None:
-        """Takes a frame of the engine."""
-        if kind is FrameKind.OPEN:
-            request = self._requests.open(number, draft_pb2.AttachRequest.FromString(body))
-            attachments.open(number, request.announcement, self._requests.committed_by)
-        elif kind is FrameKind.COMMITS:
-            commits = hints_pb2.CommitFrame.FromString(body)
-            self._count(commits, number)
-            actions, ended = self._requests.take_commits(commits)
-            for action in actions:
-                self._streams.publish(action)
-            for number in ended:
-                attachments.close(number)
+    def _detach(self, number: int) -> None:
+        if self._attachments is not None:
+            self._attachments.close(number)
 
-    def _count(self, commits: hints_pb2.CommitFrame, waited_us: int) -> None:
-        self._metrics.hint_wait_s.inc(waited_us / 1e6)
+    def _count(self, commits: hints_pb2.CommitFrame, waited_s: float) -> None:
+        self._metrics.hint_wait_s.inc(waited_s)
         for commit in commits.commits:
             self._metrics.generation_tokens.inc(len(commit.token_ids))
             if commit.num_tried_hints:
@@ -130,20 +112,5 @@ class HintServer:
                 self._metrics.observe_accepted(commit.num_held_hints)
 
     def _submit(self, event: HintEvent, *, is_release: bool = False, is_from_peer: bool = False) -> None:
-        """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up, which ends its stream."""
-        if is_from_peer and self._writer is not None:
-            unread = self._writer.transport.get_write_buffer_size()
-            if unread > MAX_UNREAD_BYTES:
-                raise Overloaded(f"the engine has {unread} bytes of hints to read")
-        for action in self._requests.handle(event):
-            self._streams.publish(action)
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """Sends the engine what has gathered in one turn of the loop."""
-        self._is_flush_due = False
-        hints: Any = self._requests.take_hints()
-        if self._writer is not None and (hints.nodes or hints.subscribe or hints.unsubscribe):
-            self._writer.write(pack(FrameKind.HINTS, hints.SerializeToString(), time_number(time.monotonic())))
+        """Takes what a draft worker sent. Raises Overloaded when the engine does not keep up."""
+        self._bridge.submit(event, is_from_peer=is_from_peer)

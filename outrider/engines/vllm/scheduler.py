@@ -49,9 +49,8 @@ class HintScheduler(Scheduler):
         if lacks := list(missing()):
             raise ConfigurationError(f"vLLM {vllm.__version__} lacks what HintScheduler relies on: {', '.join(lacks)}")
         check_configuration(vllm_config)
-        settings = HintSettings.from_mapping(given)
+        self._hints = self._make_hints(vllm_config, given)
         super().__init__(vllm_config, *args, **kwargs)
-        self._hints = _engine_hints(settings, given, vllm_config)
         self._session_ids = (f"vllm-{secrets.token_hex(8)}-{number}" for number in itertools.count(1))
         self._hint_limits: dict[str, int] = {}  # of the open requests that may have hints
         self._num_sampled = 0  # open requests that are not greedy
@@ -63,6 +62,13 @@ class HintScheduler(Scheduler):
         if not self._verifies_sampled:
             logger.warning("hints: vLLM cannot verify sampled requests here, so no step has hints while one is open")
         self._hints.start()
+
+    def _make_hints(self, vllm_config: Any, given: dict[str, Any]) -> EngineHints:
+        return _engine_hints(HintSettings.from_mapping(given), given, vllm_config)
+
+    def _announcement(self, request: Any) -> Any:
+        """How draft workers are told of a request; None: it gets no hints."""
+        return announcement(request, next(self._session_ids), secrets.token_hex(16))
 
     def add_request(self, request: Any) -> None:
         is_new = request.request_id not in self.requests
@@ -78,7 +84,7 @@ class HintScheduler(Scheduler):
         self._hints.open(
             request.request_id,
             request.all_token_ids,
-            announcement(request, next(self._session_ids), secrets.token_hex(16)) if limit else None,
+            self._announcement(request) if limit else None,
             frozenset(request.sampling_params.all_stop_token_ids),
             is_sampled=is_sampled(request),
         )

@@ -24,6 +24,12 @@ class DecodingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DECODING_MODE_REJECTION: _ClassVar[DecodingMode]
     DECODING_MODE_COUPLED: _ClassVar[DecodingMode]
 
+class Exactness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXACTNESS_UNSPECIFIED: _ClassVar[Exactness]
+    EXACTNESS_TOKENS: _ClassVar[Exactness]
+    EXACTNESS_DISTRIBUTION: _ClassVar[Exactness]
+
 class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOKEN_ORIGIN_UNSPECIFIED: _ClassVar[TokenOrigin]
@@ -39,6 +45,9 @@ DECODING_MODE_UNSPECIFIED: DecodingMode
 DECODING_MODE_GREEDY: DecodingMode
 DECODING_MODE_REJECTION: DecodingMode
 DECODING_MODE_COUPLED: DecodingMode
+EXACTNESS_UNSPECIFIED: Exactness
+EXACTNESS_TOKENS: Exactness
+EXACTNESS_DISTRIBUTION: Exactness
 TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
 TOKEN_ORIGIN_PLAIN: TokenOrigin
 TOKEN_ORIGIN_ACCEPTED: TokenOrigin
@@ -177,7 +186,7 @@ class SpeculationStats(_message.Message):
     def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., num_outcomes: _Optional[int] = ..., num_predicted_outcomes: _Optional[int] = ..., num_ready_outcomes: _Optional[int] = ..., num_late_hints: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters", "max_num_waiting", "weights_fingerprint", "numerics", "stalled_ms", "num_speculative_tokens")
+    __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters", "max_num_waiting", "weights_fingerprint", "numerics", "stalled_ms", "num_speculative_tokens", "engine")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +201,7 @@ class WorkerInfo(_message.Message):
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     STALLED_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_name: str
     tokenizer_fingerprint: str
@@ -206,7 +216,8 @@ class WorkerInfo(_message.Message):
     numerics: str
     stalled_ms: int
     num_speculative_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_model_parameters: _Optional[int] = ..., max_num_waiting: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., stalled_ms: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
+    engine: str
+    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_model_parameters: _Optional[int] = ..., max_num_waiting: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., stalled_ms: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

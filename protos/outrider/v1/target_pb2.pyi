@@ -68,10 +68,12 @@ class SessionWaiting(_message.Message):
     def __init__(self, is_compiling: _Optional[bool] = ...) -> None: ...
 
 class SessionStarted(_message.Message):
-    __slots__ = ("decoding_mode",)
+    __slots__ = ("decoding_mode", "exactness")
     DECODING_MODE_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     decoding_mode: _common_pb2.DecodingMode
-    def __init__(self, decoding_mode: _Optional[_Union[_common_pb2.DecodingMode, str]] = ...) -> None: ...
+    exactness: _common_pb2.Exactness
+    def __init__(self, decoding_mode: _Optional[_Union[_common_pb2.DecodingMode, str]] = ..., exactness: _Optional[_Union[_common_pb2.Exactness, str]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("first_position", "logprobs")

@@ -14,6 +14,7 @@ Exit status: 0 when every answer was right and nothing was left behind, 1 when n
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -56,6 +57,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     fleet.add_argument("--drafts", type=int, default=2, help="draft workers (default: %(default)s)")
     fleet.add_argument("--coordinators", type=int, default=2, help="with a Ray each (default: %(default)s)")
     fleet.add_argument("--replicas", type=int, default=2, help="of each coordinator (default: %(default)s)")
+    fleet.add_argument("--engine", default="outrider", choices=("outrider", "vllm"),
+                       help="of the targets; vllm: by the Python in OUTRIDER_VLLM_PYTHON, in float32, with greedy "
+                       "requests, and without faults of our engine's own (default: %(default)s)")  # fmt: skip
     fleet.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: %(default)s")
     output = parser.add_argument_group("what is said at the end")
     add_output(output)
@@ -63,7 +67,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.at_once >= given.targets:
         parser.error(f"--at-once {given.at_once} needs more than {given.at_once} targets")
+    given.vllm_python = ""
+    if given.engine == "vllm":
+        given.vllm_python, given.dtype = os.environ.get("OUTRIDER_VLLM_PYTHON", ""), "float32"
+        if not given.vllm_python:
+            parser.error("--engine vllm: OUTRIDER_VLLM_PYTHON names no Python with vLLM (make test-engines makes one)")
     given.kinds = [kind for kind in chosen(given.only) if given.ranks > 1 or not kind.needs_ranks]
+    if given.vllm_python:
+        given.kinds = [kind for kind in given.kinds if not kind.needs_own_engine]
     if not given.kinds:
         parser.error(f"--only {' '.join(given.only)}: no such fault; --list tells them, some need --ranks 2")
     return given
@@ -104,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_clients=given.clients,
             dtype=given.dtype,
             num_ranks=given.ranks,
+            vllm_python=given.vllm_python,
         ),
     )
     say(f"Seed {plan.seed}.")

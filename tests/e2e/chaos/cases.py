@@ -76,17 +76,17 @@ REGEX = r"(def|class) [a-z_]{3,20}\([a-z]{1,8}(, [a-z]{1,8}){0,4}\):\n    return
 STOPS = (")\n", "return ", ":\n", "self.")
 
 
-def make_cases(num_cases: int, rng: random.Random) -> list[Case]:
+def make_cases(num_cases: int, rng: random.Random, *, are_greedy: bool = False) -> list[Case]:
     """Greedy and seeded ones, short and long ones, some with parameters that look back, with stop strings, of several
-    texts, or bound to a grammar."""
+    texts, or bound to a grammar. are_greedy: none is sampled, for an engine whose seeds do not determine a text."""
     prompts = held_out_prompts(num_cases, seed=rng.randrange(1 << 30), chars_max=400)
-    return [_make_case(index, prompt, rng) for index, prompt in enumerate(prompts)]
+    return [_make_case(index, prompt, rng, are_greedy=are_greedy) for index, prompt in enumerate(prompts)]
 
 
-def _make_case(index: int, prompt: str, rng: random.Random) -> Case:
+def _make_case(index: int, prompt: str, rng: random.Random, *, are_greedy: bool) -> Case:
     sampling: dict[str, Any] = {}
     words = []
-    if index % 2:
+    if index % 2 and not are_greedy:
         sampling |= {"temperature": rng.choice((0.6, 0.9, 1.2)), "seed": rng.randrange(1 << 40)}
         words.append("seeded")
     else:

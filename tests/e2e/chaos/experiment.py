@@ -114,7 +114,8 @@ class Experiment:
     async def run(self) -> Outcome:
         """Raises NotReproducible, and StartError when a process does not come up."""
         plan = self._plan
-        cases = make_cases(plan.num_cases, Random(f"{plan.seed} cases"))
+        are_greedy = bool(plan.fleet.vllm_python)
+        cases = make_cases(plan.num_cases, Random(f"{plan.seed} cases"), are_greedy=are_greedy)
         began_s = time.monotonic()
         async with Fleet(plan.fleet, self._log_dir, self._say) as fleet:
             self._say(f"Everything is up after {time.monotonic() - began_s:.0f} s; logs are in {self._log_dir}.")

@@ -28,6 +28,8 @@ class Fault(ABC):
     """Whether it comes only where it is asked for by name."""
     needs_ranks: ClassVar[bool] = False
     """Whether it requires targets of several processes."""
+    needs_own_engine: ClassVar[bool] = False
+    """Whether it breaks, or starts, a target of our own engine."""
     empties_redis: ClassVar[bool] = False
     """Whether Redis loses its data, and with it the batches."""
     costs: ClassVar[Costs] = Costs.NOTHING

@@ -123,6 +123,7 @@ class _Poison(Fault):
     Others lose no token; new requests may wait or be refused while the targets that died start again.
     """
 
+    needs_own_engine = True
     part, costs = "targets", Costs.CAPACITY
     num_steps: ClassVar[int]
 

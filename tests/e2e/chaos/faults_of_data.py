@@ -150,6 +150,7 @@ class OtherTarget(_Joins, WorkerFault):
     anew.
     """
 
+    needs_own_engine = True
     name, part, costs, model = "target of other weights", "target", Costs.CAPACITY, DEMO_TARGET
     rights: ClassVar[Mapping[str, Sequence[Right]]] = {}
     """The output of the other weights, by the cases' names."""

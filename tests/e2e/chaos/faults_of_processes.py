@@ -207,6 +207,7 @@ class BalancerKilled(Fault):
 class AllTargetsLost(Fault):
     """No target is left, and all are back inside the minute for which a text waits: those that have begun go on."""
 
+    needs_own_engine = True
     name, part, costs = "all targets lost", "targets", Costs.CAPACITY
     seconds: ClassVar[tuple[float, float]] = (2.0, 20.0)
 
@@ -273,7 +274,7 @@ class _WorkerClockSkewed(_ClockSkewed, WorkerFault):
 class TargetClockSkewed(_WorkerClockSkewed):
     """A target whose clock is an hour ahead, an hour behind, or fast by 1 %, from its start on."""
 
-    name, part = "target clock skewed", "target"
+    name, part, needs_own_engine = "target clock skewed", "target", True
 
 
 class DraftClockSkewed(_WorkerClockSkewed):

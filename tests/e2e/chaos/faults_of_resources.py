@@ -35,6 +35,7 @@ NUM_PROMPTS: Final = 6
 class _InPrefill(WorkerFault):
     """While long prompts are prefilled that nobody has asked for before."""
 
+    needs_own_engine = True
     part = "target"
 
     @asynccontextmanager

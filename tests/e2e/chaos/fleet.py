@@ -20,7 +20,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,12 @@ from tests.e2e.rollout.balancer import SecuredHAProxy
 
 RESTART = RestartPolicy(first_delay_s=0.05, delay_s_max=0.05)
 READY_TIMEOUT_S = 120.0
+VLLM_READY_TIMEOUT_S = 600.0
+VLLM_KV_BYTES = 1 << 26
 JOIN_S_MAX = 90.0  # longer than any fault takes away what a worker needs to start
 RAY_STARTS_MAX = 3  # half a minute is not much for it on a busy machine
+VLLM_FLAGS = ("--dtype", "--max-num-seqs", "--max-model-len")
+NOT_FOR_VLLM = ("--kv-cache-gib", "--num-threads")
 NICENESS = 7
 SETTLED_S = 1.0  # from a worker's ready line to its place in every replica's snapshot
 
@@ -68,6 +72,12 @@ class FleetOptions:
     drain_grace_s: float = 3.0
     dtype: str = "bfloat16"
     num_ranks: int = 1  # processes of each target worker
+    vllm_python: str = ""  # of the targets, whose model vLLM runs; empty: our own engine
+
+    @property
+    def ready_timeout_s(self) -> float:
+        """vLLM takes a minute to start, and several where two start at once on a busy machine."""
+        return VLLM_READY_TIMEOUT_S if self.vllm_python else READY_TIMEOUT_S
 
 
 @dataclass
@@ -218,21 +228,31 @@ class Fleet:
             "--num-threads": 1,
             "--drain-grace-s": options.drain_grace_s,
         }
+        command = [*launcher(f"{role}_worker", num_ranks), *flatten(flags | other)]
+        if role == "target" and options.vllm_python:
+            command = self._vllm_command(flags)
         # Standard error goes to a file of its own, as it does where a service manager keeps it, and not through a pipe.
         words = (
             "/bin/sh",
             "-c",
             'exec "$@" 2>>"$CHAOS_LOG"',
             "sh",
-            *launcher(f"{role}_worker", num_ranks),
-            *flatten(flags | other),
+            *command,
         )
         environment = self._environment(name) | {"CHAOS_LOG": str(log_path), "OMP_NUM_THREADS": "1"}
-        environment |= rank_environment(num_ranks) | (poison.environment() if role == "target" else {})
-        spec = ChildSpec(name, role, words, environment, READY_TIMEOUT_S, stop_grace_s=5.0)
+        is_poisonable = role == "target" and not options.vllm_python
+        environment |= rank_environment(num_ranks) | (poison.environment() if is_poisonable else {})
+        spec = ChildSpec(name, role, words, environment, options.ready_timeout_s, stop_grace_s=5.0)
         child = Child(spec, ChildLog(name, self.log_dir), RESTART, self._hear)
         self.workers[name] = Worker(name, role, link, child, log_path)
         return self.workers[name]
+
+    def _vllm_command(self, flags: Mapping[str, object]) -> list[str]:
+        """The command of a target whose model vLLM runs, from the flags of ours."""
+        own = {name: flags[name] for name in flags if name not in VLLM_FLAGS and name not in NOT_FOR_VLLM}
+        theirs = {name: flags[name] for name in VLLM_FLAGS} | {"--kv-cache-memory-bytes": VLLM_KV_BYTES}
+        command = [self.options.vllm_python, "-m", "target_worker", *flatten({"--engine": "vllm", **own})]
+        return [*command, "--", "--enforce-eager", *flatten(theirs)]
 
     async def _start_coordinator(self, index: int, http_port: int, grpc_port: int, metrics_port: int) -> None:
         name = f"coordinator-{index}"

@@ -1,8 +1,13 @@
-"""The engine's open requests as draft workers see them: sessions with committed tokens and followers. Pure."""
+"""The engine's open requests as draft workers see them: sessions with committed tokens and followers. Pure.
+
+A hint server learns of a request from the engine (`open`). A target worker knows it before its engine does: it calls
+`expect`, and hints that come before the engine has opened the request are kept, within a bound.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from outrider.hint_service.messages import (
     CloseStream,
@@ -17,19 +22,28 @@ from outrider.hint_service.session_names import session_name
 from outrider.hints.hint_wire import HintEncoder
 from protos.outrider.v1 import draft_pb2, hints_pb2
 
+MAX_KEPT_HINTS: Final = 512
+"""Hints that are kept for a request which the engine has not opened: as many as a hint tree holds."""
+
 
 @dataclass(slots=True, eq=False)
 class FollowedRequest:
     """One open request."""
 
-    number: int
+    number: int  # the engine's; 0: it has not opened the request
     name: str  # `session_name`
     announcement: draft_pb2.AttachRequest  # its tokens are those of its beginning
     token_ids: list[int]  # committed
     attachment: int = 0  # told to the engine; 0: none
-    is_paused: bool = False
+    is_paused: bool = False  # by the engine
+    is_on: bool = True  # the caller permits hints
+    kept: list[HintsArrived] = field(default_factory=list)  # until the engine opens it
     followers: dict[StreamId, int] = field(default_factory=dict)  # stream -> committed tokens sent on it
     encoder: HintEncoder = field(default_factory=HintEncoder)
+
+    @property
+    def accepts_hints(self) -> bool:
+        return self.is_on and not self.is_paused
 
 
 class FollowedRequests:
@@ -46,17 +60,59 @@ class FollowedRequests:
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
 
+    def named(self, name: str) -> FollowedRequest | None:
+        """The open request of this name."""
+        return self._by_name.get(name)
+
     def take_hints(self) -> hints_pb2.HintFrame:
         """Returns what the engine is to be told, and begins anew."""
         hints, self.hints = self.hints, hints_pb2.HintFrame()
         return hints
 
     def open(self, number: int, announcement: draft_pb2.AttachRequest) -> FollowedRequest:
-        """Adds a request that the engine announced."""
+        """Adds a request that the engine announced, or takes its number if it was expected."""
         name = session_name(announcement.session_id, announcement.hint_token)
-        request = FollowedRequest(number, name, announcement, list(announcement.token_ids))
+        request = self._by_name.get(name) or FollowedRequest(number, name, announcement, list(announcement.token_ids))
+        request.number = number
         self._by_number[number] = self._by_name[name] = request
+        kept, request.kept = request.kept, []
+        for event in kept:
+            self._add_hints(event)
         return request
+
+    def expect(self, name: str, token_ids: list[int], *, is_on: bool) -> None:
+        """Adds a request that the engine will announce. is_on: whether hints are permitted."""
+        self._by_name[name] = FollowedRequest(0, name, draft_pb2.AttachRequest(), list(token_ids), is_on=is_on)
+
+    def switch(self, name: str, *, is_on: bool) -> list[CommitPublished]:
+        """Permits hints for a request, or no longer."""
+        request = self._by_name.get(name)
+        if request is None or request.is_on == is_on:
+            return []
+        request.is_on = is_on
+        if not is_on:
+            request.kept.clear()
+            self._detach(request)
+        return [self._publish(request, stream_id) for stream_id in request.followers]
+
+    def close(self, name: str) -> list[CommitPublished]:
+        """Removes a request that has ended, unless the engine has said so already."""
+        request = self._by_name.pop(name, None)
+        if request is None:
+            return []
+        self._by_number.pop(request.number, None)
+        end = hints_pb2.SessionCommit(is_finished=True)
+        return [self._publish(request, stream_id, end) for stream_id in request.followers]
+
+    def lose_engine(self) -> list[CommitPublished]:
+        """The link to the engine is lost: no hints reach it until it announces its requests anew."""
+        self.take_hints()
+        self._by_number.clear()
+        actions = []
+        for request in self._by_name.values():
+            request.number, request.attachment, request.is_paused = 0, 0, True
+            actions += [self._publish(request, stream_id) for stream_id in request.followers]
+        return actions
 
     def committed_by(self, number: int) -> list[int]:
         """The committed tokens of a request; [] once it has ended."""
@@ -78,7 +134,8 @@ class FollowedRequests:
                 actions += [self._publish(request, stream_id, commit) for stream_id in request.followers]
             if commit.is_finished:
                 ended.append(request.number)
-                del self._by_number[request.number], self._by_name[request.name]
+                del self._by_number[request.number]
+                self._by_name.pop(request.name, None)
         return actions, ended
 
     def _publish(
@@ -91,7 +148,7 @@ class FollowedRequests:
             request.name,
             from_len,
             request.token_ids[from_len:],
-            accepts_hints=not request.is_paused,
+            accepts_hints=request.accepts_hints,
             is_finished=commit is not None and commit.is_finished,
             num_verified=0 if commit is None else commit.num_tried_hints,
             num_matched=0 if commit is None else commit.num_held_hints,
@@ -110,14 +167,19 @@ class FollowedRequests:
                 if request is not None:
                     self._leave(request, event.stream_id)
             case CloseStream():
-                for request in self._by_number.values():
+                for request in self._by_name.values():
                     self._leave(request, event.stream_id)
             case HintsArrived():
                 self._add_hints(event)
         return []
 
     def _leave(self, request: FollowedRequest, stream_id: StreamId) -> None:
-        if request.followers.pop(stream_id, None) is not None and not request.followers and request.attachment:
+        if request.followers.pop(stream_id, None) is not None and not request.followers:
+            self._detach(request)
+
+    def _detach(self, request: FollowedRequest) -> None:
+        """Tells the engine that no hints follow for a request."""
+        if request.attachment:
             kept = [each for each in self.hints.subscribe if each.channel != request.number]
             del self.hints.subscribe[:]
             self.hints.subscribe.extend(kept)
@@ -126,7 +188,11 @@ class FollowedRequests:
 
     def _add_hints(self, event: HintsArrived) -> None:
         request = self._by_name.get(event.session_id)
-        if request is None or not event.hints or event.attachment < request.attachment:
+        if request is None or not event.hints or not request.is_on or event.attachment < request.attachment:
+            return
+        if not request.number:
+            if sum(len(each.hints) for each in request.kept) + len(event.hints) <= MAX_KEPT_HINTS:
+                request.kept.append(event)
             return
         if event.attachment != request.attachment:
             request.attachment, request.encoder = event.attachment, HintEncoder()

@@ -22,14 +22,14 @@ metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/M
 left_out = re.compile(
     r"(torch|torchaudio|torchvision|torchcodec|torch_memory_saver|cuda-python|flash-attn-4|flashinfer_python|humming-kernels"
     r"|kernels|nvidia-[a-z-]+|nvshmem4py-cu13|quack-kernels|sgl-[a-z-]+|sglang-kernel|tilelang|smg-grpc-servicer"
-    r"|deepseek-recipe|tml-renderers|av|decord2|soundfile|timm|modelscope|datasets|outlines|blobfile|IPython|py-spy|build)\b"
+    r"|deepseek-recipe|tml-renderers|av|decord2|timm|modelscope|datasets|outlines|blobfile|py-spy|build)\b"
 )
 for line in wheel.read(metadata).decode().splitlines():
     requirement = line.removeprefix("Requires-Dist: ")
     if line != requirement and "extra ==" not in requirement and not left_out.match(requirement):
         print(requirement.partition(";")[0])
 PYTHON
-"${pip[@]}" install -q -r "$work/requirements.txt" torch==2.13.0 nvidia-ml-py
+"${pip[@]}" install -q -r "$work/requirements.txt" torch==2.13.0 nvidia-ml-py dill
 "${pip[@]}" install -q --no-deps "$work"/sglang-*.whl
 "${pip[@]}" install -q 'grpcio-status>=1.85.1,<2' 'cryptography>=46,<51'
 "$folder/bin/python" -c "import sglang; print('sglang', sglang.__version__)"

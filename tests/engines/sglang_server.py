@@ -51,7 +51,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def said_by_sglang(folder: Path, code: str, **variables: str) -> Any:
-    """What code in SGLang's environment prints last, as JSON."""
+    """Runs code in SGLang's environment; returns what it prints last, which is JSON."""
     done = subprocess.run(
         [PYTHON, "-c", code], cwd=ROOT, env={**os.environ, **environment(folder, **variables)},
         capture_output=True, text=True, check=False,

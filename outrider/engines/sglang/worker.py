@@ -83,7 +83,7 @@ class HintWorker(NGRAMWorker):
             self._guarded(self._batches.close, rid)
 
     def _guarded(self, method: Any, *args: Any) -> Any:
-        """What a method of the hints returns; after an unexpected error None for good."""
+        """Calls a method of the hints; after an unexpected error there are none any more, and it returns None."""
         try:
             return method(*args)
         except Exception:

@@ -1,9 +1,8 @@
 """`python -m tests.engines.sglang_rank RANK NUM_RANKS GROUP_PORT DRAFT_PORT FILE`, in SGLang's environment: one rank.
 
-SGLang's worker with hints, over decode batches that are made here, with overlap: the tokens of a step reach a request's
-`output_ids` one step later, and stand in `spec_info` meanwhile. The file has what the target generates after each
-prompt. Prints, as JSON, the drafts of each step, the tokens accepted, and whether each row began with its request's last
-token.
+SGLang's worker with hints, over decode batches that are made here, with overlap: tokens of a step reach `output_ids`
+one step later, and stand in `spec_info` meanwhile. The file has what the target generates after each prompt. Prints, as
+JSON, the drafts of each step, the tokens accepted, and whether each row began with its request's last token.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import pytest
 
 from outrider.local.free_ports import free_ports
 from tests.engines.sglang_rank import NUM_STEPS, PROMPTS, WIDTH
-from tests.engines.sglang_server import PYTHON, ROOT, environment, needs_sglang
-from tests.engines.vllm_server import DRAFT, start_draft_worker
+from tests.engines.sglang_server import PYTHON, environment, needs_sglang
+from tests.engines.vllm_server import DRAFT, ROOT, start_draft_worker
 
 pytestmark = [needs_sglang, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -28,7 +28,7 @@ def draft_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    """What the draft model itself generates after each prompt."""
+    """Texts that the draft model itself generates after each prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""SGLang's n-gram worker, with hints of draft workers in place of n-grams. Of this package it alone extends SGLang.
+"""SGLang's n-gram worker, with hints of draft workers in place of n-grams.
 
-OUTRIDER_HINTS='{"draft_workers": ["HOST:PORT"]}' sglang serve MODEL --speculative-algorithm OUTRIDER
+OUTRIDER_HINTS='{"draft_workers": ["HOST:PORT"]}' sglang serve --model-path MODEL --speculative-algorithm OUTRIDER
 
 Before each decode batch it takes whatever hints have arrived, and never waits for any. SGLang verifies them with its
 own sampler. All ranks of a tensor-parallel group must verify the same tokens, and hints arrive when they like: the

@@ -7,7 +7,7 @@
 #   make fuzz            send a running system 10,000 bad inputs, judge every answer  (make fuzz ARGS=--help)
 #   make cluster         run the rendered Helm chart without a cluster: upgrade, kills  (make cluster ARGS=--help; root)
 #   make test-clients    run other people's clients against a live server  (make test-clients ARGS="openai_node --write")
-#   make test-engines    run vLLM with hints, in an environment of its own that the first use makes
+#   make test-engines    run vLLM and SGLang with hints, in environments of their own that the first use makes
 #   make docs            serve the documentation on this machine     (make docs ARGS="-a 127.0.0.1:8100")
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -21,6 +21,7 @@ PYTEST_ARGS ?=
 BENCH ?= speedup
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.outrider-installed
 
@@ -99,7 +100,9 @@ test-clients: $(STAMP)
 
 test-engines: $(STAMP)
 	tests/engines/install_vllm.sh $(VLLM_VENV)
-	OUTRIDER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+	tests/engines/install_sglang.sh $(SGLANG_VENV)
+	OUTRIDER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OUTRIDER_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+		$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)

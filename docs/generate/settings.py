@@ -25,6 +25,7 @@ ON_VLLM: Final = (
 ENVIRONMENT: Final = {
     "OUTRIDER_REDIS_URL": "URL of the Redis that holds the registry. It counts before `OUTRIDER_REDIS_URL_FILE`.",
     "OUTRIDER_REDIS_URL_FILE": "File that holds that URL and its password. Other processes can see an environment.",
+    "OUTRIDER_HINTS": "Settings of hints in SGLang: JSON, or the path of a file with it.",
     "OUTRIDER_ZONE": "Default of `--zone` of a worker.",
     "OUTRIDER_CACHE_DIR": "Folder of logs and grown models of `outrider demo` and `outrider serve`.",
     "OUTRIDER_API_KEY": "Key that `outrider chat`, `outrider audit` and others send as a bearer token.",

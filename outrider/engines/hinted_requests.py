@@ -69,10 +69,14 @@ class HintedRequest:
 class HintedRequests:
     """All open requests of one engine."""
 
-    def __init__(self, vocab_size: int, *, may_pause: bool = True, hint_wait_ms: float = 0.0) -> None:
-        """hint_wait_ms: longest that a step waits for hints."""
+    def __init__(
+        self, vocab_size: int, *, may_pause: bool = True, has_fixed_width: bool = False, hint_wait_ms: float = 0.0
+    ) -> None:
+        """has_fixed_width: every step feeds as many tokens per request, whatever hints there are: none costs any;
+        hint_wait_ms: longest that a step waits for hints."""
         self._vocab_size = vocab_size
         self._may_pause = may_pause
+        self._has_fixed_width = has_fixed_width
         self._requests: dict[str, HintedRequest] = {}
         self._by_number: dict[int, HintedRequest] = {}
         self._last_number = 0
@@ -179,7 +183,8 @@ class HintedRequests:
     def _attach(self, request: HintedRequest, attachment: int, now: float) -> None:
         request.attachment, request.timing = attachment, self._wait.usual_timing.fresh(now)
         request.decoder, request.acceptance = HintDecoder(), BlockAcceptance()
-        request.intake = self._policy.start(max(len(self._requests), 1)) if self._may_pause else SessionIntake()
+        is_measured = self._may_pause and not self._has_fixed_width
+        request.intake = self._policy.start(max(len(self._requests), 1)) if is_measured else SessionIntake()
         self._commits.append(self._commit_of(request))
 
     def _detach(self, request: HintedRequest) -> None:
@@ -233,7 +238,10 @@ class HintedRequests:
         if not candidates:
             return {}
         plain = [list[float]()] * max(num_running - len(gains), 0)  # they cost a step's time, too
-        counts = allot(gains + plain, self._line(), max(budget, 0))
+        if self._has_fixed_width:
+            counts = [len(own) for own in gains]
+        else:
+            counts = allot(gains + plain, self._line(), max(budget, 0))
         return {
             request_id: [hint.token_id for hint in request.path[:count]]
             for request_id, request, count in zip(ids, candidates, counts, strict=False)
@@ -256,8 +264,8 @@ class HintedRequests:
         num_running = len(fed)
         shares = self._shares([request for request, _ in requests])
         busy_ms = self._pace.busy_ms(step_ms, now)
-        hint_price: float | None = None
-        if only_decodes and num_running:
+        hint_price = 0.0 if self._has_fixed_width else None
+        if only_decodes and num_running and not self._has_fixed_width:
             self._cost.observe(num_tokens, busy_ms, num_context)
             line = self._cost.line(num_context)
             hint_price = line.token_ms * num_running / line.step_ms(num_running)
@@ -266,9 +274,12 @@ class HintedRequests:
             self._pace.commit(num_committed, num_running)
         if not (only_decodes and num_running and self._may_pause):
             return
-        if self._pace.whole_ms > 0.0 and num_committed:
-            self._policy.observe(num_running, num_tokens, num_committed, num_context, self._pace.whole_ms, shares)
-        may_accept_hints = self._policy.may_accept_hints(num_running)
+        if self._has_fixed_width:
+            may_accept_hints = True
+        else:
+            if self._pace.whole_ms > 0.0 and num_committed:
+                self._policy.observe(num_running, num_tokens, num_committed, num_context, self._pace.whole_ms, shares)
+            may_accept_hints = self._policy.may_accept_hints(num_running)
         for request, _ in requests:
             if request.attachment and request.intake.update(may_accept_hints=may_accept_hints):
                 if request.accepts_hints:

@@ -222,7 +222,7 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    from outrider.engines.vllm.scheduler import tokenizer_dir
+    from outrider.engines.tokenizer_dir import tokenizer_dir
 
     model, parallel, grammars = config.model_config, config.parallel_config, config.structured_outputs_config
     found = tokenizer_dir(model.model)

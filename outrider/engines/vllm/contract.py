@@ -5,10 +5,10 @@ A release that moves any of it is refused at start, by name, instead of failing 
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
+
+from outrider.engines import relied_on
 
 TESTED_VERSIONS: Final = ("0.32",)
 """Releases, without the last number, that the tests ran with."""
@@ -49,30 +49,6 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
 """Parts of a class' source that must be there: attributes of its instances, and how it uses them."""
 
 
-def _found(path: str) -> Any:
-    """The class at a path. Raises ImportError and AttributeError."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def missing() -> Iterator[str]:
     """Yields by name what the installed vLLM lacks of what is relied on; nothing where all is there."""
-    for path, methods in METHODS.items():
-        try:
-            owner = _found(path)
-        except (ImportError, AttributeError):
-            yield path
-            continue
-        for name, parameters in methods.items():
-            member = inspect.getattr_static(owner, name, None)
-            if member is None:
-                yield f"{path}.{name}"
-            elif parameters and tuple(inspect.signature(member).parameters)[: len(parameters)] != parameters:
-                yield f"{path}.{name}({', '.join(parameters)}, …)"
-    for path, parts in SOURCES.items():
-        try:
-            source = inspect.getsource(_found(path))
-        except (ImportError, AttributeError, OSError):
-            yield path
-            continue
-        yield from (f"{part} in {path}" for part in parts if part not in source)
+    return relied_on.missing(METHODS, SOURCES)

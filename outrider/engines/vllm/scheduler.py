@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import secrets
 import time
 from typing import Any
@@ -28,6 +27,7 @@ from outrider.engines.engine_hints import EngineHints, hello
 from outrider.engines.hint_link import HintLink
 from outrider.engines.hint_settings import HintSettings
 from outrider.engines.hinted_requests import Fed, HintedRequests
+from outrider.engines.tokenizer_dir import tokenizer_dir
 from outrider.engines.vllm.checks import ANY_VERSION, check_configuration, check_version, settings_in
 from outrider.engines.vllm.contract import missing
 from outrider.engines.vllm.requests import announcement, hint_limit, is_hintable, is_sampled
@@ -176,13 +176,3 @@ def _engine_hints(settings: HintSettings, given: dict[str, Any], vllm_config: An
     )
     requests = HintedRequests(model.get_vocab_size(), may_pause=settings.may_pause, hint_wait_ms=settings.hint_wait_ms)
     return EngineHints(requests, HintLink(told))
-
-
-def tokenizer_dir(name: str) -> str | None:
-    """The folder of a tokenizer that was loaded by this name: a folder itself, or of a hub's cache."""
-    if os.path.isdir(name):
-        return name
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "tokenizer.json")
-    return os.path.dirname(found) if isinstance(found, str) else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.engines.vllm.requests import SWITCH
+from outrider.engines.announcements import SWITCH
 from outrider.engines.vllm.sessions import SessionArgs
 from outrider.errors import ConfigurationError, InvalidRequest
 from outrider.sampling_params import GrammarKind, GrammarSpec, SamplingParams, SpeculationSettings

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from outrider.engines.vllm.requests import SWITCH
+from outrider.engines.announcements import SWITCH
 
 KEY: Final = "outrider"
 

@@ -92,9 +92,9 @@ class Link:
     def close(self) -> None:
         self.is_open = False
 
-    def receive(self, now: float) -> list[hints_pb2.HintFrame]:
+    def receive(self, now: float) -> list[tuple[hints_pb2.HintFrame, float]]:
         frames, self.frames = self.frames, []
-        return frames
+        return [(frame, now) for frame in frames]
 
     def send(self, kind: FrameKind, body: bytes, number: int = 0) -> None:
         if kind is FrameKind.OPEN:

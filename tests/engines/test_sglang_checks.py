@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from outrider.engines.hints_variable import VARIABLE
 from outrider.engines.sglang.checks import (
     NUM_DRAFT_TOKENS,
-    VARIABLE,
     check_configuration,
     check_version,
     hint_settings,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm_server import PYTHON, ROOT, environment, needs_vllm
+from outrider.engines.vllm.plugin import SCHEDULER
+from tests.engines.vllm_server import PYTHON, ROOT, TARGET, environment, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 
-def said_by_vllm(code: str) -> str:
+def said_by_vllm(code: str, **variables: str) -> str:
     """The last line that code prints in vLLM's environment."""
     words = [PYTHON, "-c", code]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    variables = {**environment(), **variables}
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -50,3 +54,26 @@ speculative = SimpleNamespace(model=PROPOSER, num_speculative_tokens=7)
 print(create_custom_proposer(SimpleNamespace(speculative_config=speculative)).propose([[1], []]))
 """
     assert said_by_vllm(code) == "[[], []]"
+
+
+def test_one_variable_is_enough_where_the_package_is_installed(tmp_path: Path) -> None:
+    """The entry point of `pyproject.toml`, found as vLLM finds it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / "made_by_a_test-1.dist-info"  # another name, so that no stale one of ours hides it
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-by-a-test\nVersion: 1\n")
+    points = project["entry-points"]["vllm.general_plugins"]
+    (metadata / "entry_points.txt").write_text(
+        "\n".join(["[vllm.general_plugins]", *(f"{name} = {value}" for name, value in points.items())])
+    )
+    code = f"""
+from vllm.engine.arg_utils import AsyncEngineArgs
+config = AsyncEngineArgs(model={str(TARGET)!r}, max_model_len=256).create_engine_config()
+from outrider.engines.vllm.checks import check_configuration, settings_in
+check_configuration(config)
+print(config.scheduler_config.scheduler_cls, settings_in(config), config.speculative_config.num_speculative_tokens)
+"""
+    path = f"{tmp_path}:{ROOT}"
+    hints = '{"draft_workers": ["a:1"], "num_speculative_tokens": 5}'
+    said = said_by_vllm(code, PYTHONPATH=path, OUTRIDER_HINTS=hints)
+    assert said == f"{SCHEDULER} {{'draft_workers': ['a:1']}} 5"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
+from outrider.engines import hints_variable
 from outrider.engines.hint_settings import HintSettings
+from outrider.engines.hints_variable import EXAMPLE, VARIABLE
 from outrider.engines.sglang.contract import TESTED_VERSIONS
 from outrider.errors import ConfigurationError
 
 ALGORITHM: Final = "OUTRIDER"
-VARIABLE: Final = "OUTRIDER_HINTS"
-"""Environment variable with the settings: SGLang has no flag for those of a plugin."""
 ANY_VERSION: Final = "is_any_version"
 NUM_DRAFT_TOKENS: Final = 8
 """Tokens that a step feeds per request, the last committed one included, where no flag says how many."""
@@ -22,27 +20,13 @@ MAX_RUNNING_REQUESTS: Final = 48
 
 
 def settings_in(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings as they are given: JSON, or the path of a file with it. Raises ConfigurationError."""
-    given = environment.get(VARIABLE, "").strip()
-    if not given:
+    """The settings as they are given. Raises ConfigurationError, where there are none, too."""
+    given = hints_variable.settings_in(environment)
+    if given is None:
         raise ConfigurationError(
-            f"--speculative-algorithm {ALGORITHM} needs the environment variable {VARIABLE}, "
-            f'such as {VARIABLE}=\'{{"draft_workers": ["HOST:PORT"]}}\''
+            f"--speculative-algorithm {ALGORITHM} needs the environment variable {VARIABLE}, such as {EXAMPLE}"
         )
-    text, where = given, VARIABLE
-    if not given.startswith("{"):
-        where = f"the file {given} that {VARIABLE} names"
-        try:
-            text = Path(given).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{where} cannot be read: {error}; {VARIABLE} is JSON or a path") from error
-    try:
-        settings = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigurationError(f"{where} is {settings!r}; an object is required")
-    return settings
+    return given
 
 
 def check_version(version: str, given: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "vllm.config.VllmConfig": {"max_concurrent_batches": (), "num_speculative_tokens": (), "use_v2_model_runner": ()},
     "vllm.sampling_params.SamplingParams": {"all_stop_token_ids": ()},
+    "vllm.engine.arg_utils.EngineArgs": {"create_engine_config": ("self",)},
 }  # fmt: skip
 """Methods and properties by class: their first parameters; () for what is no method or may be set on the instance."""
 SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -43,6 +44,9 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
         "self.spec_token_ids", "self.num_computed_tokens", "self.num_output_placeholders", "self.num_in_flight_tokens",
         "self._all_token_ids", "self.resumable", "self.mm_features", "self.prompt_embeds", "self.max_tokens",
         "self.all_token_ids",
+    ),
+    "vllm.engine.arg_utils.EngineArgs": (
+        "speculative_config:", "scheduler_cls:", "async_scheduling:", "additional_config:", "load_general_plugins()",
     ),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ('"custom_class"', "create_custom_proposer"),
 }  # fmt: skip

@@ -99,7 +99,7 @@ test-clients: $(STAMP)
 
 test-engines: $(STAMP)
 	tests/engines/install_vllm.sh $(VLLM_VENV)
-	OUTRIDER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+	OUTRIDER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/engines -m "not endurance" $(PYTEST_ARGS)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)

@@ -45,8 +45,8 @@ FREEZE_S = (0.1, 6.0)
 MORE_MB = 256
 """Most memory that the engine's processes and the hint server gain."""
 FLAGS = ("--max-num-seqs", str(NUM_STREAMS))
-HELD_OUT = (ROOT / "demo" / "held_out.txt").read_text()
-PROMPTS = [HELD_OUT[40 * index :][:120] for index in range(NUM_STREAMS)]
+HELD_OUT = 5 * (ROOT / "demo" / "held_out.txt").read_text()
+PROMPTS = [HELD_OUT[17 * index :][:120] for index in range(NUM_STREAMS)]
 
 
 class Streams:

@@ -95,7 +95,10 @@ class HintServer:
         while True:
             for kind, number, body in frames.frames():
                 self._take(kind, number, body, attachments)
-            data = await reader.read(1 << 18)
+            try:
+                data = await reader.read(1 << 18)
+            except ConnectionError:  # it left without reading its last hints
+                return
             if not data:
                 return
             frames.feed(data)

@@ -83,7 +83,7 @@ def judge(model: str, texts: list[list[int]], to: Any) -> None:
 
 
 def apart(target: Any, *args: Any) -> Any:
-    """What a function sends, in a process of its own: two engines do not share one."""
+    """Runs a function in a process of its own, and returns what it sends: two engines do not share one."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(*args, theirs))
     process.start()

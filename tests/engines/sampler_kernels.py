@@ -29,7 +29,7 @@ def _triton_sampler() -> Any:
 
 
 def differences() -> list[str]:
-    """What the kernels do differently, in random batches of greedy and sampled requests with and without hints."""
+    """Returns what the kernels do differently, in random batches of greedy and sampled requests."""
     import torch
 
     sampler = _triton_sampler()

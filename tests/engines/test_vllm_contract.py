@@ -53,7 +53,7 @@ print(create_custom_proposer(SimpleNamespace(speculative_config=speculative)).pr
 
 
 def test_the_sampler_of_a_cpu_needs_mending_and_is_mended() -> None:
-    """Where the first list is empty, vLLM has mended its sampler or runs with Triton: `cpu_sampler` can go."""
+    """If nothing is found at first, vLLM has mended its sampler or runs with Triton: `cpu_sampler` can go."""
     code = """
 from vllm.platforms import current_platform
 current_platform.import_kernels()

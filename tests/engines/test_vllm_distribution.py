@@ -30,7 +30,7 @@ LEAST_EXPECTED = 10.0
 def probabilities(
     logprobs: npt.NDArray[np.float32], *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Floats:
-    """What sampling draws from. logprobs: [num_draws, vocabulary], of the model itself."""
+    """Returns what sampling draws from. logprobs: [num_draws, vocabulary], of the model itself."""
     scaled = logprobs.astype(np.float64) / temperature
     probs = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     order = np.argsort(-probs, axis=1, kind="stable")

@@ -1,4 +1,4 @@
-"""What vLLM does beside decoding, on a machine that is too small: texts are those of the same vLLM without hints.
+"""vLLM on a machine that is too small, with all that it does beside decoding: texts are those of vLLM without hints.
 
 Both servers have room for the KV of few requests, prefill in pieces, and serve a LoRA adapter.
 """

@@ -131,5 +131,7 @@ class HintServer:
         """Sends the engine what has gathered in one turn of the loop."""
         self._is_flush_due = False
         hints: Any = self._requests.take_hints()
-        if self._writer is not None and (hints.nodes or hints.subscribe or hints.unsubscribe):
+        if self._writer is None or self._writer.is_closing():  # the engine has gone
+            return
+        if hints.nodes or hints.subscribe or hints.unsubscribe:
             self._writer.write(pack(FrameKind.HINTS, hints.SerializeToString()))

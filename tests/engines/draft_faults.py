@@ -15,7 +15,7 @@ from typing import Final
 
 import psutil
 
-from tests.engines.vllm_server import Process, start
+from tests.engines.vllm_server import Process, start, wait_until
 
 FREEZE_S: Final = (0.1, 6.0)
 """Some freezes outlast the silence after which a draft worker is given up."""
@@ -42,7 +42,11 @@ class DraftWorkers:
             made = self._others[index]()
         else:
             words = [sys.executable, "-m", "tests.engines.oracle_draft", str(port), str(self._texts)]
-            made = start(words, self._folder / f"oracle-{port}.log")
+            log = self._folder / f"oracle-{port}.log"
+            before = log.read_text().count("ready") if log.exists() else 0
+            made = start(words, log)
+            # Before that a signal would end it.
+            wait_until(lambda: log.read_text().count("ready") > before, "the draft worker is ready")
         with self._lock:
             self._workers[index] = made
 

@@ -101,6 +101,7 @@ async def serve(port: int, texts: list[tuple[list[int], list[int]]]) -> None:
     server.add_insecure_port(f"127.0.0.1:{port}")
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, draft.flood)
     await server.start()
+    print("ready", flush=True)
     await server.wait_for_termination()
 
 

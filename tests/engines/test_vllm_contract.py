@@ -77,3 +77,23 @@ print(config.scheduler_config.scheduler_cls, settings_in(config), config.specula
     hints = '{"draft_workers": ["a:1"], "num_speculative_tokens": 5}'
     said = said_by_vllm(code, PYTHONPATH=path, OUTRIDER_HINTS=hints)
     assert said == f"{SCHEDULER} {{'draft_workers': ['a:1']}} 5"
+
+
+def test_the_sampler_of_a_cpu_needs_mending_and_is_mended() -> None:
+    """If nothing is found at first, vLLM has mended its sampler or runs with Triton: `cpu_sampler` can go."""
+    code = """
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+current_platform.register_triton_kernel_overrides()
+from outrider.engines.vllm import cpu_sampler
+before = list(cpu_sampler.faults())
+cpu_sampler.mend_sampler()
+print([before == [cpu_sampler.EXPAND, cpu_sampler.TOP_K], list(cpu_sampler.faults())])
+"""
+    assert said_by_vllm(code) == "[True, []]"
+
+
+def test_the_kernels_of_a_cpu_judge_hints_as_those_of_a_gpu_do() -> None:
+    """Both get the same random numbers; Triton's interpreter runs the latter. So what tests on a CPU say about
+    distributions holds for the other kernels."""
+    assert said_by_vllm("from tests.engines import sampler_kernels; print(sampler_kernels.differences())") == "[]"

@@ -144,6 +144,7 @@ def environment(cores: str = "0-1") -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # log probabilities would be compiled, for which a machine may lack a compiler
     }
 
 

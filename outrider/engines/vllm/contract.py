@@ -32,8 +32,12 @@ METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "vllm.config.VllmConfig": {"max_concurrent_batches": (), "num_speculative_tokens": (), "use_v2_model_runner": ()},
     "vllm.sampling_params.SamplingParams": {"all_stop_token_ids": ()},
     "vllm.engine.arg_utils.EngineArgs": {"create_engine_config": ("self",)},
+    "vllm.triton_utils.dispatcher.register_kernels": {},
+    "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens": {},
+    "vllm.v1.sample.rejection_sampler.apply_top_k_top_p": {},
 }  # fmt: skip
-"""Methods and properties by class: their first parameters; () for what is no method or may be set on the instance."""
+"""Methods and properties by class, or by function without any: their first parameters; () for what is no method or may
+be set on the instance."""
 SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
     SCHEDULER: (
         "self.running", "self.requests", "self.max_model_len", "self.max_num_scheduled_tokens", "self.num_spec_tokens",

@@ -1,13 +1,15 @@
 """vLLM's speculative method beside `HintScheduler`: a proposer that proposes nothing.
 
-With it vLLM reserves room for hints and verifies those that the scheduler puts into a step. It imports nothing of
-vLLM.
+With it vLLM reserves room for hints and verifies those that the scheduler puts into a step. It is all of Outrider that
+runs in each of vLLM's worker processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from outrider.engines.vllm import cpu_sampler
 
 
 class NoDrafts:
@@ -17,7 +19,8 @@ class NoDrafts:
         """vLLM requires the parameter."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Does nothing; vLLM's CPU runner calls it."""
+        """Mends the sampler of this process; only vLLM's CPU runner calls it. Raises ConfigurationError."""
+        cpu_sampler.mend_sampler()
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
         """No draft tokens for each request."""

@@ -19,8 +19,6 @@ import time
 from typing import Any
 
 import vllm
-from vllm.platforms import current_platform
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from outrider.engines.engine_hints import EngineHints, hello
@@ -53,14 +51,8 @@ class HintScheduler(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         self._session_ids = (f"vllm-{secrets.token_hex(8)}-{number}" for number in itertools.count(1))
         self._hint_limits: dict[str, int] = {}  # of the open requests that may have hints
-        self._num_sampled = 0  # open requests that are not greedy
         self._is_in_step = False
         self._step_began_at = time.monotonic()
-        # Without Triton vLLM 0.32 judges draft tokens with parameters that were never written, unless all requests of
-        # the step are greedy (`expand_batch_to_tokens`).
-        self._verifies_sampled = HAS_TRITON or not current_platform.is_cpu()
-        if not self._verifies_sampled:
-            logger.warning("hints: vLLM cannot verify sampled requests here, so no step has hints while one is open")
         self._hints.start()
 
     def _make_hints(self, vllm_config: Any, given: dict[str, Any]) -> EngineHints:
@@ -79,7 +71,6 @@ class HintScheduler(Scheduler):
     def _open(self, request: Any) -> None:
         limit = hint_limit(request) if is_hintable(request) else 0
         limit = self.num_spec_tokens if limit is None else min(limit, self.num_spec_tokens)
-        self._num_sampled += is_sampled(request)
         self._hint_limits[request.request_id] = limit
         self._hints.open(
             request.request_id,
@@ -92,7 +83,6 @@ class HintScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         # Every end of a request comes here: stop, length, abort, error.
         if self._hint_limits.pop(request.request_id, None) is not None:
-            self._num_sampled -= is_sampled(request)
             self._hints.close(request.request_id, in_step=self._is_in_step)
         return super()._free_request(request, *args, **kwargs)
 
@@ -105,8 +95,6 @@ class HintScheduler(Scheduler):
 
     def _set_draft_tokens(self) -> None:
         """Sets the hints that the next step verifies."""
-        if self._num_sampled and not self._verifies_sampled:
-            return
         if self.kv_cache_manager.usage > KV_USAGE_MAX:
             return
         limits = {request.request_id: self._room_for_hints(request) for request in self.running}

@@ -1,0 +1,109 @@
+"""`python -m tests.engines.oracle_draft PORT TEXTS`: a draft worker without a model, for tests that end many of them.
+
+TEXTS is JSON, a list of [prompt token ids, token ids that follow]. It hints these, one of eleven of them wrong. SIGUSR1
+makes it flood for a second: every stream of hints gets as much as it takes, some of it beyond what is allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc.aio
+
+from outrider.worker.rpc import CHANNEL_OPTIONS
+from protos.outrider.v1 import draft_pb2, draft_pb2_grpc, hints_pb2, hints_pb2_grpc
+
+NUM_HINTS: Final = 7
+FLOOD_S: Final = 1.0
+TOO_MANY_NODES: Final = 20000
+
+
+class OracleDraft(draft_pb2_grpc.DraftServicer):
+    def __init__(self, texts: list[tuple[list[int], list[int]]]) -> None:
+        self._texts = {tuple(prompt): text for prompt, text in texts}
+        self._flood_until = 0.0
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def flood(self) -> None:
+        self._flood_until = time.monotonic() + FLOOD_S
+
+    async def Attach(self, request: Any, context: Any) -> AsyncIterator[draft_pb2.AttachStatus]:
+        following = asyncio.create_task(self._follow(request))
+        try:
+            while not following.done():
+                yield draft_pb2.AttachStatus()
+                await asyncio.wait([following], timeout=1.0)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                yield draft_pb2.AttachStatus(is_finished=following.result())
+        finally:
+            following.cancel()
+
+    async def _follow(self, request: Any) -> bool:
+        """Hints for one session. Returns whether the engine said that it has ended. Raises AioRpcError."""
+        if request.target_address not in self._channels:
+            self._channels[request.target_address] = grpc.aio.insecure_channel(request.target_address, CHANNEL_OPTIONS)
+        token_ids, num_prompt = list(request.token_ids), request.num_prompt_tokens
+        text = self._texts.get(tuple(token_ids[:num_prompt]), [])
+        call = hints_pb2_grpc.HintsStub(self._channels[request.target_address]).Exchange()
+        subscribe = hints_pb2.Subscribe(
+            session_id=request.session_id, attachment=request.attachment, known_len=len(token_ids), channel=1,
+            hint_token=request.hint_token,
+        )  # fmt: skip
+        try:
+            await call.write(hints_pb2.HintFrame(subscribe=[subscribe]))
+            await self._send(call, text, token_ids, num_prompt)
+            async for frame in call:
+                for commit in frame.commits:
+                    token_ids += commit.token_ids[max(len(token_ids) - commit.from_len, 0) :]
+                    if commit.is_finished:
+                        return True
+                while time.monotonic() < self._flood_until:
+                    await self._send_flood(call, len(token_ids))
+                await self._send(call, text, token_ids, num_prompt)
+            return False
+        finally:
+            call.cancel()
+
+    async def _send(self, call: Any, text: list[int], token_ids: list[int], num_prompt: int) -> None:
+        start = len(token_ids) - num_prompt
+        hints = [token_id if (start + index) % 11 else 3 for index, token_id in enumerate(text[start:][:NUM_HINTS])]
+        if hints:
+            nodes = hints_pb2.HintNodes(
+                channel=1, base_len=len(token_ids), first_node_id=1, parent_ids=range(len(hints)), token_ids=hints
+            )
+            await call.write(hints_pb2.HintFrame(nodes=[nodes]))
+
+    async def _send_flood(self, call: Any, num_tokens: int) -> None:
+        """Hints with unknown tokens, for other channels, about another past, and one frame that is too large."""
+        frame = hints_pb2.HintFrame(ping=1, unsubscribe=["nobody"])
+        for index in range(500):
+            frame.nodes.add(channel=index % 3, base_len=num_tokens - index % 5, parent_ids=[index], token_ids=[index])
+        await call.write(frame)
+        if self._flood_until - time.monotonic() < 0.1:
+            too_large = hints_pb2.HintFrame()
+            for _ in range(TOO_MANY_NODES):
+                too_large.nodes.add(channel=1, parent_ids=[0], token_ids=[1])
+            await call.write(too_large)
+
+
+async def serve(port: int, texts: list[tuple[list[int], list[int]]]) -> None:
+    draft = OracleDraft(texts)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    draft_pb2_grpc.add_DraftServicer_to_server(draft, server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, draft.flood)
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())))

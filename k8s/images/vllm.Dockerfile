@@ -21,6 +21,8 @@ RUN sed -n '/^grpcio-status==/,/^    #/p' /locks/worker-cpu.txt > /locks/vllm.tx
         --target /outrider --requirement /locks/vllm.txt
 COPY outrider /outrider/outrider
 COPY protos /outrider/protos
+COPY pyproject.toml k8s/images/entry_points.py /made-of/
+RUN python /made-of/entry_points.py /made-of/pyproject.toml /outrider
 
 FROM base AS files
 RUN groupadd --gid 10001 outrider \

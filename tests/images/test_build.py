@@ -5,6 +5,7 @@ Packages are installed anew into empty environments, from where this machine's p
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import queue
 import shutil
@@ -143,9 +144,12 @@ def test_what_is_copied_beside_vllm_is_all_that_hints_need_beside_its_packages(f
     """This environment has vLLM's packages and more, and on PYTHONPATH what a container has copied from the image."""
     run(for_vllm, ["cp", "-R", "/outrider/.", "/tmp"], has_entrypoint=False)
     shutil.copytree(for_vllm.root.folder / "outrider", tmp_path, dirs_exist_ok=True, symlinks=True)
-    assert {path.name for path in tmp_path.iterdir()} == {*("outrider", "protos", "grpc_status"), next(
-        path.name for path in tmp_path.glob("grpcio_status-*.dist-info")
+    assert {path.name for path in tmp_path.iterdir()} == {*("outrider", "protos", "grpc_status"), *(
+        path.name for name in ("grpcio_status", "outrider") for path in tmp_path.glob(f"{name}-*.dist-info")
     )}  # fmt: skip
+    made = importlib.metadata.distributions(name="outrider", path=[str(tmp_path)])
+    (points,) = [each.entry_points.select(group="vllm.general_plugins") for each in made]
+    assert [point.value for point in points] == ["outrider.engines.vllm.plugin:register"]
     assert not list(tmp_path.rglob("*.so")), "it does not depend on the version of Python"
     code = """
 import sys

@@ -123,7 +123,7 @@ def test_the_image_of_vllm_is_of_a_release_that_was_tested() -> None:
 def test_the_package_for_vllm_is_the_one_of_its_extra(tmp_path: Path) -> None:
     """The command takes one pin from the workers' lock."""
     (packages,) = [stage for stage in stages_for_vllm() if stage.name == "packages"]
-    (command,) = packages.of("RUN")
+    command, _ = packages.of("RUN")
     shutil.copy(IMAGES / "locks" / "worker-cpu.txt", tmp_path)
     script = command.value.partition("&&")[0].replace("/locks/", f"{tmp_path}/")
     subprocess.run(["sh", "-c", script], check=True, timeout=30)

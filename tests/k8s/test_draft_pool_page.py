@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from command_line import app
 from k8s.helm.chart import merged, preset, render
 from outrider.engines.hint_settings import HintSettings
+from outrider.engines.hints_variable import VARIABLE, settings_in
 from outrider.engines.vllm.checks import CONFIG_KEY, SPECULATIVE_CONFIG
 from outrider.security.tls import Role, TlsFiles, check_role
 from tests.docs.pages import fences, read
@@ -38,6 +39,14 @@ def flags() -> dict[str, str]:
 
 def told() -> HintSettings:
     return HintSettings.from_mapping(json.loads(flags()["additional-config"])[CONFIG_KEY])
+
+
+def test_the_variable_says_what_the_flags_say() -> None:
+    (variable,) = the("env")["env"]
+    assert variable["name"] == VARIABLE
+    given = settings_in({VARIABLE: variable["value"]})
+    assert given is not None
+    assert HintSettings.from_mapping(given) == told()
 
 
 def test_engines_are_told_the_service_that_the_preset_installs() -> None:
@@ -66,7 +75,8 @@ def test_a_deployment_with_what_is_added_is_valid_and_vllm_finds_the_class() -> 
     added = the("spec")["spec"]["template"]
     labels = {"app": "vllm", **added["metadata"]["labels"]}
     pod = merged(added["spec"], {})
-    pod["containers"] = [merged(pod["containers"][0], {"image": "vllm/vllm-openai:v0.32.0", **the("args")})]
+    pod["containers"] = [merged(pod["containers"][0], {"image": "vllm/vllm-openai:v0.32.0"})]
+    pod["containers"][0]["env"] += the("env")["env"]
     deployment = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -79,7 +89,7 @@ def test_a_deployment_with_what_is_added_is_valid_and_vllm_finds_the_class() -> 
     kubernetes_validate.validate(deployment, KUBERNETES_VERSION, strict=True)
     (container,), (init,) = pod["containers"], pod["initContainers"]
     (mount,), (copied,) = container["volumeMounts"], init["volumeMounts"]
-    assert container["env"] == [{"name": "PYTHONPATH", "value": mount["mountPath"]}]
+    assert container["env"][0] == {"name": "PYTHONPATH", "value": mount["mountPath"]}
     assert mount["name"] == copied["name"] == pod["volumes"][0]["name"]
     (files,) = [
         stage

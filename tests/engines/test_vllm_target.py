@@ -120,8 +120,9 @@ def test_sampled_requests_are_served_and_say_what_holds(system: System) -> None:
 def test_what_vllm_lacks_is_refused_by_name(system: System, name: str, value: Any) -> None:
     refused = system.post("/v1/completions", {"prompt": "x", "max_tokens": 4, "temperature": 1.0, name: value})
     assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"] == name
-    assert "vLLM" in refused.json()["error"]["message"]
+    message = refused.json()["error"]["message"]
+    assert name in message
+    assert "vLLM" in message
 
 
 def test_an_audit_measures_what_vllm_does_not_promise(system: System) -> None:

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future
 from typing import Any, Final
 
+import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from outrider.engines.engine_hints import EngineHints, hello
@@ -17,9 +18,11 @@ from outrider.engines.hint_link import HintLink
 from outrider.engines.hinted_requests import HintedRequests
 from outrider.engines.target_door import Door
 from outrider.engines.vllm.checks import settings_in
+from outrider.engines.vllm.contract import SESSION_METHODS, SESSION_SOURCES, missing
 from outrider.engines.vllm.requests import announcement
 from outrider.engines.vllm.scheduler import HintScheduler
 from outrider.engines.vllm.sessions import SessionArgs, StepCounts
+from outrider.errors import ConfigurationError
 
 DOOR: Final = "door"
 """Key of the settings: path of the target worker's socket."""
@@ -30,6 +33,10 @@ class _Sessions(Scheduler):
     """The part that both schedulers share; its methods stand before those of vLLM's own."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if lacks := list(missing(SESSION_METHODS, SESSION_SOURCES)):
+            raise ConfigurationError(
+                f"vLLM {vllm.__version__} lacks what a target worker relies on: {', '.join(lacks)}"
+            )
         self._door = Door(settings_in(vllm_config)[DOOR])
         self._door.tie()
         super().__init__(vllm_config, *args, **kwargs)

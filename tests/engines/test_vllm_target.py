@@ -126,7 +126,8 @@ def test_what_vllm_lacks_is_refused_by_name(system: System, name: str, value: An
 
 
 def test_an_audit_measures_what_vllm_does_not_promise(system: System) -> None:
-    report = system.audit("--require-speculation", "--max-tokens", 60)
+    prompts = [word for prompt in PROMPTS[:3] for word in ("--prompt", prompt)]
+    report = system.audit("--require-speculation", "--max-tokens", 40, *prompts)
     assert report["has_speculated"]
     assert report["verdict"] in ("identical", "inexact")
 
@@ -157,7 +158,7 @@ def streamed(system: System, prompt: str, num_tokens: int) -> tuple[str, dict[st
 
 def test_a_target_that_is_killed_costs_no_token(system: System) -> None:
     """SIGKILL for one of two targets while eight streams run. Its engine ends with it, and it comes back."""
-    right = {prompt: streamed(system, prompt, 300)[0] for prompt in PROMPTS}
+    right = {prompt: streamed(system, prompt, 200)[0] for prompt in PROMPTS}
     before = system.ready_lines("target-0")
     victim = before[-1]["pid"]
     engines = children(victim)
@@ -170,7 +171,7 @@ def test_a_target_that_is_killed_costs_no_token(system: System) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        texts = list(pool.map(lambda prompt: streamed(system, prompt, 300)[0], PROMPTS))
+        texts = list(pool.map(lambda prompt: streamed(system, prompt, 200)[0], PROMPTS))
     killer.join()
     assert dict(zip(PROMPTS, texts, strict=True)) == right
     eventually(lambda: [pid for pid in engines if is_alive(pid)], lambda left: not left, "its engine ends with it")

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 
 from outrider.engine.sampling.token_logprobs import TokenLogprobs
-from outrider.engines.vllm.checks import CONFIG_KEY, PROPOSER, check_version
+from outrider.engines.vllm.checks import ANY_VERSION, CONFIG_KEY, PROPOSER
+from outrider.engines.vllm.contract import TESTED_VERSIONS
 from outrider.engines.vllm.sessions import StepCounts
 from outrider.errors import ConfigurationError, InvalidRequest, WorkerFailed
 from target_worker.vllm.options import VllmOptions, setting_given
@@ -98,7 +100,11 @@ def prepare(options: VllmOptions) -> None:
             f"vLLM cannot be imported by this Python ({error}); run the target worker with the Python of the "
             "environment that vLLM is installed in, with Outrider beside it (docs/guides/vllm.md)"
         ) from error
-    check_version(vllm.__version__, {})
+    if ".".join(vllm.__version__.split(".")[:2]) not in TESTED_VERSIONS and not options.is_any_version:
+        raise ConfigurationError(
+            f"target workers were tried with vLLM {', '.join(TESTED_VERSIONS)}, and this is {vllm.__version__}; "
+            "--any-vllm-version tries it all the same"
+        )
 
 
 class VllmEngine:
@@ -143,9 +149,10 @@ class VllmEngine:
                 output_kind=RequestOutputKind.DELTA,
             )
             params._bad_words_token_ids = bad_words or None
-            outputs = self._llm.generate(prompt, params, request.request_id, priority=request.priority)
-            async for output in outputs:
-                yield _converted(output, request.parameters)
+            generating = self._llm.generate(prompt, params, request.request_id, priority=request.priority)
+            async with aclosing(generating) as outputs:
+                async for output in outputs:
+                    yield _converted(output, request.parameters)
         except EngineDeadError as error:
             raise EngineLost("vLLM's engine process has ended") from error
         except (VLLMClientError, ValueError, TypeError) as error:
@@ -196,7 +203,12 @@ def _configuration(options: VllmOptions, name: str, door: str) -> Any:
     arguments.scheduler_cls = f"{_SCHEDULERS}.{scheduler}"
     arguments.async_scheduling = False
     arguments.disable_log_stats = False
-    told = {"door": door, "may_pause": options.may_pause, "hint_wait_ms": options.hint_wait_ms_max}
+    told = {
+        "door": door,
+        "may_pause": options.may_pause,
+        "hint_wait_ms": options.hint_wait_ms_max,
+        ANY_VERSION: options.is_any_version,
+    }
     arguments.additional_config = {CONFIG_KEY: told}
     if options.takes_hints:
         arguments.speculative_config = {
@@ -211,8 +223,8 @@ def _configuration(options: VllmOptions, name: str, door: str) -> Any:
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if config.parallel_config.data_parallel_size > 1:
         raise ConfigurationError("--data-parallel-size: start a target worker for each replica of the model instead")
-    if config.model_config.is_multimodal_model and not config.model_config.supports_multimodal_inputs:
-        raise ConfigurationError(f"{options.model} does not generate text from text")
+    if config.model_config.runner_type != "generate" or config.model_config.is_encoder_decoder:
+        raise ConfigurationError(f"--model {options.model} does not generate one token after the other")
     return config
 
 
@@ -222,10 +234,8 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    from outrider.engines.tokenizer_dir import tokenizer_dir
-
     model, parallel, grammars = config.model_config, config.parallel_config, config.structured_outputs_config
-    found = tokenizer_dir(model.model)
+    found = model_folder(model.model)
     if found is None:
         raise ConfigurationError(
             f"--model {options.model} has no tokenizer.json, by which workers and coordinator agree"
@@ -244,7 +254,7 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
         *(["batch-invariant"] if envs.VLLM_BATCH_INVARIANT else []),
     ]
     return EngineDescription(
-        model_dir=Path(found),
+        model_dir=found,
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -259,6 +269,16 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
             is_json_compact=grammars.disable_any_whitespace,
         ),
     )
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder of a model that was loaded by this name: a folder itself, or of the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
+
+    found = cached_file(name, "tokenizer.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found).parent
 
 
 def _load_logger(on_step: Callable[[EngineLoad], None]) -> Any:

@@ -40,6 +40,9 @@ class VllmOptions:
     hint_wait_ms_max: float = same_as(SchedulerLimits, "hint_wait_ms_max")
     may_pause: bool = same_as(SchedulerLimits, "may_pause")
     cpu_affinity: str | None = same_as(EngineOptions, "cpu_affinity")
+    is_any_version: bool = setting(
+        False, "run with a release of vLLM that was not tested", MODEL, flag="--any-vllm-version"
+    )
     vllm_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -135,6 +135,8 @@ class EngineSessions:
             await self._engine.ping()
         except EngineLost as error:
             self._on_loss(error)
+        except Exception:  # not known to be its end; the next question tells
+            logger.exception("vLLM did not answer")
 
     async def end(self) -> None:
         """Aborts what is left, and waits for its end."""

@@ -33,8 +33,9 @@ from tests.clients.environments import (
 )
 from tests.clients.page import Row, read_rows, write_page
 from tests.clients.runs import ROOT, Result, Server, run_client
-from tests.e2e.system import running_system
+from tests.e2e.system import START_TIMEOUT_S, running_system
 
+VLLM_START_S: Final = 900.0
 PAGE: Final = ROOT / "docs" / "reference" / "clients.md"
 
 
@@ -51,13 +52,17 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--url", help="server that runs already, such as http://127.0.0.1:8000, instead of one started here"
     )
     parser.add_argument("--grpc", default="", metavar="HOST:PORT", help="its gRPC address; the gRPC clients need it")
+    parser.add_argument(
+        "--engine", default="outrider", choices=("outrider", "vllm"),
+        help="of the target of the server that is started here; vllm: by the Python in OUTRIDER_VLLM_PYTHON",
+    )  # fmt: skip
     parser.add_argument("--write", action="store_true", help=f"write the results into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--lock", action="store_true", help="pin the newest versions instead of running anything")
     return parser
 
 
 @contextlib.contextmanager
-def server_at(url: str, grpc: str) -> Iterator[Server]:
+def server_at(url: str, grpc: str, engine: str = "outrider") -> Iterator[Server]:
     """A server that runs already at this address, else one of its own with the demo pair and batches."""
     if url:
         url = url.rstrip("/").removesuffix("/v1")
@@ -66,8 +71,20 @@ def server_at(url: str, grpc: str) -> Iterator[Server]:
         return
     with tempfile.TemporaryDirectory(prefix="outrider-clients-") as folder:
         print("starting outrider serve with the demo pair", flush=True)
-        with running_system(Path(folder) / "serve", "--batch-files", Path(folder) / "batches") as system:
+        flags = ["--batch-files", Path(folder) / "batches", *(vllm_flags() if engine == "vllm" else ())]
+        timeout_s = VLLM_START_S if engine == "vllm" else START_TIMEOUT_S
+        with running_system(Path(folder) / "serve", *flags, timeout_s=timeout_s) as system:
             yield Server(system.url, system.grpc, system.model, DEMO_TARGET)
+
+
+def vllm_flags() -> list[str]:
+    """Flags of `outrider serve` for a target whose model vLLM runs. Raises SystemExit."""
+    python = os.environ.get("OUTRIDER_VLLM_PYTHON")
+    if not python:
+        sys.exit("--engine vllm: OUTRIDER_VLLM_PYTHON names no Python with vLLM (make test-engines makes one)")
+    args = "--enforce-eager --kv-cache-memory-bytes 268435456"
+    words = ["--engine", "vllm", "--engine-python", python, "--vllm-args", args]
+    return [*words, "--dtype", "float32", "--max-num-seqs", "16", "--max-model-len", "1024"]
 
 
 def environments_of(
@@ -102,7 +119,7 @@ def run_all(clients: Sequence[Client], given: argparse.Namespace) -> list[Result
         environments, results = environments_of(clients, cache, may_be_offline=given.may_be_offline)
         if not environments:
             return results
-        with server_at(given.url, given.grpc) as server:
+        with server_at(given.url, given.grpc, given.engine) as server:
             for client in clients:
                 if client.key not in environments:
                     continue

@@ -212,7 +212,7 @@ class TestVerdicts:
         server.diverges_at = 6
         report = report_of(run(url, "--prompt", "abcd", "--max-tokens", 12, "--json"))
         assert report["verdict"] == "diverged"
-        assert report["verdicts"] == {"identical": 0, "diverged": 1, "unstable": 0, "failed": 0}
+        assert report["verdicts"] == {"identical": 0, "diverged": 1, "unstable": 0, "failed": 0, "inexact": 0}
         (audited,) = report["requests"]
         (found,) = audited["runs"]
         divergence = found["divergence"]

@@ -19,8 +19,10 @@ from command_line.start.deployment import (
 )
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName
 from coordinator.settings import Hosting, Proxy
+from outrider.engine.options import Dtype, Quantization
 from outrider.observability.vllm_names import MetricsNames
 from outrider.settings import SettingError
+from target_worker.limits import EngineName
 
 PAIR = Deployment(Path("large"), Path("small"))
 URL = "redis://127.0.0.1:6379/0"
@@ -173,3 +175,43 @@ def test_the_chat_template_and_the_formats_of_the_output_are_passed_on_to_the_co
     assert not {"--tool-call-parser", "--reasoning-parser"} & set(coordinator_spec(PAIR, Path("/tmp/x")).command)
     with pytest.raises(SettingError, match="leave one of the two out"):
         replace(wanted, reasoning_parser=ReasoningParserName.OPENAI_GPTOSS)
+
+
+class TestVllm:
+    """Targets whose model vLLM runs."""
+
+    def specs(self, **given: Any) -> list[tuple[str, ...]]:
+        deployment = Deployment(Path("large"), given.pop("draft", Path("small")), engine=EngineName.VLLM, **given)
+        return [spec.command for spec in worker_specs(deployment, [0, 1], "abc")]
+
+    def test_its_own_flags_stand_behind_the_dashes(self) -> None:
+        given = {"dtype": Dtype.FLOAT32, "max_num_seqs": 8, "max_model_len": 512, "tensor_parallel_size": 2}
+        target, draft = self.specs(**given, engine_python=Path("/v/python"), vllm_args="--enforce-eager --seed '1'")
+        assert target[:3] == ("/v/python", "-m", "target_worker"), "vLLM starts its ranks itself"
+        where = target.index("--")
+        own, theirs = target[3:where], target[where + 1 :]
+        assert {"--engine", "vllm", "--model", "large", "--worker-id", "target-0-abc", "--cpu-affinity"} <= {*own}
+        assert "--num-speculative-tokens" not in own
+        assert theirs == (
+            *("--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512", "--tensor-parallel-size", "2"),
+            *("--enforce-eager", "--seed", "1"),
+        )
+        assert draft[1:3] == ("-m", "draft_worker")
+
+    def test_without_draft_workers_it_takes_no_hints(self) -> None:
+        (target,) = self.specs(draft=None)
+        assert flags(target[: target.index("--")])["--num-speculative-tokens"] == "0"
+
+    @pytest.mark.parametrize(
+        ("name", "given"),
+        [
+            ("quantization", {"quantization": Quantization.INT8}),
+            ("vllm_args", {"vllm_args": "'"}),
+            ("vllm_args", {"vllm_args": "--seed 1", "engine": EngineName.OUTRIDER}),
+            ("engine_python", {"engine_python": Path("python"), "engine": EngineName.OUTRIDER}),
+        ],
+    )
+    def test_what_does_not_go_with_the_engine_is_refused(self, name: str, given: dict[str, Any]) -> None:
+        with pytest.raises(SettingError) as refusal:
+            Deployment(Path("large"), None, **{"engine": EngineName.VLLM, **given})
+        assert refusal.value.name == name

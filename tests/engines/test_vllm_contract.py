@@ -25,6 +25,8 @@ def said_by_vllm(code: str, **variables: str) -> str:
 
 def test_nothing_that_is_relied_on_has_moved() -> None:
     assert said_by_vllm("from outrider.engines.vllm.contract import missing; print(list(missing()))") == "[]"
+    code = "from outrider.engines.vllm.contract import *; print(list(missing(SESSION_METHODS, SESSION_SOURCES)))"
+    assert said_by_vllm(code) == "[]"
 
 
 def test_the_release_is_one_that_is_said_to_be_tested() -> None:

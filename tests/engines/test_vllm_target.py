@@ -120,12 +120,14 @@ def test_sampled_requests_are_served_and_say_what_holds(system: System) -> None:
 def test_what_vllm_lacks_is_refused_by_name(system: System, name: str, value: Any) -> None:
     refused = system.post("/v1/completions", {"prompt": "x", "max_tokens": 4, "temperature": 1.0, name: value})
     assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"] == name
-    assert "vLLM" in refused.json()["error"]["message"]
+    message = refused.json()["error"]["message"]
+    assert name in message
+    assert "vLLM" in message
 
 
 def test_an_audit_measures_what_vllm_does_not_promise(system: System) -> None:
-    report = system.audit("--require-speculation", "--max-tokens", 60)
+    prompts = [word for prompt in PROMPTS[:3] for word in ("--prompt", prompt)]
+    report = system.audit("--require-speculation", "--max-tokens", 40, *prompts)
     assert report["has_speculated"]
     assert report["verdict"] in ("identical", "inexact")
 
@@ -156,7 +158,7 @@ def streamed(system: System, prompt: str, num_tokens: int) -> tuple[str, dict[st
 
 def test_a_target_that_is_killed_costs_no_token(system: System) -> None:
     """SIGKILL for one of two targets while eight streams run. Its engine ends with it, and it comes back."""
-    right = {prompt: streamed(system, prompt, 300)[0] for prompt in PROMPTS}
+    right = {prompt: streamed(system, prompt, 200)[0] for prompt in PROMPTS}
     before = system.ready_lines("target-0")
     victim = before[-1]["pid"]
     engines = children(victim)
@@ -169,7 +171,7 @@ def test_a_target_that_is_killed_costs_no_token(system: System) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        texts = list(pool.map(lambda prompt: streamed(system, prompt, 300)[0], PROMPTS))
+        texts = list(pool.map(lambda prompt: streamed(system, prompt, 200)[0], PROMPTS))
     killer.join()
     assert dict(zip(PROMPTS, texts, strict=True)) == right
     eventually(lambda: [pid for pid in engines if is_alive(pid)], lambda left: not left, "its engine ends with it")

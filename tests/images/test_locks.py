@@ -118,7 +118,8 @@ def test_every_package_states_a_licence() -> None:
 @pytest.mark.parametrize("role", ENTRIES)
 def test_a_role_carries_exactly_what_its_modules_import(role: str) -> None:
     names = PYPROJECT["tool"]["outrider"]["images"][role]
-    used = {IMPORTED_AS.get(name, name) for name in imported_by(ENTRIES[role])}
+    # A target worker imports vLLM where it is told to run it, in an image of its user's own.
+    used = {IMPORTED_AS.get(name, name) for name in imported_by(ENTRIES[role]) - {"vllm"}}
     assert set(names) == used | NEEDED_UNSEEN[role]
     assert names == sorted(names)
 

@@ -59,6 +59,9 @@ class TestValues:
             ({"target": {"device": "gpu"}}, "device"),
             ({"target": {"model": "hf://org/name"}}, "model"),  # no revision
             ({"target": {"device": "cuda"}}, "gpu.count"),
+            ({"target": {"engine": "sglang"}}, "engine"),
+            ({"target": {"engine": "vllm"}}, "needs an image"),
+            ({"target": {"engine": "vllm", "image": "a", "nodes": 2}}, "one node"),
             (FETCHED, "models.create.size"),
             ({"models": {"claim": "a", "image": "b"}}, "one of claim"),
             ({"gateway": {"enabled": True}}, "className"),
@@ -68,6 +71,20 @@ class TestValues:
     def test_a_mistake_is_refused_by_its_name(self, values: dict[str, Any], reason: str) -> None:
         with pytest.raises(HelmError, match=reason):
             render(values)
+
+    def test_a_target_on_vllm_has_its_flags_behind_ours(self) -> None:
+        target = {"engine": "vllm", "image": "vllm:1", "maxModelLen": 4096, "memoryUtilization": 0.8}
+        gpu = {"device": "cuda", "gpu": {"count": 2}, "vllmArgs": ["--kv-cache-dtype", "fp8"]}
+        container = container_of(render({"target": target | gpu}), "target")
+        assert (container["command"], container["image"]) == (["python3", "-m"], "vllm:1")
+        where = container["args"].index("--")
+        assert container["args"][0] == "target_worker"
+        assert "--engine=vllm" in container["args"][:where]
+        assert not [each for each in container["args"][:where] if each.startswith(("--device", "--max-"))]
+        assert container["args"][where + 1 :] == [
+            *("--tensor-parallel-size=2", "--max-num-seqs=32", "--max-model-len=4096", "--gpu-memory-utilization=0.8"),
+            *("--kv-cache-dtype", "fp8"),
+        ]
 
     def test_a_registry_has_to_be_named(self) -> None:
         with pytest.raises(HelmError, match=r"images\.registry is empty"):

@@ -11,6 +11,7 @@ from outrider.audit import (
     RULED_OUT,
     Divergence,
     HintCounts,
+    Margin,
     Run,
     TokenWeights,
     Verdict,
@@ -19,6 +20,7 @@ from outrider.audit import (
     is_reproduced,
     judge,
     margin,
+    weigh,
     worst,
 )
 
@@ -162,3 +164,28 @@ def test_hint_counts_add_up() -> None:
     assert total.draft_acceptance_rate == 0.5
     assert total.mean_acceptance_length == 3.0
     assert HintCounts().draft_acceptance_rate is HintCounts().mean_acceptance_length is None
+
+
+class TestWeighing:
+    """An engine that promises the distribution alone may differ where two tokens are nearly equally likely."""
+
+    @pytest.mark.parametrize(
+        ("plain_logprob", "speculated_logprob", "verdict"),
+        [
+            (-1.0, -1.01, Verdict.INEXACT),
+            (-1.0, -3.0, Verdict.DIVERGED),
+            (-1.0, RULED_OUT, Verdict.DIVERGED),
+        ],
+    )
+    def test_a_difference_counts_by_its_margin(
+        self, plain_logprob: float, speculated_logprob: float, verdict: Verdict
+    ) -> None:
+        found = Margin(plain_logprob, speculated_logprob, is_bound=False)
+        promised = Run(token_ids=(1,), exactness="distribution")
+        assert weigh(Verdict.DIVERGED, promised, found) is verdict
+        assert weigh(Verdict.DIVERGED, Run(token_ids=(1,)), found) is Verdict.DIVERGED
+
+    def test_one_that_cannot_be_weighed_is_no_fault(self) -> None:
+        assert weigh(Verdict.UNSTABLE, Run(token_ids=(1,), exactness="distribution"), None) is Verdict.INEXACT
+        assert exit_code([Verdict.INEXACT, Verdict.IDENTICAL]) == 0
+        assert worst([Verdict.IDENTICAL, Verdict.INEXACT]) is Verdict.INEXACT

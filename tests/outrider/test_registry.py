@@ -72,20 +72,20 @@ class TestWorkerRecord:
             RECORD, weights_fingerprint="", numerics="", num_speculative_tokens=0
         )
 
-    @pytest.mark.parametrize("name", ["num_speculative_tokens", "num_background"])
-    def test_a_record_without_a_field_that_came_later_has_a_checksum_of_the_rest(self, name: str) -> None:
+    @pytest.mark.parametrize(("name", "absent"), [("num_speculative_tokens", 0), ("num_background", 0), ("engine", "")])
+    def test_a_record_without_a_field_that_came_later_has_a_checksum_of_the_rest(self, name: str, absent: Any) -> None:
         stored = RECORD.to_fields()
         del stored[name], stored["check"]
         checked = stored | {"check": worker_record._checksum(stored)}
-        absent: dict[str, Any] = {name: 0}
-        assert WorkerRecord.from_fields(checked) == replace(RECORD, **absent)
+        known: dict[str, Any] = {name: absent}
+        assert WorkerRecord.from_fields(checked) == replace(RECORD, **known)
         lost = RECORD.to_fields()
         del lost[name]
         with pytest.raises(ValueError, match="damaged"):
             WorkerRecord.from_fields(lost)
 
     def test_a_record_without_any_other_field_is_refused(self) -> None:
-        may_lack = {"weights_fingerprint", "numerics", "num_speculative_tokens", "num_background", "check"}
+        may_lack = {"weights_fingerprint", "numerics", "num_speculative_tokens", "num_background", "engine", "check"}
         for name in RECORD.to_fields().keys() - may_lack:
             stored = RECORD.to_fields()
             del stored[name]

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider.engine.sampling.token_logprobs import TokenLogprobs
-from outrider.engines.vllm.sessions import StepCounts, num_matching
+from outrider.engines.vllm.sessions import SessionArgs, StepCounts, num_matching, restore_output, split_prompt
 from outrider.errors import DeadlineExceeded, InvalidRequest, NotFound, OutriderError, Overloaded, WorkerFailed
 from outrider.hint_service.messages import CommitPublished, HintsArrived, SubscribeDraft
 from outrider.hints.hint_tree import Hint
@@ -321,3 +322,24 @@ def test_counts_are_sent_and_read_again() -> None:
     assert between is not None
     assert (between.num_draft_tokens, between.acceptance_histogram) == (2, [])
     assert StepCounts.from_message(None) is None
+
+
+def test_a_replay_has_its_output_again_in_scheduler_and_workers() -> None:
+    params = SimpleNamespace(extra_args=SessionArgs("s", 2).to_args())
+    state = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3, 4, 5], output_token_ids=[])
+    split_prompt(state)
+    assert (state.prompt_token_ids, state.output_token_ids) == ([1, 2, 3], [4, 5])
+    split_prompt(state)
+    assert state.output_token_ids == [4, 5], "once"
+    request = SimpleNamespace(num_prompt_tokens=5, _output_token_ids=[], _all_token_ids=[1, 2, 3, 4, 5])
+    restore_output(request, 2)
+    assert (request.num_prompt_tokens, request._output_token_ids) == (3, [4, 5])
+    assert request._all_token_ids == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, SessionArgs("s").to_args()])
+def test_what_is_no_replay_stays_a_prompt(extra_args: dict[str, Any] | None) -> None:
+    params = SimpleNamespace(extra_args=extra_args)
+    state = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2], output_token_ids=[])
+    split_prompt(state)
+    assert (state.prompt_token_ids, state.output_token_ids) == ([1, 2], [])

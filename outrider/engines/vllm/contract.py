@@ -57,6 +57,29 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
 """Parts of a class' source that must be there: attributes of its instances, and how it uses them."""
 
 
-def missing() -> Iterator[str]:
+SESSION_METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    SCHEDULER: {name: METHODS[SCHEDULER][name] for name in ("schedule", "update_from_output", "add_request")},
+    "vllm.v1.engine.async_llm.AsyncLLM": {
+        "generate": ("self", "prompt", "sampling_params", "request_id"), "is_paused": ("self",),
+        "from_vllm_config": (),
+    },
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": {"__post_init__": ("self",)},
+}  # fmt: skip
+"""The same, of a target worker."""
+SESSION_SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm.v1.request.Request": ("self.num_prompt_tokens", "self._output_token_ids", "self.prefill_stats"),
+    "vllm.v1.engine.EngineCoreOutput": ("ec_transfer_params",),
+    "vllm.v1.engine.output_processor.OutputProcessor": ("ec_transfer_params",),
+    "vllm.v1.structured_output.StructuredOutputManager": ("self.executor.submit",),
+    "vllm.v1.structured_output.request.StructuredOutputRequest": ("_grammar",),
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": ("prompt_token_ids", "output_token_ids", "sampling_params"),
+    "vllm.sampling_params.SamplingParams": ("_bad_words_token_ids", "extra_args"),
+}
+
+
+def missing(
+    methods: Mapping[str, Mapping[str, tuple[str, ...]]] = METHODS,
+    sources: Mapping[str, tuple[str, ...]] = SOURCES,
+) -> Iterator[str]:
     """Yields by name what the installed vLLM lacks of what is relied on; nothing where all is there."""
-    return relied_on.missing(METHODS, SOURCES)
+    return relied_on.missing(methods, sources)

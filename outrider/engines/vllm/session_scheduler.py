@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future
 from typing import Any, Final
 
+import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from outrider.engines.engine_hints import EngineHints, hello
@@ -17,9 +18,11 @@ from outrider.engines.hint_link import HintLink
 from outrider.engines.hinted_requests import HintedRequests
 from outrider.engines.target_door import Door
 from outrider.engines.vllm.checks import settings_in
+from outrider.engines.vllm.contract import SESSION_METHODS, SESSION_SOURCES, missing
 from outrider.engines.vllm.requests import announcement
 from outrider.engines.vllm.scheduler import HintScheduler
-from outrider.engines.vllm.sessions import SessionArgs, StepCounts
+from outrider.engines.vllm.sessions import SessionArgs, StepCounts, restore_output
+from outrider.errors import ConfigurationError
 
 DOOR: Final = "door"
 """Key of the settings: path of the target worker's socket."""
@@ -31,6 +34,10 @@ class _Sessions(Scheduler):
     """The part that both schedulers share; its methods stand before those of vLLM's own."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if lacks := list(missing(SESSION_METHODS, SESSION_SOURCES)):
+            raise ConfigurationError(
+                f"vLLM {vllm.__version__} lacks what a target worker relies on: {', '.join(lacks)}"
+            )
         self._door = Door(settings_in(vllm_config)[DOOR])
         self._door.tie()
         super().__init__(vllm_config, *args, **kwargs)
@@ -44,7 +51,7 @@ class _Sessions(Scheduler):
         if session is not None and request.request_id not in self.requests:
             self._counts[request.request_id] = StepCounts()
             if session.num_committed:
-                _restore_output(request, session.num_committed)
+                restore_output(request, session.num_committed)
                 self._advance_grammar(request)
         super().add_request(request)
 
@@ -96,15 +103,6 @@ class _Sessions(Scheduler):
         if not self._is_in_update:  # otherwise its last output follows
             self._counts.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
-
-
-def _restore_output(request: Any, num_committed: int) -> None:
-    """Makes the end of a new request's prompt its output. Its list of all tokens is right as it is, and the workers get
-    the whole as a prompt, which `worker_extension` splits likewise."""
-    request.num_prompt_tokens -= num_committed
-    request._output_token_ids.extend(request._all_token_ids[-num_committed:])
-    # Of the prompt, and it would be wrong: the cache may hold more than the prompt.
-    request.prefill_stats = None
 
 
 class HintedSessionScheduler(_Sessions, HintScheduler):

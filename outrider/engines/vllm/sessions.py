@@ -78,6 +78,24 @@ class StepCounts:
         return counts
 
 
+def restore_output(request: Any, num_committed: int) -> None:
+    """Makes the end of a new request's prompt its output, for vLLM's scheduler. Its list of all tokens is right as it
+    is, and the workers get the whole as a prompt, which `split_prompt` splits likewise."""
+    request.num_prompt_tokens -= num_committed
+    request._output_token_ids.extend(request._all_token_ids[-num_committed:])
+    # Of the prompt, and it would be wrong: the cache may hold more than the prompt.
+    request.prefill_stats = None
+
+
+def split_prompt(state: Any) -> None:
+    """Moves the tokens that were committed elsewhere from the end of a new request's prompt into its output, in one of
+    vLLM's workers."""
+    session = SessionArgs.of(state.sampling_params)
+    if session is not None and session.num_committed and not state.output_token_ids:
+        state.output_token_ids = list(state.prompt_token_ids[-session.num_committed :])
+        state.prompt_token_ids = list(state.prompt_token_ids[: -session.num_committed])
+
+
 def num_matching(hints: Sequence[int], token_ids: Sequence[int]) -> int:
     """How many leading hints were committed. One that is rejected is never committed all the same."""
     num_matched = 0

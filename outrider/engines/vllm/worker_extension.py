@@ -11,19 +11,11 @@ from typing import Any
 
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from outrider.engines.vllm.sessions import SessionArgs
+from outrider.engines.vllm.sessions import split_prompt
 
 
 class SessionExtension:
     """Has no methods: importing its module suffices."""
-
-
-def split_prompt(state: Any) -> None:
-    """Moves the tokens that were committed elsewhere from the end of a new request's prompt into its output."""
-    session = SessionArgs.of(state.sampling_params)
-    if session is not None and session.num_committed and not state.output_token_ids:
-        state.output_token_ids = list(state.prompt_token_ids[-session.num_committed :])
-        state.prompt_token_ids = list(state.prompt_token_ids[: -session.num_committed])
 
 
 _post_init = CachedRequestState.__post_init__

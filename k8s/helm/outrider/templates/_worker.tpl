@@ -11,6 +11,10 @@ several nodes has one pod for each; they have the same command line, and only th
 {{- $nodes := int ($pool.nodes | default 1) }}
 {{- $ranks := max 1 (int $pool.gpu.count) }}
 {{- $isGroup := gt $nodes 1 }}
+{{- $isVllm := and (eq $role "target") (eq ($pool.engine | default "outrider") "vllm") }}
+{{- if and $isVllm (or $isGroup (not $pool.image)) }}
+{{- fail (printf "target of %s: engine vllm needs an image, and its pods are on one node each" .pair.name) }}
+{{- end }}
 {{- $hasClaim := and $pool.gpu.deviceClass (gt (int $pool.gpu.count) 0) }}
 {{- $model := include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" $role "model" $pool.model) }}
 {{- $target := include "outrider.pool" (dict "root" $root "pair" .pair "role" "target") | fromYaml }}
@@ -70,7 +74,9 @@ spec:
     - name: worker
       image: {{ $pool.image | default (include "outrider.image" (dict "root" $root "repository" $root.Values.images.worker "suffix" (printf "-%s" (ternary $pool.device "demo" (eq (include "outrider.models.isVolume" $root) "true"))))) }}
       imagePullPolicy: {{ $root.Values.images.pullPolicy }}
-      {{- if $isGroup }}
+      {{- if $isVllm }}
+      command: [python3, -m]
+      {{- else if $isGroup }}
       # SIGTERM reaches every rank. Rank 0 needs the others to drain, so torchrun waits as long.
       command:
         - torchrun
@@ -98,13 +104,10 @@ spec:
         - --target-tokenizer={{ . }}
         {{- end }}
         {{- end }}
+        {{- if $isVllm }}
+        - --engine=vllm
+        {{- else }}
         - --device={{ $pool.device }}
-        - "--host=::"  # all addresses, of both families
-        - --port=50051
-        - --announce=$(POD_IP)  # and the port; bare, because the address may be IPv6
-        - --metrics-port=9100
-        - --worker-id=$(POD_NAME)
-        - --drain-grace-s={{ int $pool.drainSeconds }}
         - --max-num-seqs={{ int $pool.maxNumSeqs }}
         {{- with $pool.maxModelLen }}
         - --max-model-len={{ . }}
@@ -112,6 +115,13 @@ spec:
         {{- with $pool.memoryUtilization }}
         - --memory-utilization={{ . }}
         {{- end }}
+        {{- end }}
+        - "--host=::"  # all addresses, of both families
+        - --port=50051
+        - --announce=$(POD_IP)  # and the port; bare, because the address may be IPv6
+        - --metrics-port=9100
+        - --worker-id=$(POD_NAME)
+        - --drain-grace-s={{ int $pool.drainSeconds }}
         {{- if not $isAttached }}
         - --redis-url-file=/etc/outrider/redis/url
         {{- end }}
@@ -124,6 +134,20 @@ spec:
         {{- end }}
         {{- range $pool.args }}
         - {{ . | quote }}
+        {{- end }}
+        {{- if $isVllm }}
+        - "--"  # vLLM's own from here on
+        - --tensor-parallel-size={{ $ranks }}
+        - --max-num-seqs={{ int $pool.maxNumSeqs }}
+        {{- with $pool.maxModelLen }}
+        - --max-model-len={{ . }}
+        {{- end }}
+        {{- with $pool.memoryUtilization }}
+        - --gpu-memory-utilization={{ . }}
+        {{- end }}
+        {{- range $pool.vllmArgs }}
+        - {{ . | quote }}
+        {{- end }}
         {{- end }}
       env:
         - name: POD_IP

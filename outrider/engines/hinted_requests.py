@@ -56,6 +56,12 @@ class HintedRequest:
     path: list[Hint] = field(default_factory=list)  # that the hints of the running step were taken from
 
     @property
+    def is_always(self) -> bool:
+        """Whether it verifies all hints, even where they do not pay. It is never paused, and its steps say nothing
+        about what pays."""
+        return self.announcement is not None and self.announcement.speculation.always
+
+    @property
     def accepts_hints(self) -> bool:
         """Whether a draft worker follows it and is not paused."""
         return self.attachment > 0 and not self.intake.is_paused
@@ -183,7 +189,7 @@ class HintedRequests:
     def _attach(self, request: HintedRequest, attachment: int, now: float) -> None:
         request.attachment, request.timing = attachment, self._wait.usual_timing.fresh(now)
         request.decoder, request.acceptance = HintDecoder(), BlockAcceptance()
-        is_measured = self._may_pause and not self._has_fixed_width
+        is_measured = self._may_pause and not self._has_fixed_width and not request.is_always
         request.intake = self._policy.start(max(len(self._requests), 1)) if is_measured else SessionIntake()
         self._commits.append(self._commit_of(request))
 
@@ -277,17 +283,20 @@ class HintedRequests:
         if self._has_fixed_width:
             may_accept_hints = True
         else:
-            if self._pace.whole_ms > 0.0 and num_committed:
+            has_always = any(request.attachment and request.is_always for request, _ in requests)
+            if self._pace.whole_ms > 0.0 and num_committed and not has_always:
                 self._policy.observe(num_running, num_tokens, num_committed, num_context, self._pace.whole_ms, shares)
             may_accept_hints = self._policy.may_accept_hints(num_running)
         for request, _ in requests:
-            if request.attachment and request.intake.update(may_accept_hints=may_accept_hints):
+            if not request.attachment or request.is_always:
+                continue
+            if request.intake.update(may_accept_hints=may_accept_hints):
                 if request.accepts_hints:
                     request.timing = request.timing.fresh(now)
                 self._commits.append(self._commit_of(request))
 
     def _shares(self, requests: Sequence[HintedRequest]) -> IntakeShares | None:
-        followed = [request for request in requests if request.attachment]
+        followed = [request for request in requests if request.attachment and not request.is_always]
         if not followed:
             return None
         accepting = [request for request in followed if request.accepts_hints]
@@ -314,7 +323,7 @@ class HintedRequests:
                 is_accepted = position < num_matched
                 request.calibration.observe(hint.confidence, rates[position], is_accepted=is_accepted)
             request.acceptance.observe(num_matched, len(verified))
-        if hint_price is not None and self._may_pause and request.accepts_hints:
+        if hint_price is not None and self._may_pause and request.accepts_hints and not request.is_always:
             self._policy.judge(request.intake, min(num_matched, num_fed) - num_fed * hint_price)
         request.tree.commit(token_ids)
         request.path = []
@@ -347,6 +356,8 @@ def _gains(request: HintedRequest, limit: int) -> list[float]:
     path = request.path
     stop = next((index for index, hint in enumerate(path) if hint.token_id in request.stop_token_ids), len(path))
     del path[stop + 1 :]
+    if request.is_always:
+        return [1.0] * min(len(path), stop, limit)
     rates = request.acceptance.chances(len(path)) if path else ()
     gains, chance = [], 1.0
     for hint, rate in zip(path[: min(stop, limit)], rates, strict=False):

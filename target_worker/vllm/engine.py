@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Self
 
 from outrider.engine.sampling.token_logprobs import TokenLogprobs
+from outrider.engines.tokenizer_dir import tokenizer_dir
 from outrider.engines.vllm.checks import ANY_VERSION, CONFIG_KEY, PROPOSER
 from outrider.engines.vllm.contract import TESTED_VERSIONS
 from outrider.engines.vllm.sessions import StepCounts
@@ -235,7 +236,7 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
     from vllm.platforms import current_platform
 
     model, parallel, grammars = config.model_config, config.parallel_config, config.structured_outputs_config
-    found = model_folder(model.model)
+    found = tokenizer_dir(model.model)
     if found is None:
         raise ConfigurationError(
             f"--model {options.model} has no tokenizer.json, by which workers and coordinator agree"
@@ -254,7 +255,7 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
         *(["batch-invariant"] if envs.VLLM_BATCH_INVARIANT else []),
     ]
     return EngineDescription(
-        model_dir=found,
+        model_dir=Path(found),
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -269,16 +270,6 @@ def _describe(config: Any, options: VllmOptions) -> EngineDescription:
             is_json_compact=grammars.disable_any_whitespace,
         ),
     )
-
-
-def model_folder(name: str) -> Path | None:
-    """The folder of a model that was loaded by this name: a folder itself, or of the hub's cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    from transformers.utils import cached_file
-
-    found = cached_file(name, "tokenizer.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found).parent
 
 
 def _load_logger(on_step: Callable[[EngineLoad], None]) -> Any:

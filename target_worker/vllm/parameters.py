@@ -35,7 +35,10 @@ def vllm_parameters(event: StartSession, facts: EngineFacts) -> dict[str, Any]:
     sampling = event.sampling
     _check(sampling, facts)
     num_committed = len(event.token_ids) - event.num_prompt_tokens
-    session = SessionArgs(event.session_id, num_committed, event.speculation.num_speculative_tokens)
+    speculation = event.speculation
+    session = SessionArgs(
+        event.session_id, num_committed, speculation.num_speculative_tokens, is_always=speculation.is_always
+    )
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

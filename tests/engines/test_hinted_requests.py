@@ -56,9 +56,10 @@ class Engine:
     is_paused: dict[int, bool] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
 
-    def open(self, request_id: str, prompt: list[int], *, is_sampled: bool = False) -> int:
+    def open(self, request_id: str, prompt: list[int], *, is_sampled: bool = False, is_always: bool = False) -> int:
         self.texts[request_id] = list(prompt)
         announcement = draft_pb2.AttachRequest(session_id=request_id)
+        announcement.speculation.always = is_always
         self.requests.open(request_id, self.texts[request_id], announcement, frozenset({STOP}), is_sampled=is_sampled)
         self.exchange()
         return max(self.told)
@@ -201,6 +202,17 @@ class TestNumberOfHints:
                 engine.hint(number, len(text), right)
             engine.step()
         assert engine.is_paused[number]
+
+    def test_a_request_that_always_speculates_verifies_all_hints_and_teaches_nothing(self) -> None:
+        engine = Engine(HintedRequests(VOCAB_SIZE), fixed_ms=0.5, token_ms=10.0)
+        number = engine.open("a", [1, 2, 3], is_always=True)
+        for _ in range(300):
+            text = engine.texts["a"]
+            wrong = (next_token(text) + 1) % STOP
+            engine.hint(number, len(text), [wrong, 1, 1, 1])
+            assert engine.step() == {"a": 4}
+        assert not engine.is_paused.get(number, False)
+        assert engine.requests.speed is None
 
     def test_the_batch_accepts_hints_where_they_pay(self) -> None:
         engine = Engine(HintedRequests(VOCAB_SIZE))

@@ -118,7 +118,11 @@ class HintedSessionScheduler(_Sessions, HintScheduler):
 
     def _announcement(self, request: Any) -> Any:
         session = SessionArgs.of(request.sampling_params)
-        return None if session is None else announcement(request, session.name, "")
+        if session is None:
+            return None
+        made = announcement(request, session.name, "")
+        made.speculation.always = session.is_always
+        return made
 
 
 class PlainSessionScheduler(_Sessions, Scheduler):

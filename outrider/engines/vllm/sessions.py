@@ -22,16 +22,19 @@ class SessionArgs:
     name: str  # `outrider.hint_service.session_names.session_name`
     num_committed: int = 0  # tokens at the end of vLLM's prompt that are output, committed elsewhere
     num_speculative_tokens: int = 0  # most hints per step; 0: as many as the engine verifies
+    is_always: bool = False  # all hints are verified, even where they do not pay
 
     def to_args(self) -> dict[str, Any]:
-        args: dict[str, Any] = {KEY: {"session": self.name, "num_committed": self.num_committed}}
+        args: dict[str, Any] = {
+            KEY: {"session": self.name, "num_committed": self.num_committed, "is_always": self.is_always}
+        }
         return args | ({SWITCH: self.num_speculative_tokens} if self.num_speculative_tokens else {})
 
     @classmethod
     def of(cls, sampling_params: Any) -> Self | None:
         """Reads them from vLLM's sampling parameters; None for a request that no target worker sent."""
         told = ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(KEY)
-        return None if told is None else cls(told["session"], told["num_committed"])
+        return None if told is None else cls(told["session"], told["num_committed"], is_always=told["is_always"])
 
 
 @dataclass(slots=True)

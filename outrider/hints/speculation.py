@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -157,27 +156,23 @@ def best_wait(
     `chances[s][i]`, for i below that, is the probability that its hint i is accepted, given those before it.
     `num_others` sessions of the same step get no hints and wait all the same.
     """
-    fixed_ms, token_ms = cost
-    # worth[s][n]: expected tokens of session s with n hints.
-    worth = [list(itertools.accumulate(itertools.accumulate(own, operator.mul), initial=1.0)) for own in chances]
-
     num_sessions = len(timings) + num_others
     usual_rate = max(usual_rate, num_sessions / cost.step_ms(num_sessions))
-    # Per session, expected arrivals of the missing hints that may be fed, in rising order.
-    arrivals = [
-        [timing.arrival(num_hints, now) for num_hints in range(timing.path_len + 1, limit + 1)]
-        for timing, limit in zip(timings, limits, strict=True)
-    ]
-
-    def gain_after(wait: float) -> float:
-        tokens, num_fed = float(num_others), num_others
-        for timing, own, limit, times in zip(timings, worth, limits, arrivals, strict=True):
-            num_hints = min(timing.path_len + bisect_right(times, now + wait), limit)
-            tokens += own[num_hints]
-            num_fed += num_hints + 1
-        return tokens - usual_rate * (wait * 1e3 + fixed_ms + token_ms * num_fed)
-
-    waits = {0.0}
-    for times in arrivals:
-        waits.update(wait for at in times if 0.0 < (wait := at - now) <= wait_s_max)
-    return max(sorted(waits), key=gain_after)
+    # What each missing hint adds when it has arrived, in the order of arrival: one pass, however large the batch is.
+    gained, num_fed = 0.0, num_sessions
+    arrivals: list[tuple[float, float]] = []  # seconds from now, tokens
+    for timing, own, limit in zip(timings, chances, limits, strict=True):
+        worths = list(itertools.accumulate(own[:limit], operator.mul))
+        num_there = min(timing.path_len, limit)
+        gained += sum(worths[:num_there])
+        num_fed += num_there
+        arrivals += ((timing.arrival(n, now) - now, worths[n - 1]) for n in range(num_there + 1, limit + 1))
+    best_s, best = 0.0, gained - usual_rate * cost.step_ms(num_fed)
+    for wait_s, worth in sorted(arrivals):
+        if wait_s > wait_s_max:
+            break
+        gained += worth
+        num_fed += 1
+        if (gain := gained - usual_rate * (wait_s * 1e3 + cost.step_ms(num_fed))) > best:
+            best_s, best = max(wait_s, 0.0), gain
+    return best_s

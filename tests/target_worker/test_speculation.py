@@ -201,6 +201,40 @@ class TestBestWait:
         )
         assert 0.0 <= wait <= longest_s
 
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(
+        sessions=st.lists(
+            st.tuples(st.integers(0, 9), RATES, st.integers(0, 8), st.floats(1e-5, 0.02), st.floats(1e-5, 0.02)),
+            max_size=4,
+        ),
+        num_others=st.integers(0, 3),
+        usual_rate=st.floats(0.0, 2.0),
+    )
+    def test_no_other_wait_yields_more(
+        self, sessions: list[tuple[int, float, int, float, float]], num_others: int, usual_rate: float
+    ) -> None:
+        """Tokens of the step, less what its whole time usually yields, for each moment at which a hint may come."""
+        timings = [timing(n, 50.0, first_s=first, gap_s=gap) for n, _, _, first, gap in sessions]
+        rates, limits = [rate for _, rate, *_ in sessions], [limit for _, _, limit, *_ in sessions]
+        cost, now = StepLine(12.0, 0.5), 50.001
+        rate = max(usual_rate, (len(timings) + num_others) / cost.step_ms(len(timings) + num_others))
+
+        def yielded(until: float) -> float:
+            tokens, num_fed = float(num_others), num_others
+            for each, own, limit in zip(timings, rates, limits, strict=True):
+                num_there = sum(n <= each.path_len or each.arrival(n, now) <= until for n in range(1, limit + 1))
+                tokens += sum(own**n for n in range(num_there + 1))
+                num_fed += num_there + 1
+            return tokens - rate * ((until - now) * 1e3 + cost.step_ms(num_fed))
+
+        chances = [[own] * limit for own, limit in zip(rates, limits, strict=True)]
+        found = best_wait(timings, chances, limits, cost, now, 0.01, num_others=num_others, usual_rate=usual_rate)
+        moments = [
+            each.arrival(n, now) for each, limit in zip(timings, limits, strict=True) for n in range(1, limit + 1)
+        ]
+        best = max(yielded(until) for until in [now, *(at for at in moments if now <= at <= now + 0.01)])
+        assert yielded(now + found + 1e-12) == pytest.approx(best, abs=1e-6)
+
     def test_nothing_expected_means_no_wait(self) -> None:
         cost = StepLine(50.0, 0.1)
         assert best_wait([], [], [], cost, 10.0, 0.01) == 0.0

@@ -56,6 +56,20 @@ def test_two_ways_at_once_are_refused_by_the_flag(changes: dict[str, Any], flag:
         complete(arguments(**changes), GIVEN)
 
 
+@pytest.mark.parametrize("given", [{}, {"draft_worker": ["a:1"]}, {**GIVEN, "port": "x"}])
+def test_wrong_settings_are_refused_before_an_engine_starts(given: dict[str, Any]) -> None:
+    made = arguments()
+    with pytest.raises(ConfigurationError):
+        complete(made, given)
+    assert made == arguments()
+
+
+def test_a_release_that_was_not_tried_may_be_permitted() -> None:
+    made = arguments()
+    complete(made, {**GIVEN, "is_any_version": True})
+    assert made.additional_config["outrider"]["is_any_version"] is True
+
+
 def test_without_the_variable_nothing_of_vllm_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)  # an import of it fails

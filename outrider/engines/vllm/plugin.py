@@ -10,8 +10,9 @@ import functools
 import os
 from typing import Any, Final
 
+from outrider.engines.hint_settings import HintSettings
 from outrider.engines.hints_variable import VARIABLE, settings_in
-from outrider.engines.vllm.checks import CONFIG_KEY, PROPOSER
+from outrider.engines.vllm.checks import ANY_VERSION, CONFIG_KEY, PROPOSER
 from outrider.errors import ConfigurationError
 
 SCHEDULER: Final = "outrider.engines.vllm.scheduler.HintScheduler"
@@ -40,13 +41,15 @@ def register() -> None:
 
 
 def complete(arguments: Any, given: dict[str, Any]) -> None:
-    """Sets vLLM's arguments for hints. Raises ConfigurationError where one is set to something else."""
+    """Sets vLLM's arguments for hints. Raises ConfigurationError for wrong settings, which vLLM's engine process would
+    find later and say in the middle of its own lines, and where an argument is set to something else."""
     given = dict(given)
     speculative = {
         "method": "custom_class",
         "model": PROPOSER,
         NUM_SPECULATIVE_TOKENS: given.pop(NUM_SPECULATIVE_TOKENS, NUM_SPECULATIVE_TOKENS_DEFAULT),
     }
+    HintSettings.from_mapping({key: each for key, each in given.items() if key != ANY_VERSION})
     taken = [
         flag
         for flag, value in (

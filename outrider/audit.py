@@ -180,11 +180,15 @@ def judge(plain: Run, divergence: Divergence | None, replays: Sequence[Run]) -> 
 
 def weigh(verdict: Verdict, plain: Run, found: Margin | None) -> Verdict:
     """The verdict on a difference of an engine that promises the distribution only: between tokens that are nearly
-    equally likely it is permitted. `found` is None where the margin is unknown."""
+    equally likely it is permitted. `found` is None where the margin is unknown: then only plain decoding that
+    contradicts itself, of which speculation had no part, is permitted."""
     if plain.is_exact or verdict not in (Verdict.DIVERGED, Verdict.UNSTABLE):
         return verdict
-    is_near = found is None or (not found.is_ruled_out and abs(found.nats) < ROUNDING_NATS)
-    return Verdict.INEXACT if is_near else verdict
+    if found is None:
+        is_permitted = verdict is Verdict.UNSTABLE
+    else:
+        is_permitted = not found.is_ruled_out and abs(found.nats) < ROUNDING_NATS
+    return Verdict.INEXACT if is_permitted else verdict
 
 
 def margin(divergence: Divergence, weights: TokenWeights | None) -> Margin | None:

@@ -188,4 +188,9 @@ class TestWeighing:
     def test_one_that_cannot_be_weighed_is_no_fault(self) -> None:
         assert weigh(Verdict.UNSTABLE, Run(token_ids=(1,), exactness="distribution"), None) is Verdict.INEXACT
         assert exit_code([Verdict.INEXACT, Verdict.IDENTICAL]) == 0
+
+    def test_what_speculation_changed_is_not_excused_for_want_of_a_margin(self) -> None:
+        assert weigh(Verdict.DIVERGED, Run(token_ids=(1,), exactness="distribution"), None) is Verdict.DIVERGED
+
+    def test_inexact_is_worse_than_identical(self) -> None:
         assert worst([Verdict.IDENTICAL, Verdict.INEXACT]) is Verdict.INEXACT

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 _NO_HINTS: Final[dict[str, list[int]]] = {}
+TELL_S: Final = 0.1
+"""How often the hint server is told of commits while no draft worker waits for them: taking a message costs it up to a
+millisecond of a core, which the engine's own threads may want."""
 
 
 def guarded(
@@ -57,6 +60,7 @@ class EngineHints:
         self._is_connected = False
         self._closed: list[str] = []  # ended while the engine took a step's result
         self._waited_s = 0.0  # that the hint server was not told of
+        self._told_at = 0.0  # of commits
         self.is_on = True
 
     def turn_off(self) -> None:
@@ -143,11 +147,15 @@ class EngineHints:
             return
         for number, announcement in self._requests.announcements():
             self._link.send(FrameKind.OPEN, announcement.SerializeToString(), number)
-        commits = self._requests.take_commits()
-        if commits is not None:
-            self._link.send(FrameKind.COMMITS, commits.SerializeToString(), round(self._waited_s * 1e6) & NUMBER_MAX)
-            self._waited_s = 0.0
-        self._link.flush(self._now())
+        now = self._now()
+        if self._requests.is_telling_urgent or now - self._told_at >= TELL_S:
+            self._told_at = now
+            commits = self._requests.take_commits()
+            if commits is not None:
+                waited_us = round(self._waited_s * 1e6) & NUMBER_MAX
+                self._link.send(FrameKind.COMMITS, commits.SerializeToString(), waited_us)
+                self._waited_s = 0.0
+        self._link.flush(now)
 
 
 def hello(settings: Mapping[str, Any], model_name: str, vocab_size: int, tokenizer_dir: str | None) -> dict[str, Any]:

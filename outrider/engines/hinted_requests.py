@@ -92,6 +92,7 @@ class HintedRequests:
         self._policy = IntakePolicy()
         self._calibrations = {is_sampled: Calibration() for is_sampled in (False, True)}
         self._commits: list[hints_pb2.SessionCommit] = []
+        self.is_telling_urgent = False  # whether somebody waits for what `take_commits` returns
         self._announced: set[int] = set()  # numbers of the requests that the hint server knows
         self.num_stale = 0  # hints dropped because the committed tokens differ, of requests that ended
         self.num_bad = 0  # messages that were invalid, or about no open request
@@ -143,6 +144,7 @@ class HintedRequests:
         if request.number in self._announced:
             self._announced.discard(request.number)
             self._commits.append(self._commit_of(request, is_finished=True))
+            self.is_telling_urgent = True
 
     def idle(self) -> None:
         """Notes that there is nothing to run, so that the time until the next step is no step's."""
@@ -171,6 +173,7 @@ class HintedRequests:
             return None
         frame = hints_pb2.CommitFrame(commits=self._commits)
         self._commits.clear()
+        self.is_telling_urgent = False
         return frame
 
     def take(self, frame: hints_pb2.HintFrame, at: float) -> None:
@@ -192,6 +195,7 @@ class HintedRequests:
         is_measured = self._may_pause and not self._has_fixed_width and not request.is_always
         request.intake = self._policy.start(max(len(self._requests), 1)) if is_measured else SessionIntake()
         self._commits.append(self._commit_of(request))
+        self.is_telling_urgent = True
 
     def _detach(self, request: HintedRequest) -> None:
         """Hints that are there stay; no more are expected."""
@@ -294,6 +298,7 @@ class HintedRequests:
                 if request.accepts_hints:
                     request.timing = request.timing.fresh(now)
                 self._commits.append(self._commit_of(request))
+                self.is_telling_urgent = True
 
     def _shares(self, requests: Sequence[HintedRequest]) -> IntakeShares | None:
         followed = [request for request in requests if request.attachment and not request.is_always]
@@ -330,6 +335,7 @@ class HintedRequests:
         commit = self._commit_of(request, num_tried=len(verified), num_held=num_matched)
         if request.number in self._announced:
             self._commits.append(commit)
+            self.is_telling_urgent |= request.accepts_hints
         request.committed_len += len(token_ids)
         if request.accepts_hints:
             request.timing.on_commit(now, request.num_ready, request.committed_len)

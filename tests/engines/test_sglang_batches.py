@@ -326,6 +326,7 @@ def test_a_draft_whose_hints_are_never_accepted_is_paused() -> None:
     engine = Engine()
     engine.link, engine.batches = link, BatchHints(EngineHints(requests, link), WIDTH)  # type: ignore[arg-type]
     engine.prefill(request("a", [1, 2, 3]))
+    link.hint(1, [0] * 3)  # once a draft worker has sent something, it is told of each step
     fed = []
     for _ in range(200):
         text = engine.text(engine.running[0])

@@ -121,7 +121,12 @@ def vllm_words(port: int, *flags: str, model: Path = TARGET, dtype: str = "float
     return [*words, "--max-model-len", "1024", "--max-num-seqs", "16", *flags]
 
 
-def hint_flags(draft_ports: list[int], hints_port: int, **settings: Any) -> list[str]:
+def hint_flags(
+    draft_ports: list[int],
+    hints_port: int,
+    scheduler: str = "outrider.engines.vllm.scheduler.HintScheduler",
+    **settings: Any,
+) -> list[str]:
     speculative = {
         "method": "custom_class",
         "model": "outrider.engines.vllm.no_drafts.NoDrafts",
@@ -129,7 +134,7 @@ def hint_flags(draft_ports: list[int], hints_port: int, **settings: Any) -> list
     }
     workers = [f"127.0.0.1:{port}" for port in draft_ports]
     return [
-        *("--scheduler-cls", "outrider.engines.vllm.scheduler.HintScheduler", "--no-async-scheduling"),
+        *("--scheduler-cls", scheduler, "--no-async-scheduling"),
         *("--speculative-config", json.dumps(speculative)),
         "--additional-config",
         json.dumps({"outrider": {"draft_workers": workers, "port": hints_port, **settings}}),
@@ -152,9 +157,9 @@ def environment(cores: str = "0-1") -> dict[str, str]:
 def running(folder: Path, name: str, *flags: str, hints_port: int = 0, **options: Any) -> Iterator[VllmServer]:
     """A server; the context is entered as soon as it starts, so that several start at once: `wait_ready`."""
     (port,) = free_ports(1)
-    cores = options.pop("cores", "0-1")
+    variables = environment(options.pop("cores", "0-1")) | options.pop("variables", {})
     log = folder / f"{name}.log"
-    server = VllmServer(start(vllm_words(port, *flags, **options), log, environment(cores)), port, hints_port)
+    server = VllmServer(start(vllm_words(port, *flags, **options), log, variables), port, hints_port)
     try:
         yield server
     finally:

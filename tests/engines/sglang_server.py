@@ -29,15 +29,16 @@ needs_sglang = pytest.mark.skipif(
 
 
 def installed(folder: Path) -> Path:
-    """A folder in which Python finds Outrider's entry points as if it were installed, and that of `sglang_kernels`."""
+    """A folder in which Python finds Outrider's entry points as if it were installed, and that of `sglang_kernels`, as
+    another package's: of two with one name only the first counts, and a clone may be installed, too."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][ENTRY_POINTS]
-    metadata = folder / "metadata" / "outrider-0.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outrider\nVersion: 0\n")
-    plugins = {**declared, "cpu_verify": "cpu_verify:register"}
-    lines = [f"[{ENTRY_POINTS}]", *(f"{name} = {value}" for name, value in plugins.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return metadata.parent
+    for package, plugins in (("outrider", declared), ("cpu-verify", {"cpu_verify": "cpu_verify:register"})):
+        metadata = folder / "metadata" / f"{package.replace('-', '_')}-0.dist-info"
+        metadata.mkdir(parents=True, exist_ok=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0\n")
+        lines = [f"[{ENTRY_POINTS}]", *(f"{name} = {value}" for name, value in plugins.items())]
+        (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder / "metadata"
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:

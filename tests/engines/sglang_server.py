@@ -47,6 +47,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "HF_HUB_OFFLINE": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",  # threads of two servers would spin on the same cores
         **variables,
     }
 

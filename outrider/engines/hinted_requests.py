@@ -143,8 +143,7 @@ class HintedRequests:
         self.num_stale += request.tree.num_stale
         if request.number in self._announced:
             self._announced.discard(request.number)
-            self._commits.append(self._commit_of(request, is_finished=True))
-            self.is_telling_urgent = True
+            self._note(self._commit_of(request, is_finished=True))
 
     def idle(self) -> None:
         """Notes that there is nothing to run, so that the time until the next step is no step's."""
@@ -169,11 +168,11 @@ class HintedRequests:
 
     def take_commits(self) -> hints_pb2.CommitFrame | None:
         """Returns what was committed since the last call; None when nothing was."""
+        self.is_telling_urgent = False
         if not self._commits:
             return None
         frame = hints_pb2.CommitFrame(commits=self._commits)
         self._commits.clear()
-        self.is_telling_urgent = False
         return frame
 
     def take(self, frame: hints_pb2.HintFrame, at: float) -> None:
@@ -194,8 +193,7 @@ class HintedRequests:
         request.decoder, request.acceptance = HintDecoder(), BlockAcceptance()
         is_measured = self._may_pause and not self._has_fixed_width and not request.is_always
         request.intake = self._policy.start(max(len(self._requests), 1)) if is_measured else SessionIntake()
-        self._commits.append(self._commit_of(request))
-        self.is_telling_urgent = True
+        self._note(self._commit_of(request))
 
     def _detach(self, request: HintedRequest) -> None:
         """Hints that are there stay; no more are expected."""
@@ -297,8 +295,7 @@ class HintedRequests:
             if request.intake.update(may_accept_hints=may_accept_hints):
                 if request.accepts_hints:
                     request.timing = request.timing.fresh(now)
-                self._commits.append(self._commit_of(request))
-                self.is_telling_urgent = True
+                self._note(self._commit_of(request))
 
     def _shares(self, requests: Sequence[HintedRequest]) -> IntakeShares | None:
         followed = [request for request in requests if request.attachment and not request.is_always]
@@ -334,12 +331,16 @@ class HintedRequests:
         request.path = []
         commit = self._commit_of(request, num_tried=len(verified), num_held=num_matched)
         if request.number in self._announced:
-            self._commits.append(commit)
-            self.is_telling_urgent |= request.accepts_hints
+            self._note(commit, is_urgent=request.accepts_hints)
         request.committed_len += len(token_ids)
         if request.accepts_hints:
             request.timing.on_commit(now, request.num_ready, request.committed_len)
         return len(token_ids)
+
+    def _note(self, commit: hints_pb2.SessionCommit, *, is_urgent: bool = True) -> None:
+        """Keeps a message for `take_commits`."""
+        self._commits.append(commit)
+        self.is_telling_urgent |= is_urgent
 
     def _commit_of(
         self, request: HintedRequest, *, is_finished: bool = False, num_tried: int = 0, num_held: int = 0

@@ -177,13 +177,16 @@ def timing(path_len: int, now: float, *, first_s: float = 0.004, gap_s: float = 
     return made
 
 
+SESSIONS = st.lists(
+    st.tuples(st.integers(0, 9), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)), max_size=4
+)
+"""Of each: hints that are there, acceptance, most hints, seconds to the first one and between two."""
+
+
 class TestBestWait:
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(
-        sessions=st.lists(
-            st.tuples(st.integers(0, 6), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)),
-            max_size=4,
-        ),
+        sessions=SESSIONS,
         elapsed=st.floats(0, 0.05),
         longest_s=st.floats(0, 0.02),
     )
@@ -203,10 +206,7 @@ class TestBestWait:
 
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(
-        sessions=st.lists(
-            st.tuples(st.integers(0, 9), RATES, st.integers(0, 8), st.floats(1e-5, 0.02), st.floats(1e-5, 0.02)),
-            max_size=4,
-        ),
+        sessions=SESSIONS,
         num_others=st.integers(0, 3),
         usual_rate=st.floats(0.0, 2.0),
     )

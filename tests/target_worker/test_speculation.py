@@ -180,7 +180,7 @@ def timing(path_len: int, now: float, *, first_s: float = 0.004, gap_s: float = 
 SESSIONS = st.lists(
     st.tuples(st.integers(0, 9), RATES, st.integers(0, 8), st.floats(1e-5, 0.05), st.floats(1e-5, 0.05)), max_size=4
 )
-"""Of each: hints that are there, acceptance, most hints, seconds to the first one and between two."""
+"""Hints that are there, acceptance, most hints, seconds to the first one and between two, for each session."""
 
 
 class TestBestWait:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.features import ModuleTaps
 from outrider.engine.layers.attention import LayerCache, attending
 from outrider.engine.layers.paged_attention import Attend, PagedStep, window_of
 from outrider.engine.layers.paged_layout import PagedPlan, PagedShape, plan_paged
@@ -33,6 +34,7 @@ class _Graph:
     numbers: torch.Tensor  # int32 [shape.size], read by the graph
     logits: torch.Tensor  # float32 [num_rows, vocab_size], written by it
     replay: Callable[[], None]
+    tapped: torch.Tensor | None  # [num_rows, num_taps, width], written by it
 
 
 class DeviceSteps:
@@ -58,10 +60,23 @@ class DeviceSteps:
             for num_copies in sorted({0, num_scratch_entries})
         ]
         self._graphs: dict[PagedShape, _Graph] = {}
+        self._taps: ModuleTaps | None = None
+
+    def tap(self, taps: ModuleTaps) -> None:
+        """Makes `forward` copy the states that `taps` keeps; captures the graphs anew if there are any."""
+        self._taps = taps
+        if self._graphs:
+            self._graphs = {}
+            self.capture()
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[SequenceChunk], wanted: Sequence[int]) -> torch.Tensor | None:
-        """Returns float32 logits of the rows `wanted`, [len(wanted), vocab_size]; None where the step does not fit."""
+    def forward(
+        self, chunks: Sequence[SequenceChunk], wanted: Sequence[int], tapped: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Returns float32 logits of the rows `wanted`, [len(wanted), vocab_size]; None where the step does not fit.
+
+        tapped: filled with the tapped states.  # [num_rows, num_taps, width]
+        """
         plan = plan_paged(
             [chunk.query_block() for chunk in chunks],
             [token_id for chunk in chunks for token_id in chunk.token_ids],
@@ -74,10 +89,13 @@ class DeviceSteps:
         least = plan.shape
         shape = next((each for each in self._graphs if each.holds(least)), None)
         if shape is None:
-            return self._run(self._upload(plan.write_down(least)), least, len(wanted))
+            logits, states = self._run(self._upload(plan.write_down(least)), least, len(wanted))
+            _copy(states, tapped)
+            return logits
         graph = self._graphs[shape]
         graph.numbers.copy_(self._upload(plan.write_down(shape)))
         graph.replay()
+        _copy(graph.tapped, tapped)
         return graph.logits[: len(wanted)].clone()  # the next step overwrites them
 
     def capture(self) -> None:
@@ -93,12 +111,14 @@ class DeviceSteps:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-                logits = self._run(numbers, shape, shape.num_rows)
-            self._graphs[shape] = _Graph(numbers, logits, graph.replay)
+                logits, tapped = self._run(numbers, shape, shape.num_rows)
+            self._graphs[shape] = _Graph(numbers, logits, graph.replay, tapped)
         self._graphs = {shape: self._graphs[shape] for shape in self._shapes}  # the smallest first
         logger.info("steps of up to %d rows are CUDA graphs", GRAPH_ROWS[-1])
 
-    def _run(self, numbers: torch.Tensor, shape: PagedShape, num_wanted: int) -> torch.Tensor:
+    def _run(
+        self, numbers: torch.Tensor, shape: PagedShape, num_wanted: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         step = PagedStep(numbers, shape, self._layers, self._windows, self._block_size, self._attend)
         with attending(step):
             logits: torch.Tensor = self._model(
@@ -108,12 +128,17 @@ class DeviceSteps:
                 logits_to_keep=step.wanted[:num_wanted],
             ).logits
         assert step.num_calls == len(self._layers), "some layers did not attend through the paged cache"
-        return logits[0].float()
+        return logits[0].float(), None if self._taps is None else self._taps.take()
 
     def _upload(self, numbers: npt.NDArray[np.int32]) -> torch.Tensor:
         tensor = torch.from_numpy(numbers)
         device = self._layers[0].keys.device
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _copy(states: torch.Tensor | None, tapped: torch.Tensor | None) -> None:
+    if states is not None and tapped is not None:
+        tapped.copy_(states[: tapped.shape[0]])
 
 
 def empty_step(shape: PagedShape) -> npt.NDArray[np.int32]:

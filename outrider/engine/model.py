@@ -20,6 +20,7 @@ from torch import nn
 
 from outrider.engine.device import choose_device, read_facts
 from outrider.engine.device_steps import DeviceSteps
+from outrider.engine.features import FeatureSource, ModuleTaps
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv.kv_plan import LOOKAHEAD_ENTRIES as LOOKAHEAD_ENTRIES
 from outrider.engine.kv.kv_plan import KvPlan
@@ -99,6 +100,10 @@ class Engine:
         self._fused: FusedDecoder | None = None
         self._device_steps: DeviceSteps | None = None
         self._foreign: _ForeignVocabulary | None = None
+        self._source: FeatureSource | None = None
+        self._taps: ModuleTaps | None = None
+        self.features: torch.Tensor | None = None
+        """Features of the entries in every slot, once `tap` was called.  # [num_slots, size]"""
 
     @property
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -135,6 +140,22 @@ class Engine:
         self._meet_first()
         self._device_steps.capture()
 
+    def tap(self, source: FeatureSource) -> None:
+        """Makes every step keep the features of its rows. Raises ModelLoadError where the model has no such states."""
+        if not all(0 <= layer_id <= self.num_layers for layer_id in source.layer_ids):
+            raise ModelLoadError(
+                f"a draft head reads the states {source.layer_ids}, and the model has layers 0 to {self.num_layers - 1}"
+            )
+        num_slots = self._scratch_block_ids.stop * self.block_size
+        self._source = source
+        self.features = _cache((num_slots, source.size), DTYPES[self.config.dtype], self.device)
+        if self._fused is not None:
+            self._fused.tap(source.layer_ids)
+            return
+        self._taps = ModuleTaps(self.model, source.layer_ids)
+        if self._device_steps is not None:
+            self._device_steps.tap(self._taps)
+
     def set_vocabulary(self, vocabulary: VocabularyMap, end_of_sequence_ids: frozenset[int]) -> None:
         """Makes the engine take and return token ids of another vocabulary, with these end-of-sequence ids."""
         device = self.device
@@ -167,10 +188,26 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        if self._source is None:
+            return self._run(chunks, None)
+        num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        width: int = self.model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
+        tapped = torch.empty(
+            *(num_rows, len(self._source.layer_ids), width), dtype=DTYPES[self.config.dtype], device=self.device
+        )
+        logits = self._run(chunks, tapped)
+        assert self.features is not None
+        slots = np.concatenate(
+            [chunk.kv.slots(chunk.kv.length - len(chunk.token_ids), chunk.kv.length) for chunk in chunks]
+        )
+        self.features.index_copy_(0, torch.from_numpy(slots).to(self.device), self._source.features(tapped))
+        return logits
+
+    def _run(self, chunks: Sequence[SequenceChunk], tapped: torch.Tensor | None) -> torch.Tensor:
         wanted = _wanted_rows(chunks)
         if self._device_steps is not None:
             num_rows = sum(len(chunk.token_ids) for chunk in chunks)
-            logits = self._device_steps.forward(chunks, range(num_rows) if wanted is None else wanted)
+            logits = self._device_steps.forward(chunks, range(num_rows) if wanted is None else wanted, tapped)
             if logits is not None:
                 return logits
         device = self.device
@@ -178,7 +215,7 @@ class Engine:
         blocks = [chunk.query_block() for chunk in chunks]
         if self._fused is not None:
             rows = None if wanted is None else torch.tensor(wanted)
-            return self._fused.forward(token_ids, blocks, rows).float()
+            return self._fused.forward(token_ids, blocks, rows, tapped).float()
         layout = plan_step(blocks, self.layers)
         num_tokens = token_ids.shape[0]
         padding = token_ids[:1].expand(padded_rows(num_tokens) - num_tokens)
@@ -189,6 +226,8 @@ class Engine:
                 use_cache=False,
                 logits_to_keep=torch.tensor(range(num_tokens) if wanted is None else wanted, device=device),
             ).logits
+        if tapped is not None and self._taps is not None:
+            tapped.copy_(self._taps.take()[:num_tokens])
         if layout.num_calls != self.num_layers:
             raise ModelLoadError(f"{layout.num_calls} of {self.num_layers} layers attended through the paged cache")
         return all_logits[0].float()
@@ -197,7 +236,10 @@ class Engine:
     def _move_entries(self, source_slots: npt.NDArray[np.int64], destination_slots: npt.NDArray[np.int64]) -> None:
         device = self.device
         sources, destinations = (torch.from_numpy(slots).to(device) for slots in (source_slots, destination_slots))
-        for cache in (tensor for layer in self.caches for tensor in layer):
+        moved = [tensor for layer in self.caches for tensor in layer]
+        if self.features is not None:
+            moved.append(self.features)
+        for cache in moved:
             cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
     def _send(self, kind: RankMessage, numbers: npt.NDArray[np.int32]) -> None:
@@ -277,7 +319,7 @@ def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
     return wanted or [0]  # the output layer needs at least one row
 
 
-def _cache(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+def _cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A tensor of zeros. On a CPU its memory is committed as it is written; `torch.zeros` would commit all of it."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

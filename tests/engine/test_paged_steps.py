@@ -166,7 +166,7 @@ def test_a_larger_shape_changes_no_bit(pair: Pair) -> None:
     shape = PagedShape(32, 20, MAX_BLOCKS, NUM_SCRATCH * BLOCK_SIZE)
     assert shape.holds(plan.shape)
     with torch.inference_mode():
-        logits = pair.steps._run(torch.from_numpy(plan.write_down(shape)), shape, 32)
+        logits, _ = pair.steps._run(torch.from_numpy(plan.write_down(shape)), shape, 32)
     kv.free()
     assert torch.equal(logits[:5], expected)
     assert bool(logits.isfinite().all())
@@ -178,7 +178,7 @@ def test_a_step_of_nothing_but_padding_is_harmless(pair: Pair) -> None:
     kept = line(pair, text(20, 1, pair.engine.vocab_size), 0)
     shape = PagedShape(16, 17, MAX_BLOCKS, NUM_SCRATCH * BLOCK_SIZE)
     with torch.inference_mode():
-        logits = pair.steps._run(torch.from_numpy(empty_step(shape)), shape, 16)
+        logits, _ = pair.steps._run(torch.from_numpy(empty_step(shape)), shape, 16)
     assert bool(logits.isfinite().all())
     assert torch.equal(line(pair, text(20, 1, pair.engine.vocab_size), 0), kept)
 

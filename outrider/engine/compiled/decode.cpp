@@ -49,6 +49,8 @@ struct Decoder {
   const float *cosines, *sines;
   float epsilon;
   int32_t num_threads;
+  const int64_t* taps;
+  int64_t num_taps;
 };
 
 #if HAS_PRODUCTS
@@ -241,7 +243,7 @@ EXPORT void multiply_bfloat16(const Matrix* matrix, const BFloat16* inputs, BFlo
   multiply(*matrix, inputs, outputs, num_rows, num_threads);
 }
 
-EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int64_t* token_ids, const int64_t* wanted, int64_t num_wanted, BFloat16* activations, float* scores, int64_t stride, int32_t* slots, float* logits) {
+EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int64_t* token_ids, const int64_t* wanted, int64_t num_wanted, BFloat16* activations, float* scores, int64_t stride, int32_t* slots, float* logits, BFloat16* tapped) {
   const int64_t rows = step->num_rows, width = decoder->width;
   BFloat16 *residual = activations, *normed = residual + rows * width, *addend = normed + rows * width;
   BFloat16 *narrow = addend + rows * width, *wide = narrow + rows * std::max(decoder->attended_width, decoder->intermediate);
@@ -252,9 +254,18 @@ EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int6
   const auto product = [decoder](const Matrix& matrix, const BFloat16* from, auto* to, int64_t count) {
     multiply(matrix, from, to, count, decoder->num_threads);
   };
+  const auto tap = [decoder, tapped, rows, width](int64_t layer, const BFloat16* states) {
+    for (int64_t i = 0; tapped != nullptr && i < decoder->num_taps; ++i) {
+      if (decoder->taps[i] != layer) continue;
+      for (int64_t row = 0; row < rows; ++row) {
+        std::memcpy(tapped + (row * decoder->num_taps + i) * width, states + row * width, width * sizeof(BFloat16));
+      }
+    }
+  };
   for (int64_t index = 0; index < decoder->num_layers; ++index) {
     const Layer& layer = decoder->layers[index];
     add_rms_norm_bfloat16(residual, index == 0 ? nullptr : addend, layer.input_norm, normed, rows, width, decoder->epsilon);
+    tap(index, residual);
     product(layer.qkv, normed, wide, rows);
     rotate_and_store_bfloat16(wide, step, &layer.shape, decoder->cosines, decoder->sines, layer.query_norm, layer.key_norm, layer.keys, layer.values);
     if (!attend_bfloat16(wide, narrow, step, &layer.shape, layer.keys, layer.values, scores, stride, slots, 0, step->num_members)) return false;
@@ -264,15 +275,14 @@ EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int6
     silu_mul_bfloat16(wide, narrow, rows, decoder->intermediate);
     product(layer.down, narrow, addend, rows);
   }
+  add_rms_norm_bfloat16(residual, addend, decoder->norm, normed, rows, width, decoder->epsilon);
+  tap(decoder->num_layers, normed);
   if (wanted != nullptr) {  // ascending, so that nothing is overwritten before it is moved
     for (int64_t i = 0; i < num_wanted; ++i) {
-      std::memmove(residual + i * width, residual + wanted[i] * width, width * sizeof(BFloat16));
-      std::memmove(addend + i * width, addend + wanted[i] * width, width * sizeof(BFloat16));
+      std::memmove(normed + i * width, normed + wanted[i] * width, width * sizeof(BFloat16));
     }
   }
-  const int64_t num_last = wanted == nullptr ? rows : num_wanted;
-  add_rms_norm_bfloat16(residual, addend, decoder->norm, normed, num_last, width, decoder->epsilon);
-  product(decoder->head, normed, logits, num_last);
+  product(decoder->head, normed, logits, wanted == nullptr ? rows : num_wanted);
   return true;
 }
 
@@ -280,6 +290,6 @@ EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int6
 
 EXPORT bool has_instructions(int64_t) { return false; }
 EXPORT void multiply_bfloat16(const Matrix*, const BFloat16*, BFloat16*, int64_t, int32_t) {}
-EXPORT bool decode_bfloat16(const Decoder*, const Step*, const int64_t*, const int64_t*, int64_t, BFloat16*, float*, int64_t, int32_t*, float*) { return false; }
+EXPORT bool decode_bfloat16(const Decoder*, const Step*, const int64_t*, const int64_t*, int64_t, BFloat16*, float*, int64_t, int32_t*, float*, BFloat16*) { return false; }
 
 #endif

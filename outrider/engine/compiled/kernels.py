@@ -20,7 +20,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # of the signatures; change it together with kernels_version() in kernels.cpp
+VERSION = 5  # of the signatures; change it together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
@@ -94,7 +94,7 @@ class Layer(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """All of a model for `decode`."""
+    """All of a model for `decode`. taps: int64 [num_taps], layers whose states are copied."""
 
     _fields_ = (
         ("layers", _POINTER),
@@ -106,6 +106,8 @@ class Decoder(ctypes.Structure):
         ("sines", _POINTER),
         ("epsilon", _FLOAT),
         ("num_threads", _INT32),
+        ("taps", _POINTER),
+        ("num_taps", _INT64),
     )
 
 
@@ -115,10 +117,11 @@ class Products:
     They take long enough to release the interpreter's lock.
 
     multiply(matrix, inputs, outputs, num_rows, num_threads): outputs = inputs @ weights + bias, all bfloat16.
-    decode(decoder, step, token_ids, wanted or None, num_wanted, activations, scores, stride, slots, logits): a step;
-    False for a token id outside the vocabulary, which is the head's number of outputs. token_ids and wanted are int64,
-    activations room for num_rows times (3 * width + max(attended_width, intermediate) + max(qkv's outputs, 2 *
-    intermediate)) bfloat16, logits float32 [num_wanted or num_rows, vocab].
+    decode(decoder, step, token_ids, wanted or None, num_wanted, activations, scores, stride, slots, logits, tapped or
+    None): a step; False for a token id outside the vocabulary, which is the head's number of outputs. token_ids and
+    wanted are int64, activations room for num_rows times (3 * width + max(attended_width, intermediate) + max(qkv's
+    outputs, 2 * intermediate)) bfloat16, logits float32 [num_wanted or num_rows, vocab], tapped bfloat16 [num_rows,
+    num_taps, width].
     """
 
     def __init__(self, library: ctypes.CDLL, instructions: Instructions) -> None:
@@ -127,7 +130,7 @@ class Products:
         self.multiply.argtypes = [_POINTER, _POINTER, _POINTER, _INT64, _INT32]
         self.multiply.restype = None
         self.decode = library.decode_bfloat16
-        self.decode.argtypes = [_POINTER] * 4 + [_INT64, _POINTER, _POINTER, _INT64, _POINTER, _POINTER]
+        self.decode.argtypes = [_POINTER] * 4 + [_INT64, _POINTER, _POINTER, _INT64, *[_POINTER] * 3]
         self.decode.restype = ctypes.c_bool
 
 

@@ -166,19 +166,32 @@ class FusedDecoder:
         self._model = model
         shape = self._layers[0].shape
         self._attended_width = shape.num_heads * shape.head_dim
+        self._taps = np.empty(0, dtype=np.int64)
         self._whole = self._as_one_call()
         self._scratch_stride = 0
         self._scores: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._slots: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Makes `forward` copy these hidden states, which `taps` numbers."""
+        self._taps = np.array(layer_ids, dtype=np.int64)
+        self._whole = self._as_one_call()
+
     def forward(
-        self, token_ids: torch.Tensor, blocks: Sequence[QueryBlock], wanted: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        blocks: Sequence[QueryBlock],
+        wanted: torch.Tensor | None,
+        tapped: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits of rows `wanted` (all, if None) of a flat step.  # [num_rows] int64 -> [num_wanted, vocab_size]"""
+        """Logits of rows `wanted` (all, if None) of a flat step.  # [num_rows] int64 -> [num_wanted, vocab_size]
+
+        tapped: filled with the tapped states.  # [num_rows, num_taps, width]
+        """
         step = RaggedStep(blocks, self._block_size)
         self._make_room(step.num_keys_max)
         if self._whole is not None:
-            return self._decode(self._whole, step, token_ids, wanted)
+            return self._decode(self._whole, step, token_ids, wanted, tapped)
         num_rows = step.num_rows
         residual = self._embed(token_ids)
         normed = torch.empty_like(residual)
@@ -194,11 +207,12 @@ class FusedDecoder:
         rotate_and_store, attend = self._kernels.rotate_and_store, self._kernels.attend
         width, epsilon = self._width, self._epsilon
         addend: torch.Tensor | None = None
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             shape_at = ctypes.addressof(layer.shape)
             keys_at, values_at = layer.keys.data_ptr(), layer.values.data_ptr()
             addend_at = None if addend is None else addend.data_ptr()
             add_rms_norm(residual_at, addend_at, layer.input_norm.data_ptr(), normed_at, num_rows, width, epsilon)
+            self._copy_tapped(index, residual, tapped)
             qkv = layer.qkv(normed)
             qkv_at = qkv.data_ptr()
             rotate_and_store(
@@ -218,15 +232,15 @@ class FusedDecoder:
             silu_mul(gate_up.data_ptr(), activated_at, num_rows, self._intermediate)
             addend = layer.down(activated)
         assert addend is not None
-        if wanted is not None:
-            residual, addend = residual.index_select(0, wanted), addend.index_select(0, wanted)
-            normed = torch.empty_like(residual)
-        add_rms_norm(
-            *(residual.data_ptr(), addend.data_ptr(), self._norm.data_ptr(), normed.data_ptr()),
-            *(residual.shape[0], width, epsilon),
-        )
-        logits: torch.Tensor = self._model.lm_head(normed)
+        add_rms_norm(residual_at, addend.data_ptr(), self._norm.data_ptr(), normed_at, num_rows, width, epsilon)
+        self._copy_tapped(len(self._layers), normed, tapped)
+        logits: torch.Tensor = self._model.lm_head(normed if wanted is None else normed.index_select(0, wanted))
         return logits
+
+    def _copy_tapped(self, index: int, states: torch.Tensor, tapped: torch.Tensor | None) -> None:
+        if tapped is not None:
+            for i in np.flatnonzero(self._taps == index):
+                tapped[:, i] = states
 
     def _as_one_call(self) -> compiled.Decoder | None:
         """The model in the format of `decode`; None where some product is not a compiled one."""
@@ -243,6 +257,7 @@ class FusedDecoder:
             *(ctypes.addressof(layers), len(layers), self._width, self._intermediate, self._attended_width),
             *(self._embedding.data_ptr(), self._norm.data_ptr(), self._model.lm_head.matrix),
             *(self._cosines.data_ptr(), self._sines.data_ptr(), self._epsilon, torch.get_num_threads()),
+            *(self._taps.ctypes.data, len(self._taps)),
         )
 
     def _decode(
@@ -251,6 +266,7 @@ class FusedDecoder:
         step: RaggedStep,
         token_ids: torch.Tensor,
         wanted: torch.Tensor | None,
+        tapped: torch.Tensor | None,
     ) -> torch.Tensor:
         products = compiled.products()
         assert products is not None
@@ -261,6 +277,7 @@ class FusedDecoder:
             *(ctypes.addressof(decoder), ctypes.addressof(step.struct), token_ids.data_ptr()),
             *(_address(wanted), num_wanted, room.data_ptr()),
             *(self._scores.ctypes.data, self._scratch_stride, self._slots.ctypes.data, logits.data_ptr()),
+            _address(tapped),
         )
         if not is_done:
             raise IndexError(f"a token id is outside the vocabulary of {decoder.head.num_outputs}")

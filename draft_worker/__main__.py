@@ -23,6 +23,7 @@ from outrider.worker.worker_process import leave
 from protos.outrider.v1 import draft_pb2_grpc
 
 if TYPE_CHECKING:
+    from outrider.engine.heads.head_engine import HeadEngine
     from outrider.engine.model import Engine
 
 logger = logging.getLogger("draft_worker")
@@ -65,16 +66,24 @@ async def serve(arguments: argparse.Namespace) -> None:
     name = arguments.served_model_name or arguments.model.resolve().name
     async with KIND.opened(arguments, partial(DraftMetrics, name)) as worker:
         process, metrics = worker.process, worker.metrics
-        engine = await worker.load()
         # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
+        from draft_worker import draft_heads
         from draft_worker.links import TargetDialer
         from draft_worker.runner import DraftCore
         from draft_worker.scheduler import DraftScheduler
         from draft_worker.server import DraftServicer
 
-        tokenizer_dir = await worker.beside(lambda: use_vocabulary(engine, arguments))
+        engine: Engine | HeadEngine
+        new_features = None
+        if await worker.beside(lambda: draft_heads.is_head(arguments.model)):
+            tokenizer_dir = draft_heads.target_of(arguments.model, arguments.target_tokenizer)
+            engine = head = await worker.load_with(partial(draft_heads.load, tokenizer_dir))
+            new_features = draft_heads.features_of(head)
+        else:
+            engine = model = await worker.load()
+            tokenizer_dir = await worker.beside(lambda: use_vocabulary(model, arguments))
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
-        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
+        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size, new_features)
         info = await worker.beside(
             lambda: worker_info(
                 *(engine, process.options, name, process.incarnation),

@@ -219,6 +219,8 @@ class TargetLink:
                 session_id=action.session_id,
                 attachment=action.attachment,
                 known_len=action.known_len,
+                known_features=action.known_features,
+                head=action.head,
                 channel=channel,
                 hint_token=self.hint_tokens.get(action.session_id, ""),
             )
@@ -303,4 +305,6 @@ def _commit_event(session_id: str, commit: hints_pb2.SessionCommit) -> CommitRec
         commit.is_finished,
         commit.num_tried_hints,
         commit.num_held_hints,
+        commit.features,
+        commit.features_from,
     )

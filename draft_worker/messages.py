@@ -61,6 +61,8 @@ class CommitReceived:
     is_finished: bool
     num_verified: int = 0  # hints that were verified for these tokens
     num_matched: int = 0  # the leading ones of them that were accepted
+    features: bytes = b""  # for a draft head: of the positions from `features_from` on, as on the wire
+    features_from: int = 0
 
 
 Event = AttachSession | DetachSession | LinkOpened | CommitReceived
@@ -97,6 +99,8 @@ class Subscribe:
     session_id: str
     attachment: int
     known_len: int
+    head: str = ""  # fingerprint of the draft head, which takes features
+    known_features: int = 0  # leading positions whose features it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,8 @@ class StepItem:
     tree_start: int = 0
     paths: Sequence[Sequence[int]] | None = None  # KV entries that each node attends to, as in QueryBlock
     chain: Chain | None = None
+    # For a draft head: slots of the entries before the fed ones, and the target's features there, as on the wire.
+    features: tuple[npt.NDArray[np.int64], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

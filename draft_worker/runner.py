@@ -11,6 +11,7 @@ import torch
 from draft_worker.limits import NUM_ALTERNATIVES
 from draft_worker.messages import Action, Chain, Event, Expansion, Step, StepItem
 from draft_worker.scheduler import DraftScheduler
+from outrider.engine.heads.head_engine import HeadEngine
 from outrider.engine.kv.idle_check import IdleCheck
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling.logit_processing import NEVER, is_idle, process
@@ -41,7 +42,7 @@ NOTHING = Expansion([], [])
 
 @torch.inference_mode()
 def run_step(
-    engine: Engine,
+    engine: Engine | HeadEngine,
     step: Step,
     num_children: int = NUM_CHILDREN,
     is_interrupted: Callable[[], bool] = lambda: False,
@@ -53,6 +54,10 @@ def run_step(
     """
     for move in step.moves:
         engine.move_entries(move.source_slots, move.destination_slots)
+    for item in step.items:
+        if item.features is not None:
+            assert isinstance(engine, HeadEngine)
+            engine.take_features(*item.features)
     chunks = [
         SequenceChunk(item.kv, item.token_ids, len(item.node_ids), item.tree_start, item.paths) for item in step.items
     ]
@@ -244,7 +249,7 @@ class DraftCore:
     def __init__(
         self,
         scheduler: DraftScheduler,
-        engine: Engine,
+        engine: Engine | HeadEngine,
         metrics: DraftMetrics,
         has_events: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 
+from draft_worker.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import (
     Action,
@@ -53,8 +55,16 @@ PLAIN_DECAY = 0.9
 class DraftScheduler:
     """Schedules all sessions of one draft worker."""
 
-    def __init__(self, limits: DraftLimits, allocator: BlockAllocator, vocab_size: int) -> None:
+    def __init__(
+        self,
+        limits: DraftLimits,
+        allocator: BlockAllocator,
+        vocab_size: int,
+        new_features: Callable[[], ArrivedFeatures] | None = None,
+    ) -> None:
+        """new_features: those of a new session, where the draft is a head."""
         self.limits = limits
+        self._new_features = new_features
         self.allocator = allocator
         self.vocab_size = vocab_size
         self._sessions: dict[str, DraftSession] = {}
@@ -136,6 +146,7 @@ class DraftScheduler:
         self._num_sessions_of[session.target_address] += 1
         # While the target accepts no hints, a prefill would be wasted. When it does again, it says so at once.
         session.accepts_hints = session.target_address not in self._paused_targets
+        session.features = None if self._new_features is None else self._new_features()
         return [*actions, AttachmentAccepted(event.session_id), _subscribe(session)]
 
     def _make_room(self, now: float) -> list[Action]:
@@ -209,13 +220,17 @@ class DraftScheduler:
                 Unsubscribe(session.target_address, session.session_id),
                 AttachmentEnded(session.session_id),
             ]
+        is_gap = session.features is not None and not session.features.add(
+            event.features_from, event.features, known_len + len(new_token_ids) - 1
+        )
         if new_token_ids:
             move = session.commit(new_token_ids)
             if move is not None:
                 self._moves.append(move)
         is_resumed = event.accepts_hints and not session.accepts_hints
         session.accepts_hints = event.accepts_hints
-        return self._resend(session) if is_resumed else []
+        again: list[Action] = [_subscribe(session)] if is_gap else []
+        return again + (self._resend(session) if is_resumed else [])
 
     def next_step(self) -> Step | None:
         """Returns a step over everything that can grow, or None when nothing can."""
@@ -348,4 +363,6 @@ class DraftScheduler:
 
 def _subscribe(session: DraftSession) -> Subscribe:
     known_len = len(session.token_ids)
-    return Subscribe(session.target_address, session.session_id, session.attachment, known_len)
+    features = session.features
+    wish = ("", 0) if features is None else (features.head, features.num_known)
+    return Subscribe(session.target_address, session.session_id, session.attachment, known_len, *wish)

@@ -8,6 +8,9 @@ blocks can be shared with other sessions. Entries of nodes are never shared.
 An alternative becomes a node, and is sent, only when it is fed next: without a continuation it is useless to the
 target. Until then its parent keeps it.
 
+A draft head computes committed entries from the target's features alone, which come with the commits. Its nodes below
+are computed from its own states, so a commit, which brings the features of what they guessed, starts a new tree.
+
 Invariants: while `num_prefix == len(token_ids)` the cursor is fed; otherwise the tokens without KV are pending and the
 tree is empty. Every node that is kept was sent, so the target's cursor can go wherever this one can.
 """
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from draft_worker.arrived_features import ArrivedFeatures
 from draft_worker.candidates import Candidates
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Expansion, KVMove
@@ -71,6 +75,7 @@ class DraftSession:
     calibration: Calibration | None = None  # shared by its decoding mode; None under rejection
     attached_at: float = 0.0  # shell's clock, seconds
     is_background: bool = False
+    features: ArrivedFeatures | None = None  # of a draft head
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=_root)
     num_prefix: int = 0
@@ -127,6 +132,12 @@ class DraftSession:
         Returns the KV entries to move so that the kept ones are contiguous again.
         """
         self._calibrate(token_ids)
+        if self.features is not None:
+            self.token_ids.extend(token_ids)
+            self._read(token_ids)
+            self._plant()
+            self.kv.truncate(self.num_prefix)
+            return None
         path: list[DraftNode] = []
         is_lost = self.num_pending > 0
         for token_id in token_ids:
@@ -265,6 +276,8 @@ class DraftSession:
 
     def wants_to_grow(self) -> bool:
         """Whether more nodes may be drafted."""
+        if self.features is not None and self.features.num_known < len(self.token_ids) - 1:
+            return False
         return self.accepts_hints and len(self.token_ids) < self.limits.max_model_len - 1
 
     def begin(self) -> int:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from draft_worker.arrived_features import ArrivedFeatures
 from draft_worker.messages import Chain, StepItem
 from draft_worker.session import DraftNode, DraftSession
 from outrider.engine.sampling.logit_context import LogitContext
@@ -14,9 +20,22 @@ def prefill_item(session: DraftSession, budget: int, min_chain_reach: float) -> 
     is_last = count == session.num_pending
     session.kv.extend(count)
     if not is_last:
-        return _item(session, token_ids, [], [])
-    chain = _chain(session, session.cursor_node, session.kv.length, [], min_chain_reach)
-    return _item(session, token_ids, [session.cursor], [[]], chain=chain)
+        item = _item(session, token_ids, [], [])
+    else:
+        chain = _chain(session, session.cursor_node, session.kv.length, [], min_chain_reach)
+        item = _item(session, token_ids, [session.cursor], [[]], chain=chain)
+    return item if session.features is None else replace(item, features=_features(session, session.features, count))
+
+
+def _features(
+    session: DraftSession, arrived: ArrivedFeatures, count: int
+) -> tuple[npt.NDArray[np.int64], bytes] | None:
+    """Those that the next `count` entries take, each of the entry before it."""
+    start, end = max(session.num_prefix - 1, 0), session.num_prefix + count - 1
+    if start == end:
+        return None
+    arrived.drop_before(start)
+    return session.kv.slots(start, end), arrived.rows(start, end)
 
 
 def grow_item(session: DraftSession, node_ids: list[int], min_chain_reach: float) -> StepItem:

@@ -50,6 +50,19 @@ def lead_and_test(engine: Engine) -> None:
         logger.warning("NOT batch-invariant here, output may depend on the batch composition: %s", "; ".join(failures))
 
 
+def tap_for_head(engine: Engine, arguments: argparse.Namespace) -> str:
+    """Makes the engine keep what the draft head reads; returns its fingerprint, empty without a head. Raises
+    ConfigurationError."""
+    from outrider.engine.heads.loading import feature_source
+    from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
+
+    folder = arguments.draft_head
+    if folder is None:
+        return ""
+    engine.tap(feature_source(folder, arguments.model, engine.config.dtype, engine.device))
+    return checkpoint_fingerprint(folder)
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = from_flags(SchedulerLimits, arguments)
@@ -73,8 +86,10 @@ async def serve(arguments: argparse.Namespace) -> None:
             )
         )
         grammars = await worker.beside(lambda: grammar_compiler(engine, arguments.model))
+        head = await worker.beside(lambda: tap_for_head(engine, arguments))
         await worker.beside(lambda: lead_and_test(engine))
         servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=worker.tracing)
+        servicer.hints.use_head(head)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.services)
         hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, process.services)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from outrider.engine.options import EngineOptions
 from outrider.observability.vllm_names import MetricsNames
@@ -30,6 +31,11 @@ class Service:
     served_model_name: str | None = setting(
         None, "name that clients ask for", MODEL, "name", shows="the model folder's name"
     )
+    draft_head: Path | None = setting(
+        None, "folder of a draft head (EAGLE-3) that draft workers run: what it reads of this model's hidden states is "
+        "sent to them with the committed tokens",
+        MODEL, "folder", shows="none",
+    )  # fmt: skip
     metrics_names: MetricsNames = setting(
         MetricsNames.BOTH, "names of the metrics that vLLM has, too: outrider_..., vllm:... or both; others have only "
         "ours",

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from outrider.engine.features import packed
 from outrider.engine.kv.idle_check import IdleCheck
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling.logit_edits import edits_of
@@ -17,7 +18,16 @@ from outrider.engine.sampling.transfers import filled
 from outrider.engine.sampling.verification import Verdict, VerificationRequest, verify
 from outrider.grammar import GrammarViolation
 from outrider.observability.telemetry import TargetMetrics
-from target_worker.messages import Action, Event, HintsArrived, Step, StepItem, StepResult, WaitForHints
+from target_worker.messages import (
+    Action,
+    CommitPublished,
+    Event,
+    HintsArrived,
+    Step,
+    StepItem,
+    StepResult,
+    WaitForHints,
+)
 from target_worker.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -79,6 +89,18 @@ def _num_rows_within_limits(item: StepItem) -> int:
     return item.num_decided
 
 
+def with_features(actions: list[Action], features: torch.Tensor | None) -> list[Action]:
+    """The same actions, whose commits have the features that they name.  # [num_slots, size], None: there are none"""
+    if features is None:
+        return actions
+    return [
+        replace(action, features=packed(features, action.feature_slots), feature_slots=None)
+        if isinstance(action, CommitPublished) and action.feature_slots is not None
+        else action
+        for action in actions
+    ]
+
+
 class TargetCore:
     """The scheduler and the engine as one core for the model thread."""
 
@@ -93,7 +115,7 @@ class TargetCore:
         self._idle_check = IdleCheck(scheduler.allocator, metrics.num_integrity_failures)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        actions = self.scheduler.handle(event, now)
+        actions = with_features(self.scheduler.handle(event, now), self.engine.features)
         if not isinstance(event, HintsArrived):
             self._observe_load()
         return actions
@@ -124,7 +146,7 @@ class TargetCore:
         self._metrics.step_sessions.observe(len(decision.items))
         actions = self.scheduler.finish_step(decision, result, time.monotonic())
         self._observe_load()
-        return actions, 0.0
+        return with_features(actions, self.engine.features), 0.0
 
     def _observe_load(self) -> None:
         self._metrics.num_requests_running.set(self.scheduler.num_running)

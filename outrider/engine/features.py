@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -31,6 +33,18 @@ class FeatureSource:
         """Maps tapped states.  # [num_rows, num_taps, width] -> [num_rows, size]"""
         joined = tapped.flatten(1)
         return joined if self.project is None else self.project(joined)
+
+
+def packed(features: torch.Tensor, slots: npt.NDArray[np.int64]) -> bytes:
+    """Features as they travel: bfloat16 in little-endian order.  # [num_slots, size], [n]"""
+    chosen = features.index_select(0, torch.from_numpy(slots).to(features.device))
+    return chosen.to(device="cpu", dtype=torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).tobytes()
+
+
+def unpacked(data: bytes, size: int) -> torch.Tensor:
+    """Reads what `packed` made.  # [n, size] bfloat16"""
+    numbers = np.frombuffer(data, dtype="<i2").astype(np.int16)
+    return torch.from_numpy(numbers).view(torch.bfloat16).view(-1, size)
 
 
 class ModuleTaps:

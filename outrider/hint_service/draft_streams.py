@@ -41,6 +41,8 @@ MAX_FRAME_NODES = 16384  # twice as many as a draft worker gathers
 MAX_COMMITS_PER_FRAME = 256
 NEWCOMER_S = 1.0  # how long a new draft stream shares its part of the loop with other new ones
 MAX_PENDING_COMMITS = 4096  # per draft stream; one that exceeds it is closed
+MAX_PENDING_FEATURE_BYTES = 1 << 27  # the same
+MAX_FRAME_FEATURE_BYTES = 1 << 21  # and one commit's, which may be half as many
 ENDED_CHANNELS_KEPT = 256  # per draft stream: hints of the sessions that ended last may still be on their way
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -64,6 +66,7 @@ class DraftStream:
         self.followed: dict[str, int] = {}  # session id -> the channel that its commits go to
         self._ended: deque[tuple[int, HintChannel]] = deque()  # those that nobody follows any more, oldest first
         self._pending: list[hints_pb2.SessionCommit] = []
+        self._num_feature_bytes = 0  # of those pending
         self._pong = 0
         self._wake = asyncio.Event()
         self.is_overrun = False
@@ -97,10 +100,12 @@ class DraftStream:
     def put(self, commit: hints_pb2.SessionCommit) -> bool:
         """Queues a commit; false if too many are unread, which ends the stream."""
         self._wake.set()
-        if len(self._pending) >= MAX_PENDING_COMMITS:
+        num_feature_bytes = self._num_feature_bytes + len(commit.features)
+        if len(self._pending) >= MAX_PENDING_COMMITS or num_feature_bytes > MAX_PENDING_FEATURE_BYTES:
             self.is_overrun = True
             return False
         self._pending.append(commit)
+        self._num_feature_bytes = num_feature_bytes
         return True
 
     def answer_ping(self, ping: int) -> None:
@@ -116,8 +121,13 @@ class DraftStream:
         """Waits for commits or a ping, and returns the next frame."""
         await self._wake.wait()
         self._wake.clear()
-        frame = hints_pb2.CommitFrame(commits=self._pending[:MAX_COMMITS_PER_FRAME], pong=self._pong)
-        del self._pending[:MAX_COMMITS_PER_FRAME]
+        count = num_bytes = 0
+        while count < min(len(self._pending), MAX_COMMITS_PER_FRAME) and num_bytes < MAX_FRAME_FEATURE_BYTES:
+            num_bytes += len(self._pending[count].features)
+            count += 1
+        frame = hints_pb2.CommitFrame(commits=self._pending[:count], pong=self._pong)
+        del self._pending[:count]
+        self._num_feature_bytes -= num_bytes
         self._pong = 0
         if self._pending:
             self._wake.set()
@@ -140,6 +150,12 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
         self._streams: dict[StreamId, DraftStream] = {}
         self._next_stream_id = 1
         self._newcomers = LoopShare()
+        self._head = ""
+        self._foreign_heads: set[str] = set()
+
+    def use_head(self, fingerprint: str) -> None:
+        """Names the draft head whose features commits may have."""
+        self._head = fingerprint
 
     def __len__(self) -> int:
         """The number of open streams."""
@@ -201,6 +217,18 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
             finally:
                 share.spend(time.thread_time() - cpu_began_s, time.monotonic())
 
+    def _num_features(self, subscribe: hints_pb2.Subscribe) -> int | None:
+        """Leading positions whose features the draft worker has; None if it gets none."""
+        if subscribe.head == self._head != "":
+            return subscribe.known_features
+        if subscribe.head and subscribe.head not in self._foreign_heads:
+            self._foreign_heads = {subscribe.head}  # one line for each, not for each session
+            logger.warning(
+                "a draft worker runs the draft head %s, and gets no features: the head here is %s",
+                *(subscribe.head[:16], self._head[:16] or "none (--draft-head)"),
+            )
+        return None
+
     def _take_frame(self, frame: hints_pb2.HintFrame, stream: DraftStream) -> None:
         self._metrics.num_hint_frames.inc()
         check_frame(frame)
@@ -216,7 +244,8 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
                 name, left = stream.follow(subscribe)
                 if left is not None:
                     self._submit(UnsubscribeDraft(stream.stream_id, left), is_from_peer=True)
-                self._submit(SubscribeDraft(stream.stream_id, name, subscribe.known_len), is_from_peer=True)
+                counts = subscribe.known_len, self._num_features(subscribe)
+                self._submit(SubscribeDraft(stream.stream_id, name, *counts), is_from_peer=True)
         for nodes in frame.nodes:
             channel = stream.channels.get(nodes.channel)
             event = None
@@ -265,4 +294,6 @@ def _commit_message(action: CommitPublished, channel: int) -> hints_pb2.SessionC
         is_finished=action.is_finished,
         num_tried_hints=action.num_verified,
         num_held_hints=action.num_matched,
+        features=action.features,
+        features_from=action.features_from,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from outrider.hints.hint_tree import Hint
 
 StreamId = int
@@ -11,11 +14,15 @@ StreamId = int
 
 @dataclass(frozen=True, slots=True)
 class SubscribeDraft:
-    """A draft worker asks for a session's commits; it knows the first `known_len` committed tokens."""
+    """A draft worker asks for a session's commits; it knows the first `known_len` committed tokens.
+
+    One that runs a draft head asks for features, too; it knows those of `num_features` positions.
+    """
 
     stream_id: StreamId
     session_id: str
     known_len: int
+    num_features: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,9 @@ class CommitPublished:
     is_finished: bool
     num_verified: int = 0  # the draft worker's hints that were verified for these tokens
     num_matched: int = 0  # the leading ones of them that were accepted
+    features_from: int = 0  # first position whose features are sent
+    feature_slots: npt.NDArray[np.int64] | None = None  # of the KV entries that have them
+    features: bytes = b""  # as on the wire
 
 
 HintEvent = SubscribeDraft | UnsubscribeDraft | CloseStream | HintsArrived

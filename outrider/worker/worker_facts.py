@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.registry.worker_record import Pool, WorkerRecord
+from outrider.worker.served_engine import ServedEngine
 from outrider.worker.worker_options import WorkerOptions
 from protos.outrider.v1 import common_pb2
 
-if TYPE_CHECKING:
-    from outrider.engine.model import Engine
-
 
 def worker_info(
-    engine: Engine,
+    engine: ServedEngine,
     options: WorkerOptions,
     name: str,
     incarnation: str,

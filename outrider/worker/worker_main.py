@@ -19,6 +19,7 @@ from outrider.security.tls import Role
 from outrider.settings import make_parser
 from outrider.worker.engine_options import engine_config
 from outrider.worker.model_thread import ActionT, Core, EventT
+from outrider.worker.served_engine import ServedEngine
 from outrider.worker.worker_facts import identity, record_from_info
 from outrider.worker.worker_options import worker_options
 from outrider.worker.worker_process import ResultT, WorkerProcess, leave, run_worker
@@ -90,9 +91,15 @@ class OpenedWorker(Generic[MetricsT]):
 
     async def load(self) -> Engine:
         """Loads the model, after the device and Redis have been found. Raises OutriderError, and Stopped."""
+        return await self.load_with(self._load)
+
+    async def load_with(self, load: Callable[[EngineOptions, str], ResultT]) -> ResultT:
+        """As `load`, of what another function of the options and the device loads."""
         device = await self.beside(self._find_device)
         await self.process.find_redis()
-        return await self.beside(lambda: self._load(device))
+        config = self.config
+        assert config is not None
+        return await self.beside(lambda: load(config, device))
 
     async def beside(self, work: Callable[[], ResultT]) -> ResultT:
         """Runs a part of loading beside the event loop (`WorkerProcess.beside`)."""
@@ -106,15 +113,14 @@ class OpenedWorker(Generic[MetricsT]):
         assert self.config is not None
         return find_device(self.config.device)
 
-    def _load(self, device: str) -> Engine:
+    def _load(self, config: EngineOptions, device: str) -> Engine:
         from outrider.engine.loading.loading import load_model
         from outrider.engine.ranks.rank_group import join_ranks
 
-        assert self.config is not None
-        return load_model(self.config, join_ranks(self.process.options.stall_exit_s, device))
+        return load_model(config, join_ranks(self.process.options.stall_exit_s, device))
 
 
-def grammar_compiler(engine: Engine, tokenizer_dir: Path) -> GrammarCompiler:
+def grammar_compiler(engine: ServedEngine, tokenizer_dir: Path) -> GrammarCompiler:
     from outrider.grammar import GrammarCompiler
 
     path = tokenizer_dir / "tokenizer.json"
@@ -123,7 +129,7 @@ def grammar_compiler(engine: Engine, tokenizer_dir: Path) -> GrammarCompiler:
 
 async def serve_until_stopped(
     worker: OpenedWorker[MetricsT],
-    engine: Engine,
+    engine: ServedEngine,
     core: Core[EventT, ActionT],
     servicer: WorkerServicer[EventT, ActionT],
     load: Callable[[], WorkerLoad],

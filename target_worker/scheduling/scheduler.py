@@ -226,7 +226,7 @@ class Scheduler:
         if not session.subscribers:
             session.reset_draft_statistics(now, self._wait.usual_timing)
             session.intake = self._intake.start(session, len(self._active()))
-        return session.subscribe(event.stream_id, event.known_len)
+        return session.subscribe(event.stream_id, event.known_len, event.num_features)
 
     def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
         session = self._sessions.get(session_id)

@@ -30,7 +30,7 @@ from target_worker.hints.hint_path import (
 )
 from target_worker.hints.lookup import LocalHints
 from target_worker.limits import SchedulerLimits
-from target_worker.messages import Action, CommitPublished, PromptScored, StartSession, StreamId
+from target_worker.messages import Action, PromptScored, StartSession, StreamId
 from target_worker.scheduling.output_grammar import (
     advance,
     cost_refusal,
@@ -39,6 +39,7 @@ from target_worker.scheduling.output_grammar import (
     up_to_completion,
 )
 from target_worker.scheduling.session_statistics import add_up_to_limit, count_outcome, count_step
+from target_worker.scheduling.subscribers import Subscriber, commits_for
 
 NO_PATH = HintPath([], 0)
 
@@ -56,14 +57,6 @@ class CommitOutcome:
     logprobs: list[TokenLogprobs] | None
     reason: target_pb2.FinishReason | None  # set when the session has ended
     stop_token_id: int | None
-
-
-@dataclass(slots=True)
-class Subscriber:
-    """A draft worker's stream that follows a session."""
-
-    sent_len: int  # committed tokens sent to it
-    is_paused: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -272,37 +265,27 @@ class Session:
         self.acceptance = BlockAcceptance()
         self.timing = usual.fresh(now)
 
-    def subscribe(self, stream_id: StreamId, known_len: int) -> list[Action]:
-        """Adds a draft worker's stream that knows the first `known_len` tokens."""
-        sent_len = min(known_len, self.committed_len)
-        self.subscribers[stream_id] = Subscriber(sent_len, is_paused=False)
-        return [self._commit_for(stream_id, is_finished=False, num_verified=0, num_matched=0)]
+    def subscribe(self, stream_id: StreamId, known_len: int, num_features: int | None = None) -> list[Action]:
+        """Adds a draft worker's stream that knows the first `known_len` tokens, and the features of `num_features`
+        positions if it wants these."""
+        subscriber = Subscriber(min(known_len, self.committed_len), is_paused=False, num_features=num_features)
+        self.subscribers[stream_id] = subscriber
+        return [*commits_for(self, stream_id, subscriber)]
 
     def publish(self, *, is_finished: bool = False, num_verified: int = 0, num_matched: int = 0) -> list[Action]:
         """Returns the messages due to its subscribers. A paused one gets none until that changes."""
         accepts_hints = self.accepts_hints
         return [
-            self._commit_for(stream_id, is_finished=is_finished, num_verified=num_verified, num_matched=num_matched)
+            commit
             for stream_id, subscriber in self.subscribers.items()
             if accepts_hints or is_finished or not subscriber.is_paused
+            for commit in commits_for(
+                *(self, stream_id, subscriber),
+                is_finished=is_finished,
+                num_verified=num_verified,
+                num_matched=num_matched,
+            )
         ]
-
-    def _commit_for(
-        self, stream_id: StreamId, *, is_finished: bool, num_verified: int, num_matched: int
-    ) -> CommitPublished:
-        subscriber = self.subscribers[stream_id]
-        from_len = subscriber.sent_len
-        subscriber.sent_len, subscriber.is_paused = self.committed_len, not self.accepts_hints
-        return CommitPublished(
-            stream_id,
-            self.session_id,
-            from_len,
-            self.token_ids[from_len:],
-            self.accepts_hints,
-            is_finished=is_finished,
-            num_verified=num_verified,
-            num_matched=num_matched,
-        )
 
     def commit(self, verdict: Verdict, hints: list[Hint], num_fed_hints: int) -> CommitOutcome:
         """Appends the tokens of a verdict up to a stop token, the grammar's end or the length limit, and rolls the KV

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.device_steps import DeviceSteps
 from outrider.engine.features import FeatureSource, ModuleTaps
 from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
 from tests import models
 from tests.engine.conformance import reference
 from tests.engine.sequences import text
-from tests.engine.test_paged_steps import BLOCK_SIZE, MAX_BLOCKS, NUM_SCRATCH, DeviceSteps, attend_row_by_row
+from tests.engine.test_paged_steps import BLOCK_SIZE, MAX_BLOCKS, NUM_SCRATCH, attend_row_by_row
 from tests.families import GREEN, Family
 
 LENGTH = 40
@@ -27,7 +28,7 @@ def tapped_engine(key: str, layer_ids: Sequence[int], dtype: str = "float32", **
 
 
 def width(engine: Engine) -> int:
-    config: Any = engine.model.config.get_text_config()  # type: ignore[union-attr,operator]
+    config: Any = engine.model.config.get_text_config()  # type: ignore[operator]
     return int(config.hidden_size)
 
 

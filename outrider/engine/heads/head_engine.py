@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.features import unpacked
 from outrider.engine.heads.head import DraftHead, hides_first
 from outrider.engine.heads.waves import Run, plan_waves
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
@@ -103,6 +104,16 @@ class HeadEngine:
         at = torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(self.device)
         self.features.index_copy_(0, at, vectors.to(self.device, self.features.dtype))
         self.allocator.is_given[slots] = True
+
+    def take_features(self, slots: npt.NDArray[np.int64], data: bytes) -> None:
+        """`set_features`, of features as they travel."""
+        self.set_features(slots, unpacked(data, self.feature_size))
+
+    # A head runs in one process, so that there are no ranks to lead.
+
+    def lead(self) -> None: ...
+    def idle(self) -> None: ...
+    def dismiss(self) -> None: ...
 
     def forget_features(self, slots: npt.NDArray[np.int64]) -> None:
         """Lets the head's own output take the place of the target's features, from the next run of the rows on."""

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from outrider.engine.features import FeatureSource
 from outrider.engine.heads import eagle3, medusa, mtp
 from outrider.engine.heads.checkpoint import HeadKind, TargetShape, open_head, target_shape
 from outrider.engine.heads.eagle3 import Eagle3Projection
@@ -50,6 +51,15 @@ def feature_shape(folder: Path, target_dir: Path) -> FeatureShape:
             return FeatureShape((), mtp.describe(head, target).hidden_size)
         case HeadKind.MEDUSA:
             return FeatureShape((), medusa.describe(head, target).hidden_size)
+
+
+def feature_source(folder: Path, target_dir: Path, dtype: str, device: str) -> FeatureSource:
+    """What the target keeps for the head in `folder`. Raises ModelLoadError."""
+    shape = feature_shape(folder, target_dir)
+    if not shape.layer_ids:
+        return FeatureSource((target_shape(target_dir).num_layers,), shape.feature_size)
+    projection = load_projection(folder, target_dir, DTYPES[dtype], device)
+    return FeatureSource(shape.layer_ids, shape.feature_size, projection.project)
 
 
 def load_head(options: EngineOptions, target_dir: Path) -> HeadEngine:

@@ -19,18 +19,22 @@ class HintFrame(_message.Message):
     def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("session_id", "attachment", "known_len", "channel", "hint_token")
+    __slots__ = ("session_id", "attachment", "known_len", "channel", "hint_token", "head", "known_features")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_LEN_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     HINT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FEATURES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     attachment: int
     known_len: int
     channel: int
     hint_token: str
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ..., hint_token: _Optional[str] = ...) -> None: ...
+    head: str
+    known_features: int
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ..., hint_token: _Optional[str] = ..., head: _Optional[str] = ..., known_features: _Optional[int] = ...) -> None: ...
 
 class HintNodes(_message.Message):
     __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences")
@@ -65,7 +69,7 @@ class CommitFrame(_message.Message):
     def __init__(self, commits: _Optional[_Iterable[_Union[SessionCommit, _Mapping]]] = ..., pong: _Optional[int] = ...) -> None: ...
 
 class SessionCommit(_message.Message):
-    __slots__ = ("channel", "from_len", "token_ids", "is_paused", "is_finished", "num_tried_hints", "num_held_hints")
+    __slots__ = ("channel", "from_len", "token_ids", "is_paused", "is_finished", "num_tried_hints", "num_held_hints", "features", "features_from")
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     FROM_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +77,8 @@ class SessionCommit(_message.Message):
     IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_TRIED_HINTS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_HINTS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     channel: int
     from_len: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -80,4 +86,6 @@ class SessionCommit(_message.Message):
     is_finished: bool
     num_tried_hints: int
     num_held_hints: int
-    def __init__(self, channel: _Optional[int] = ..., from_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., is_paused: _Optional[bool] = ..., is_finished: _Optional[bool] = ..., num_tried_hints: _Optional[int] = ..., num_held_hints: _Optional[int] = ...) -> None: ...
+    features: bytes
+    features_from: int
+    def __init__(self, channel: _Optional[int] = ..., from_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., is_paused: _Optional[bool] = ..., is_finished: _Optional[bool] = ..., num_tried_hints: _Optional[int] = ..., num_held_hints: _Optional[int] = ..., features: _Optional[bytes] = ..., features_from: _Optional[int] = ...) -> None: ...

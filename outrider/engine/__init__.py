@@ -7,4 +7,5 @@ ranks       the ranks of a tensor-parallel group
 layers      attention and linear layers whose rows have the same bits in any batch
 model       runs a step
 loading     reads checkpoints, plans memory, builds the engine
+heads       draft heads that others published: EAGLE-3, Medusa, layers for multi-token prediction
 """

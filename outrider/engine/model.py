@@ -90,8 +90,8 @@ class Engine:
         num_slots = self._scratch_block_ids.stop * self.block_size
         self.layers = [
             LayerCache(
-                _cache((num_slots, each.num_kv_heads, each.key_dim), dtype, self.device),
-                _cache((num_slots, each.num_kv_heads, each.value_dim), dtype, self.device),
+                new_cache((num_slots, each.num_kv_heads, each.key_dim), dtype, self.device),
+                new_cache((num_slots, each.num_kv_heads, each.value_dim), dtype, self.device),
                 each.visibility,
             )
             for each in layers
@@ -277,7 +277,7 @@ def _wanted_rows(chunks: Sequence[SequenceChunk]) -> list[int] | None:
     return wanted or [0]  # the output layer needs at least one row
 
 
-def _cache(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+def new_cache(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A tensor of zeros. On a CPU its memory is committed as it is written; `torch.zeros` would commit all of it."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -150,11 +150,11 @@ def engine_config(directory: Path, dtype: str = "float32", **options: Any) -> En
 def load(options: EngineOptions) -> Engine:
     """`load_model`, which looks only once in a process for the form of linear layers of one shape: that takes longer
     than to load a tiny model."""
-    with patch.object(linear, "choose_form", choose_form_once):
+    with patch.object(linear, "choose_form", _choose_form_once):
         return load_model(options)
 
 
-def choose_form_once(layer: nn.Linear, quantization: str = "none") -> tuple[LinearForm, bool]:
+def _choose_form_once(layer: nn.Linear, quantization: str = "none") -> tuple[LinearForm, bool]:
     compiled = vars(linear)["products"]()  # which a test may take away
     key = (layer.weight.shape, layer.weight.dtype, layer.bias is None, quantization, compiled)
     if key not in _FORMS:

@@ -1,4 +1,4 @@
-"""What all heads with attention share: how they are called, what they see, how their weights are put in."""
+"""The base of all heads with attention: how they are called, what they see, how their weights are put in."""
 
 from __future__ import annotations
 

@@ -38,19 +38,19 @@ def folders(name: str) -> tuple[Path, Path]:
 @functools.cache
 def head_engine(name: str, dtype: str = "float32") -> HeadEngine:
     head, target = folders(name)
-    with _without_probes():
+    with without_probes():
         return load_head(models.engine_config(head, dtype, kv_cache_gib=0.004), target)
 
 
 @functools.cache
 def medusa(name: str) -> MedusaHeads:
-    with _without_probes():
+    with without_probes():
         return load_medusa(*folders(name), torch.float32)
 
 
 @functools.cache
 def projection(name: str) -> Eagle3Projection:
-    with _without_probes():
+    with without_probes():
         return load_projection(*folders(name), torch.float32)
 
 
@@ -64,7 +64,7 @@ def features(name: str, length: int) -> torch.Tensor:
     return projection(name).project(states)
 
 
-def _without_probes() -> Any:
+def without_probes() -> Any:
     """Every linear layer in the same form, which is not probed: that would take longer than all else."""
     return patch.object(linear, "choose_form", lambda *_: (linear.PLAIN_FORMS[1], True))
 

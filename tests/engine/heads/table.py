@@ -40,6 +40,20 @@ _TAIL: Final = """
 with its own attention. The logits of {sources} were stored by the scripts
 `reference_*.py` in `tests/engine/heads`, which run in environments of their own. "own output" means that the head's
 rows feed each other, as in drafting, for two tokens after the last one that the target has seen.
+
+## Where references differ
+
+| Question | Outrider | Others |
+| --- | --- | --- |
+| layer id `i` of EAGLE-3 | the states before layer `i`, without the final norm | vLLM: the same; SGLang: often `i + 1` |
+| order of several layers | ascending, as vLLM | |
+| no ids given | 2, n // 2, n - 3 for n layers | the same |
+| no `norm_before_residual` in speculators' layout | false, as the package | vLLM: true |
+| later layers of an EAGLE-3 head | ordinary ones, as speculators and vLLM | SGLang: with a `hidden_norm` each |
+| the first token of a sequence | no other row sees its row | it has no row |
+| the first row of DeepSeek's and GLM's MTP layers | as all others | vLLM: a token embedding of zeros |
+| what an MTP layer feeds to its next row | the state after its norm | vLLM 0.32: for GLM, before it |
+| Medusa's input | the target's last state after the final norm | the same |
 """
 
 

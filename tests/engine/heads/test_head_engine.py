@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from outrider.engine.heads.head_engine import HeadEngine
 from outrider.engine.heads.loading import load_head
@@ -28,18 +31,20 @@ SOME = ("original", "speculators-qwen3", "mtp-deepseek")
 @pytest.mark.parametrize("name", NAMES)
 def test_tree_rows_give_what_their_paths_give_run_row_by_row(name: str) -> None:
     engine, prefix = head_engine(name), token_ids()
-    parents, tokens = [-1, -1, 0, 0, 1, 3, 2], [3, 9, 27, 18, 54, 33, 36]
+    parents, tokens = [-1, -1, 0, 0, 1, 2], [3, 9, 27, 18, 54, 33]
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), LENGTH + node])
     kv, _ = start(engine, prefix, features(name, LENGTH)[:-2])
     found = run(engine, kv, tokens, tree_start=LENGTH, paths=paths)
-    for node, path in enumerate(paths):
+    for leaf in set(range(len(parents))) - set(parents):
         line, _ = start(engine, prefix, features(name, LENGTH)[:-2])
-        each = [run(engine, line, [tokens[entry - LENGTH]]) for entry in path]
-        assert torch.allclose(found[node], each[-1][0], atol=1e-5)
-        own, expected = feature_of(engine, kv, LENGTH + node), feature_of(engine, line, line.length - 1)
-        assert torch.allclose(own, expected, atol=1e-5)
+        for entry in paths[leaf]:
+            node = entry - LENGTH
+            expected = run(engine, line, [tokens[node]])[0]
+            assert torch.allclose(found[node], expected, atol=1e-5)
+            own = feature_of(engine, line, line.length - 1)
+            assert torch.allclose(feature_of(engine, kv, entry), own, atol=1e-5)
         line.free()
     kv.free()
 
@@ -172,6 +177,31 @@ def test_a_row_has_the_same_bits_in_any_batch_composition(name: str, dtype: str)
 
     alone = together(1)
     assert all(torch.equal(together(count), alone) for count in (2, 5, 9))
+
+
+def test_a_layer_published_in_blocks_of_fp8_gives_what_its_weights_written_out_give(tmp_path: Path) -> None:
+    """DeepSeek-V3 publishes its MTP layer so."""
+    case = engines.CASES["mtp-deepseek"]
+    blocks, written_out = case.write(tmp_path / "blocks"), case.write(tmp_path / "plain")
+    config = {**case.config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    (blocks / "config.json").write_text(json.dumps(config))
+    stored, plain = {}, {}
+    for key, each in case.tensors().items():
+        stored[key] = plain[key] = each
+        if "_proj" in key and "eh_proj" not in key:
+            scale = each.view(each.shape[0] // 8, 8, each.shape[1] // 8, 8).abs().amax((1, 3)) / 448
+            wide = scale.repeat_interleave(8, 0).repeat_interleave(8, 1)
+            stored[key] = (each / wide).to(torch.float8_e4m3fn)
+            stored[f"{key}_scale_inv"] = scale
+            plain[key] = stored[key].float() * wide
+    save_file(stored, blocks / "model.safetensors")
+    save_file(plain, written_out / "model.safetensors")
+    found = []
+    for folder in (blocks, written_out):
+        with engines.without_probes():
+            engine = load_head(models.engine_config(folder, kv_cache_gib=0.004), folder)
+        found.append(start(engine, token_ids(), features(case.name, LENGTH))[1])
+    assert torch.equal(*found)
 
 
 def test_features_of_another_width_are_refused() -> None:

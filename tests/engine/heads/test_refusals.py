@@ -87,6 +87,8 @@ def test_a_configuration_that_does_not_fit_is_refused(
         ("original", lambda t: t.pop("midlayer.mlp.up_proj.weight"), r"such as layers\.0\.mlp\.up_proj\.weight"),
         ("original", lambda t: t.update({"lm_head.weight": linear("x", 30, HIDDEN)}), r"lm_head.weight has the shape"),
         ("original", lambda t: t.pop("lm_head.weight"), r"lacks 1 tensors of its head, such as lm_head\.weight"),
+        ("original", lambda t: t.update({"input_norm.weight": torch.ones(96)}), "does not explain, such as input_norm"),
+        ("original", lambda t: t.update({"embed_norm.weight": torch.ones(32)}), "does not explain, such as embed_norm"),
         ("original", lambda t: t.pop("midlayer.hidden_norm.weight"), "a head of EAGLE 1 or 2"),
         ("mtp-deepseek", lambda t: t.pop("model.layers.4.mlp.experts.2.up_proj.weight"), r"layer\.mlp\.experts"),
         ("mtp-qwen", lambda t: t.pop("mtp.fc.weight"), r"lacks 1 tensors of its head, such as eh_proj\.weight"),

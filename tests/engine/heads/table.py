@@ -45,7 +45,7 @@ rows feed each other, as in drafting, for two tokens after the last one that the
 
 | Question | Outrider | Others |
 | --- | --- | --- |
-| layer id `i` of EAGLE-3 | the states before layer `i`, without the final norm | vLLM: the same; SGLang: often `i + 1` |
+| layer id `i` of EAGLE-3 | the states before layer `i`, without the final norm | vLLM: the same; SGLang: often i + 1 |
 | order of several layers | ascending, as vLLM | |
 | no ids given | 2, n // 2, n - 3 for n layers | the same |
 | no `norm_before_residual` in speculators' layout | false, as the package | vLLM: true |

@@ -192,17 +192,33 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
                 if frame.commits or frame.pong:
                     self._metrics.num_commit_frames.inc()
                     yield frame
-            error = reader.exception()
-            if isinstance(error, OutriderError):
-                await abort(context, error)
-            elif error is not None:
+            if (error := reader.exception()) is not None:
                 logger.info("a draft worker's stream broke: %s", error)
+            elif (refusal := reader.result()) is not None:
+                await abort(context, refusal)
         finally:
             reader.cancel()
             del self._streams[stream.stream_id]
             self._submit(CloseStream(stream.stream_id), is_release=True)
 
-    async def _read_hints(self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream) -> None:
+    async def _read_hints(
+        self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream
+    ) -> OutriderError | None:
+        """Takes frames until the stream ends; returns the error to end it with, if there is one.
+
+        Calls that have ended hang in cycles of references in grpc until the garbage collector comes. So that a refused
+        message, of megabytes, does not hang there too, its reader is closed, and no traceback refers to it.
+        """
+        receiver: Any = aiter(frames)
+        try:
+            await self._take_frames(receiver, stream)
+            return None
+        except OutriderError as error:
+            return error.with_traceback(None)
+        finally:
+            await receiver.aclose()
+
+    async def _take_frames(self, frames: AsyncIterator[hints_pb2.HintFrame], stream: DraftStream) -> None:
         own, opened_at_s = LoopShare(), time.monotonic()
         while True:
             # A peer that reconnects finds its share used up; a stream that stays gets a share of its own.

@@ -7,6 +7,7 @@ Real servicer, real engine, real streams on loopback; when a frame arrives is le
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import time
@@ -303,6 +304,24 @@ def test_a_frame_of_too_much_ends_its_stream_at_once(target: ServedTarget, frame
     watching.cancel()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert longest_s < 1.0  # of the event loop's processor time; it was six
+
+
+def test_a_refused_frame_is_let_go_at_once(target: ServedTarget) -> None:
+    """A call that has ended leaves cycles of references behind, and the frame, of megabytes, must not hang on them."""
+    frame = hints_pb2.HintFrame(nodes=[hints_pb2.HintNodes(channel=1)] * (MAX_FRAME_MESSAGES + 1)).SerializeToString()
+
+    def num_frames() -> int:
+        return sum(isinstance(each, hints_pb2.HintFrame) for each in gc.get_objects())
+
+    gc.collect()
+    before = num_frames()  # those of other tests' parameters
+    gc.disable()
+    try:
+        target.runner.run(lie(target, [frame], 0.0))
+        target.runner.run(target.until_idle())
+        assert num_frames() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.thorough

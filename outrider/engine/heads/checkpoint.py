@@ -1,4 +1,4 @@
-"""Which kind of head a folder holds, and for which target it was made.
+"""Recognizes the kind of head in a folder, and the target it was made for.
 
 Formats: EAGLE-3 as SafeAILab publishes it (Li et al., 2503.01840) and as the speculators package does; Medusa as
 FasterDecoding and vLLM store it (Cai et al., 2401.10774); layers for multi-token prediction in the checkpoints of
@@ -29,7 +29,7 @@ class HeadKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What a head must know about its target."""
+    """The shape of a target, as far as its heads must know it."""
 
     model: Path
     model_type: str

@@ -33,7 +33,7 @@ _UNUSED: Final = ("rotary_emb", "verifier_norm", "verifier_lm_head", "mask_hidde
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Description:
-    """What the configuration of an EAGLE-3 head says."""
+    """The configuration of an EAGLE-3 head."""
 
     layer_config: Mapping[str, Any]  # of its decoder layers, as in transformers' configuration
     layer_ids: tuple[int, ...]  # of the target, ascending; the order in which `fc` takes their states

@@ -1,4 +1,4 @@
-"""What all heads with attention share: how they are called, what they see, how their weights are put in."""
+"""The base of all heads with attention: how they are called, what they see, how their weights are put in."""
 
 from __future__ import annotations
 
@@ -97,13 +97,21 @@ def build_layers(
 
 
 def put_weights(module: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
-    """Gives a module built on the meta device its weights. Raises ModelLoadError naming what is missing or does not
-    fit."""
+    """Gives a module built on the meta device its weights.
+
+    Raises ModelLoadError naming what is missing, does not fit or has no place: a norm that was left out would only be
+    seen as fewer accepted tokens.
+    """
     expected = {name: each for name, each in module.state_dict().items() if each.device.type == "meta"}
     if missing := sorted(expected.keys() - tensors.keys()):
         raise ModelLoadError(
             f"{folder} lacks {len(missing)} tensors of its head, such as {', '.join(missing[:NUM_NAMED])}; the weights "
             "are incomplete or of another architecture"
+        )
+    if unexplained := sorted(tensors.keys() - expected.keys()):
+        raise ModelLoadError(
+            f"{folder} has {len(unexplained)} tensors that its configuration does not explain, such as "
+            f"{', '.join(unexplained[:NUM_NAMED])}"
         )
     for name, each in expected.items():
         if tensors[name].shape != each.shape:

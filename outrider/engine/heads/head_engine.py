@@ -2,10 +2,10 @@
 
 Beside the KV of every entry stands a feature: what the row of the next entry takes. `set_features` stores the target's
 own; until one arrives, the head's output for that entry takes its place. So a scheduler drafts with a head as with any
-model, and where features arrive later it truncates and runs the rows behind them again.
+model. Where features arrive later, the rows behind them are run again in place, by a chunk of the same entries.
 
-Invariant: the target's feature of an entry stays until its block is handed out again or `forget_features` is called;
-the head never overwrites it.
+Invariant: the target's feature of an entry stays until its block is handed out again (after `truncate` gave it back) or
+`forget_features` is called; the head never overwrites it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HeadEngine:
             )
             for each in hides_first(layers)
         ]
-        self.features = new_cache((num_slots, head.hidden_size), dtype, self.device)
+        self.features = new_cache((num_slots, 1, head.hidden_size), dtype, self.device)[:, 0]
         """By slot.  # [num_slots, feature_size]"""
 
     @property
@@ -133,6 +133,11 @@ class HeadEngine:
     def new_sequence(self) -> KVSequence:
         """Returns an empty sequence in the head's KV cache."""
         return KVSequence(self.allocator)
+
+    @staticmethod
+    def first_entries(kv: KVSequence, length: int) -> KVSequence:
+        """A view of the first entries of a sequence, for a chunk that runs rows in its middle again; never freed."""
+        return KVSequence(kv.allocator, kv.block_ids, length)
 
     def _run(self, wave: Sequence[Run], token_ids: torch.Tensor) -> torch.Tensor:
         """Runs the rows of a wave, in the order of its runs; returns their states after the norm and stores their

@@ -33,7 +33,7 @@ _STEP_ROWS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class FeatureShape:
-    """What a head takes from its target for every token."""
+    """The part of the target's states that a head takes for every token."""
 
     layer_ids: tuple[int, ...]
     """States before these layers, joined; empty: the last state, after the final norm."""
@@ -41,7 +41,7 @@ class FeatureShape:
 
 
 def feature_shape(folder: Path, target_dir: Path) -> FeatureShape:
-    """What the head in `folder` takes from its target. Raises ModelLoadError where the two do not fit."""
+    """Reads which states the head in `folder` takes from its target. Raises ModelLoadError where the two do not fit."""
     head, target = open_head(folder), target_shape(target_dir)
     match head.kind:
         case HeadKind.EAGLE3:

@@ -27,7 +27,7 @@ _BLOCK: Final = re.compile(r"blocks\.(\d+)\.(\d+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class MedusaDescription:
-    """What the tensors of Medusa heads say; their configuration often names too few of them."""
+    """The shape of Medusa heads by their tensors; their configuration often names too few of them."""
 
     num_heads: int
     num_layers: int

@@ -24,7 +24,7 @@ def store(source: str, about: str, logits: dict[str, torch.Tensor]) -> None:
 
 
 def sources() -> dict[str, str]:
-    """What is said of every source."""
+    """The version of every source."""
     with safe_open(FILE, "pt") as file:
         return dict(file.metadata())
 

@@ -12,8 +12,9 @@ from typing import Final
 import torch
 from transformers import AutoModel
 
+from outrider.engine.sequence_chunk import SequenceChunk
 from tests.engine.heads import engines, plain, stored
-from tests.engine.heads.checkpoints import EAGLE3_CASES, LENGTH, MEDUSA_CASES, VOCAB, Case, shared, token_ids
+from tests.engine.heads.checkpoints import LENGTH, MEDUSA_CASES, VOCAB, Case, shared, token_ids
 from tests.engine.heads.mtp_checkpoints import LAYERS, MTP_CASES
 
 PAGE: Final = Path(__file__).resolve().parents[3] / "docs/reference/draft-heads.md"
@@ -39,6 +40,20 @@ _TAIL: Final = """
 with its own attention. The logits of {sources} were stored by the scripts
 `reference_*.py` in `tests/engine/heads`, which run in environments of their own. "own output" means that the head's
 rows feed each other, as in drafting, for two tokens after the last one that the target has seen.
+
+## Where references differ
+
+| Question | Outrider | Others |
+| --- | --- | --- |
+| layer id `i` of EAGLE-3 | the states before layer `i`, without the final norm | vLLM: the same; SGLang: often i + 1 |
+| order of several layers | ascending, as vLLM | |
+| no ids given | 2, n // 2, n - 3 for n layers | the same |
+| no `norm_before_residual` in speculators' layout | false, as the package | vLLM: true |
+| later layers of an EAGLE-3 head | ordinary ones, as speculators and vLLM | SGLang: with a `hidden_norm` each |
+| the first token of a sequence | no other row sees its row | it has no row |
+| the first row of DeepSeek's and GLM's MTP layers | as all others | vLLM: a token embedding of zeros |
+| what an MTP layer feeds to its next row | the state after its norm | vLLM 0.32: for GLM, before it |
+| Medusa's input | the target's last state after the final norm | the same |
 """
 
 
@@ -51,28 +66,26 @@ class Comparison:
     difference: float
 
 
-def comparisons() -> Iterator[Comparison]:
-    """Compares every format with every reference there is for it."""
-    for case in EAGLE3_CASES:
-        found = first_round(case)
-        yield Comparison(case.layout, "formula", engines.difference(found, eagle_formula(case)))
-        yield Comparison(case.layout, "vLLM", engines.difference(found, stored.logits("vllm", case.name)))
-        if "speculators_model_type" in case.config:
-            rounds = stored.logits("speculators", case.name)
-            worst = max(round_difference(case, number, rounds[number]) for number in range(1, len(rounds)))
-            first = engines.difference(found, in_target_vocabulary(case, rounds[0]))
-            yield Comparison(case.layout, "speculators", first)
-            yield Comparison(f"{case.layout}; own output", "speculators", worst)
-    for case in MEDUSA_CASES:
+def comparisons(case: Case) -> Iterator[Comparison]:
+    """Compares a format with every reference there is for it."""
+    if case in MEDUSA_CASES:
         found = engines.medusa(case.name)(case.states())
         if case.name == "medusa":
             formula = plain.medusa_logits(case.tensors(), case.states(), 3, 2)
             yield Comparison(case.layout, "formula", engines.difference(found, formula))
-        yield Comparison(case.layout, "vLLM", engines.difference(found, stored.logits("vllm", case.name)))
-    for case in MTP_CASES:
+    else:
         found = first_round(case)
-        yield Comparison(case.layout, "transformers", engines.difference(found, mtp_formula(case)))
-        yield Comparison(case.layout, "vLLM", engines.difference(found, stored.logits("vllm", case.name)))
+        if case in MTP_CASES:
+            yield Comparison(case.layout, "transformers", engines.difference(found, mtp_formula(case)))
+        else:
+            yield Comparison(case.layout, "formula", engines.difference(found, eagle_formula(case)))
+    yield Comparison(case.layout, "vLLM", engines.difference(found, stored.logits("vllm", case.name)))
+    if "speculators_model_type" in case.config:
+        rounds = stored.logits("speculators", case.name)
+        worst = max(round_difference(case, number, rounds[number]) for number in range(1, len(rounds)))
+        first = engines.difference(found, in_target_vocabulary(case, rounds[0]))
+        yield Comparison(case.layout, "speculators", first)
+        yield Comparison(f"{case.layout}; own output", "speculators", worst)
 
 
 def page(found: list[Comparison]) -> str:
@@ -97,14 +110,16 @@ def first_round(case: Case) -> torch.Tensor:
 def round_difference(case: Case, number: int, expected: torch.Tensor) -> float:
     """Row `t` of round `k` is that of token `1 + t + k`, where the target has seen the tokens up to `t`."""
     engine, tokens = engines.head_engine(case.name), token_ids()
-    expected = in_target_vocabulary(case, expected)
-    worst = 0.0
+    chunks = []
     for row in range(NUM_ROWS - number):
-        given = engines.features(case.name, LENGTH)[: row + 1]
-        kv, logits = engines.start(engine, tokens[: row + number + 2], given)
-        kv.free()
-        worst = max(worst, engines.difference(logits[-1:], expected[row : row + 1]))
-    return worst
+        kv = engine.new_sequence()
+        kv.extend(row + number + 2)
+        engines.give(engine, kv, 0, engines.features(case.name, LENGTH)[: row + 1])
+        chunks.append(SequenceChunk(kv, tokens[: kv.length], 1))
+    logits = engine.forward(chunks)
+    for chunk in chunks:
+        chunk.kv.free()
+    return engines.difference(logits, in_target_vocabulary(case, expected)[: len(chunks)])
 
 
 def in_target_vocabulary(case: Case, logits: torch.Tensor) -> torch.Tensor:
@@ -165,7 +180,7 @@ def mtp_formula(case: Case) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    text = page(list(comparisons()))
+    text = page([each for case in engines.CASES.values() for each in comparisons(case)])
     if "--write" in sys.argv:
         PAGE.write_text(text, encoding="utf-8")
     sys.stdout.write(text)

@@ -184,11 +184,11 @@ def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDi
     return DraftDistribution(tuple(token_ids), tuple(weights))
 
 
-DRAFTS = ("none", "good", "hostile", "self")
+DRAFTS = ("none", "good", "hostile", "self", "head")
 
 
 def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
-    """None, one that is mostly right, one that means harm, one with the target's own weights."""
+    """None, one that is mostly right, one that means harm, one with the target's own weights, a draft head."""
     match name:
         case "none":
             return None
@@ -196,4 +196,6 @@ def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
             return ModelDraft(draft_of(target), luck)
         case "self":
             return ModelDraft(target, luck)
+        case "head":
+            return ModelDraft(target, luck, is_head=True)
     return HostileDraft(target.vocab_size, luck)

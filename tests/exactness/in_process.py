@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from draft_worker import messages as draft_messages
+from draft_worker.draft_heads import features_of
 from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler
@@ -37,6 +38,7 @@ from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
 from target_worker.scheduling.scheduler import Scheduler
 from tests import models
+from tests.exactness.heads import head_engine
 from tests.exactness.reference import Ending, Reference
 from tests.models import root_dir
 
@@ -186,8 +188,8 @@ def attach_session(
     )
 
 
-def subscription(session_id: str, known_len: int) -> target_messages.SubscribeDraft:
-    return target_messages.SubscribeDraft(stream_id=STREAM_ID, session_id=session_id, known_len=known_len)
+def subscription(session_id: str, known_len: int, num_features: int | None = None) -> target_messages.SubscribeDraft:
+    return target_messages.SubscribeDraft(STREAM_ID, session_id, known_len, num_features)
 
 
 def hints_arrived(
@@ -232,7 +234,7 @@ def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> Tar
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
 
-def _draft_core(tiny: TinyModel) -> DraftCore:
+def _draft_core(tiny: TinyModel, *, is_head: bool = False) -> DraftCore:
     limits = DraftLimits(
         max_num_seqs=2 * MAX_NUM_SEQS,  # it hears of a session's end later
         max_num_batched_tokens=256,
@@ -241,6 +243,10 @@ def _draft_core(tiny: TinyModel) -> DraftCore:
         max_lookahead=8 if tiny.vocab_size == LARGE.vocab_size else 4,
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
+    if is_head:
+        head = head_engine(engine(tiny, "target"))
+        scheduler = DraftScheduler(limits, head.allocator, head.vocab_size, features_of(head))
+        return DraftCore(scheduler, head, DraftMetrics("tiny", "draft"))
     model = engine(tiny, "draft")
     scheduler = DraftScheduler(limits, _new_allocator(model), model.vocab_size)
     return DraftCore(scheduler, model, DraftMetrics("tiny", "draft"))
@@ -324,8 +330,9 @@ class Draft(Protocol):
 class ModelDraft:
     """A real `DraftCore`. Its `luck` decides the seeds of sampled hints, and which session is attached anew."""
 
-    def __init__(self, tiny: TinyModel, luck: int) -> None:
-        self.core = _draft_core(tiny)
+    def __init__(self, tiny: TinyModel, luck: int, *, is_head: bool = False) -> None:
+        """is_head: whether it runs a draft head of `tiny`."""
+        self.core = _draft_core(tiny, is_head=is_head)
         self._rng = random.Random(luck)
         self._requests: dict[str, tuple[Request, int]] = {}
 
@@ -359,6 +366,8 @@ class ModelDraft:
                 token_ids=commit.token_ids,
                 accepts_hints=commit.accepts_hints,
                 is_finished=commit.is_finished,
+                features=commit.features,
+                features_from=commit.features_from,
             )
         )
 
@@ -392,7 +401,8 @@ class ModelDraft:
                 case draft_messages.SendHints():
                     events.append(hints_arrived(action.session_id, action.attachment, action.base_len, action.hints))
                 case draft_messages.Subscribe():
-                    events.append(subscription(action.session_id, action.known_len))
+                    num_features = action.known_features if action.head else None
+                    events.append(subscription(action.session_id, action.known_len, num_features))
                 case draft_messages.Unsubscribe():
                     events.append(target_messages.UnsubscribeDraft(STREAM_ID, action.session_id))
                 case draft_messages.AttachmentRefused():

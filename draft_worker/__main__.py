@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from draft_worker.limits import DraftLimits, Vocabulary
+from draft_worker.limits import DraftLimits, DraftModel
 from outrider.engine.options import EngineOptions
 from outrider.errors import TokenizerMismatch
 from outrider.observability.telemetry import DraftMetrics
@@ -31,7 +31,7 @@ logger = logging.getLogger("draft_worker")
 KIND: Final = WorkerKind(
     "draft",
     "Serves a draft model: rides ahead of target workers and streams hints to them.",
-    (EngineOptions, Vocabulary, DraftLimits, WorkerOptions),
+    (EngineOptions, DraftModel, DraftLimits, WorkerOptions),
     {
         "/outrider.v1.Draft/Attach": frozenset({Role.COORDINATOR}),
         "/outrider.v1.Draft/GetInfo": ANY_ROLE,
@@ -60,10 +60,16 @@ def use_vocabulary(engine: Engine, arguments: argparse.Namespace) -> Path:
     return target_dir
 
 
+def own_name(model: Path, early_exit_layer: int | None) -> str:
+    """The name of a draft that was given none: acceptance is remembered by it."""
+    name = model.resolve().name
+    return name if early_exit_layer is None else f"{name}-{early_exit_layer}-layers"
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits = from_flags(DraftLimits, arguments)
-    name = arguments.served_model_name or arguments.model.resolve().name
+    name = arguments.served_model_name or own_name(arguments.model, arguments.early_exit_layer)
     async with KIND.opened(arguments, partial(DraftMetrics, name)) as worker:
         process, metrics = worker.process, worker.metrics
         # Imported late: torch takes seconds, for which neither --help nor a probe should wait.

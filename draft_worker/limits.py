@@ -1,4 +1,4 @@
-"""Settings of a draft worker: bounds (I7) and vocabulary. Pure, and loads without torch."""
+"""Settings of a draft worker: bounds (I7), and what its model is beside an engine's. Pure, and loads without torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SHARE: Final[Mapping[str, Any]] = {"group": SPECULATION, "at_least": 0, "at_mos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """Settings of the model's name, and of the token ids in which a draft worker names its hints."""
+class DraftModel:
+    """Settings of a draft model: its name, the token ids in which it names its hints, and how much of it runs."""
 
     served_model_name: str | None = setting(
         None, "name of the draft model, by which a coordinator's --models file and canaries choose it",
@@ -35,6 +35,11 @@ class Vocabulary:
         False, "draft with a model that tokenizes differently from the target: only tokens that both have are "
         "proposed, so fewer hints are accepted; the output stays exact",
         MODEL,
+    )  # fmt: skip
+    early_exit_layer: int | None = setting(
+        None, "run only so many of the model's layers, then its final norm and output layer; the rest is not loaded. "
+        "With --model naming the target's folder, the target's first layers draft for it (early exit)",
+        MODEL, "layers", at_least=1, shows="all",
     )  # fmt: skip
 
 

@@ -90,6 +90,7 @@ DeviceType = Annotated[Device, typer.Option(help="Device type. auto takes a GPU 
 NumTargets = Annotated[int, typer.Option(min=1, help="Target workers on the same device.")]
 NumDrafts = Annotated[int, typer.Option(min=1, help="Draft workers on the same device.")]
 DraftQuantization = Annotated[Quantization, typer.Option(help="Quantization of the draft's weights.")]
+EarlyExitLayer = Annotated[int | None, typer.Option(min=1, help="Layers of the draft's model that are loaded.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences that run at once.")]
 PrintsJson = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")]
 PrintsValues = Annotated[
@@ -115,6 +116,7 @@ def plan(
     dtype: DtypeChoice = Dtype.BFLOAT16,
     quantization: QuantizationChoice = Quantization.NONE,
     draft_quantization: DraftQuantization = Quantization.NONE,
+    early_exit_layer: EarlyExitLayer = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 32,
     prints_json: PrintsJson = False,
@@ -143,7 +145,7 @@ def plan(
         max_model_len=max_model_len,
         memory_utilization=memory_utilization,
     )
-    draft_options = None if draft is None else _draft_options(options, draft, draft_quantization)
+    draft_options = None if draft is None else _draft_options(options, draft, draft_quantization, early_exit_layer)
     if prints_values:
         if device_type != "cuda":
             raise typer.BadParameter("--values plans for GPUs: give their type or size, as in --memory h100")
@@ -187,10 +189,14 @@ def _device_type(device: str) -> str:
     return torch.device(device_for(device)).type
 
 
-def _draft_options(options: EngineOptions, draft: Path, quantization: Quantization) -> EngineOptions:
+def _draft_options(
+    options: EngineOptions, draft: Path, quantization: Quantization, early_exit_layer: int | None
+) -> EngineOptions:
     # Whatever dtype the target has: hints have no precision (`deployment.worker_specs`).
     dtype = options.dtype if quantization is Quantization.NONE else Dtype.BFLOAT16
-    return replace(options, model=draft, dtype=dtype, quantization=quantization, has_trees=True)
+    return replace(
+        options, model=draft, dtype=dtype, quantization=quantization, has_trees=True, early_exit_layer=early_exit_layer
+    )
 
 
 def _pool(

@@ -17,7 +17,7 @@ from pathlib import Path
 from command_line.checkout import ROOT, module
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
-from draft_worker.limits import Vocabulary
+from draft_worker.limits import DraftModel
 from outrider.engine.kv.kv_plan import ALL_SHARE
 from outrider.engine.options import Dtype, EngineOptions, Quantization
 from outrider.local.child_spec import ChildSpec
@@ -61,7 +61,14 @@ class Deployment:
     vllm_args: str = setting(
         "", "with --engine vllm: flags of vLLM's own, as one word, such as '--kv-cache-dtype fp8'", MODEL, "flags"
     )
-    allow_heterogeneous_vocab: bool = same_as(Vocabulary, "allow_heterogeneous_vocab")
+    early_exit_layer: int | None = same_as(
+        DraftModel,
+        "early_exit_layer",
+        help="draft with so many of the target's first layers, its final norm and its output layer. It pays where the "
+        "target was trained to be left early (LayerSkip)",
+        shows="none",
+    )
+    allow_heterogeneous_vocab: bool = same_as(DraftModel, "allow_heterogeneous_vocab")
     served_model_name: str | None = same_as(Service, "served_model_name")
     num_speculative_tokens: int | None = same_as(SchedulerLimits, "num_speculative_tokens", None)
     enable_lookup: bool = same_as(SchedulerLimits, "has_lookup")
@@ -232,7 +239,7 @@ def worker_specs(
         draft = replace(deployment, quantization=deployment.draft_quantization)
         if draft.quantization is not Quantization.NONE:
             draft = replace(draft, dtype=Dtype.BFLOAT16)  # whatever the target has: hints have no precision
-        words = ["--target-tokenizer", str(deployment.target), *words_for(draft, EngineOptions, Vocabulary)]
+        words = ["--target-tokenizer", str(deployment.target), *words_for(draft, EngineOptions, DraftModel)]
         words += words_for(told["draft"], EngineOptions)
         size = deployment.draft_tensor_parallel_size
         specs += [

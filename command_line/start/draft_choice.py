@@ -27,17 +27,25 @@ def choose_draft(
     *,
     no_draft: bool = False,
     self_draft: bool = False,
+    early_exit_layer: int | None = None,
     target_quantization: Quantization = Quantization.NONE,
     draft_quantization: Quantization | None = None,
 ) -> DraftChoice:
     """From the flags of the same names. Raises UnfitDraft."""
-    given = {"--draft": draft is not None, "--no-draft": no_draft, "--self-draft": self_draft}
+    given = {
+        "--draft": draft is not None,
+        "--no-draft": no_draft,
+        "--self-draft": self_draft,
+        "--early-exit-layer": early_exit_layer is not None,
+    }
     if len(named := [flag for flag, is_given in given.items() if is_given]) > 1:
         raise UnfitDraft(f"{' and '.join(named)} exclude each other")
     if no_draft:
         if draft_quantization is not None:
             raise UnfitDraft("--draft-quantization and --no-draft exclude each other")
         return DraftChoice(None)
+    if early_exit_layer is not None:
+        return DraftChoice(target, draft_quantization or Quantization.NONE)
     if not self_draft:
         return DraftChoice(draft or DEMO_DRAFT, draft_quantization or Quantization.NONE)
     quantization = draft_quantization or Quantization.INT8

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from math import floor, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from command_line.checkout import ROOT, check_installed, module
 from command_line.start.deployment import Deployment, WorkerMemory, engine_path, flatten
@@ -28,6 +29,8 @@ from outrider.text.tokenizer import compile_chat_template, fingerprint
 from outrider.text.vocabulary_map import has_same_base
 from target_worker.limits import EngineName
 
+LAYER_OF_TENSOR: Final = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+"""A layer's number in the name of a tensor, as transformers has it."""
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 SMALL_SHARE = 0.02
 """Weights below this share of the free memory leave enough room without a plan, which takes seconds."""
@@ -141,7 +144,10 @@ def check_memory(deployment: Deployment, free: int) -> dict[str, int]:
     for role, num_workers, folder, quantization in parts:
         if folder is None or not num_workers:
             continue
-        weights = num_parameters(folder, f"--{role}") * (item_size if quantization is Quantization.NONE else 1)
+        most_layers = deployment.early_exit_layer if role == "draft" else None
+        weights = num_parameters(folder, f"--{role}", most_layers) * (
+            item_size if quantization is Quantization.NONE else 1
+        )
         needed[role] = num_workers * weights
         words.append(f"{num_workers} × {weights / GIB:.1f} GiB for the {role} worker{'s'[: num_workers > 1]}")
     if sum(needed.values()) > free:
@@ -176,6 +182,7 @@ def _planned(deployment: Deployment) -> dict[str, Any] | None:
     plan for such a model."""
     flags = {
         "--draft": deployment.draft,
+        "--early-exit-layer": deployment.early_exit_layer,
         "--tensor-parallel-size": deployment.tensor_parallel_size,
         "--draft-tensor-parallel-size": deployment.draft_tensor_parallel_size,
         "--num-target-workers": deployment.num_target_workers,
@@ -215,15 +222,21 @@ def _shares(deployment: Deployment, weights: Mapping[str, int]) -> dict[str, Wor
     return found
 
 
-def num_parameters(folder: Path, flag: str) -> int:
-    """Told by the headers of the weights' files (https://huggingface.co/docs/safetensors, "Format")."""
+def num_parameters(folder: Path, flag: str, most_layers: int | None = None) -> int:
+    """Told by the headers of the weights' files (https://huggingface.co/docs/safetensors, "Format"). most_layers: those
+    behind them are not loaded."""
+
+    def is_loaded(name: str) -> bool:
+        layer = LAYER_OF_TENSOR.search(name)
+        return name != "__metadata__" and (layer is None or most_layers is None or int(layer[1]) < most_layers)
+
     total = 0
     for name in _weight_files(folder, flag):
         try:
             with (folder / name).open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
-            total += sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+            total += sum(prod(tensor["shape"]) for key, tensor in header.items() if is_loaded(key))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"{flag} {folder}: {name} is no safetensors file; was the download finished?"

@@ -38,6 +38,7 @@ def serve(**given: Any) -> None:
             options.draft,
             no_draft=options.no_draft,
             self_draft=options.self_draft,
+            early_exit_layer=given["early_exit_layer"],
             target_quantization=given["quantization"],
             draft_quantization=options.draft_quantization,
         )
@@ -89,5 +90,7 @@ async def _probe_draft(deployment: Deployment, url: str, progress: Progress) -> 
         return
     is_quantized = deployment.draft_quantization is not Quantization.NONE
     name = f"{deployment.draft} ({deployment.draft_quantization.value})" if is_quantized else str(deployment.draft)
+    if deployment.early_exit_layer is not None:
+        name += f" ({deployment.early_exit_layer} layers)"
     tell = progress.warn if found.is_useless else progress.note
     tell(found.report(name))

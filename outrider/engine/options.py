@@ -72,6 +72,7 @@ class EngineOptions:
     )  # fmt: skip
 
     has_trees: bool = False  # hint trees are fed, not only sequences
+    early_exit_layer: int | None = None  # only so many of the model's layers run (`early_exit`)
 
     def __post_init__(self) -> None:
         check(self)

@@ -10,4 +10,5 @@ from outrider.settings import from_flags
 
 def engine_config(arguments: argparse.Namespace) -> EngineOptions:
     """Raises ConfigurationError, naming the flag."""
-    return from_flags(EngineOptions, arguments, has_trees=arguments.role == "draft")
+    early_exit_layer = getattr(arguments, "early_exit_layer", None)  # of a draft worker only
+    return from_flags(EngineOptions, arguments, has_trees=arguments.role == "draft", early_exit_layer=early_exit_layer)

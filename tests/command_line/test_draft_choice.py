@@ -28,6 +28,12 @@ TARGET, DRAFT = Path("target"), Path("draft")
             {"self_draft": True, "draft_quantization": Quantization.FP8},
             DraftChoice(TARGET, Quantization.FP8),
         ),
+        (None, {"early_exit_layer": 4}, DraftChoice(TARGET)),
+        (
+            None,
+            {"early_exit_layer": 4, "draft_quantization": Quantization.INT8},
+            DraftChoice(TARGET, Quantization.INT8),
+        ),
         (
             DRAFT,
             {"target_quantization": Quantization.INT8, "draft_quantization": Quantization.INT8},
@@ -44,6 +50,7 @@ def test_the_draft_follows_from_the_flags(draft: Path | None, flags: dict[str, A
     [
         (DRAFT, {"no_draft": True}, "--draft and --no-draft exclude each other"),
         (DRAFT, {"self_draft": True}, "--draft and --self-draft exclude each other"),
+        (DRAFT, {"early_exit_layer": 4}, "--draft and --early-exit-layer exclude each other"),
         (None, {"no_draft": True, "self_draft": True}, "--no-draft and --self-draft exclude each other"),
         (
             None,

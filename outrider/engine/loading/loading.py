@@ -36,6 +36,7 @@ from outrider.engine.layers.shards import (
     take_shards,
 )
 from outrider.engine.loading.checkpoint_files import check_checkpoint, unfinished_fetch
+from outrider.engine.loading.early_exit import exit_early
 from outrider.engine.loading.machine import machine_memory
 from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, loaded_memory, plan_memory
 from outrider.engine.model import DTYPES, Engine, ModelLoadError, check_device, device_for, own_limit
@@ -116,6 +117,7 @@ def _read(config: EngineOptions, device: str, group: RankGroup | None) -> tuple[
     _refuse_missing_files(config.model)
     try:
         hf_config = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+        exit_early(hf_config, config.early_exit_layer)
         refuse_other_states(hf_config)
         published = read_as_plain(hf_config)
         if published is not None and group is not None:

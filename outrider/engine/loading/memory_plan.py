@@ -25,6 +25,7 @@ from outrider.engine.layers.kv_layout import (
     find_layout,
 )
 from outrider.engine.layers.shards import num_kv_heads_of, plan_name, refuse_uneven_heads, shards_layers
+from outrider.engine.loading.early_exit import exit_early
 from outrider.engine.model import DTYPES, own_limit
 from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
@@ -53,10 +54,11 @@ class ServingShape:
     quantization: str = "none"
     num_ranks: int = 1
     device_type: str = "cpu"
+    early_exit_layer: int | None = None
 
     @classmethod
     def of(cls, options: EngineOptions, num_ranks: int, device_type: str) -> ServingShape:
-        return cls(DTYPES[options.dtype], options.quantization, num_ranks, device_type)
+        return cls(DTYPES[options.dtype], options.quantization, num_ranks, device_type, options.early_exit_layer)
 
 
 def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
@@ -67,6 +69,7 @@ def plan_memory(model_dir: Path, shape: ServingShape) -> ModelMemory:
         raise ConfigurationError(f"cannot read {model_dir / 'config.json'}: name a folder in Hugging Face format")
     try:
         hf_config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        exit_early(hf_config, shape.early_exit_layer)
         model = empty_model(hf_config)
         layers = find_layout(model)
         plan: Mapping[str, str] = (model.tp_plan or {}) if shape.num_ranks > 1 else {}

@@ -80,13 +80,11 @@ async def test_every_sequence_and_every_prompt_has_it(clusters: ClusterFactory) 
 
 async def test_a_replay_has_it_and_the_counts_of_both_targets_are_told(clusters: ClusterFactory) -> None:
     mortal, heir = clusters.target(dies_at=6), clusters.target()
-    async with clusters.open([mortal]) as cluster:
-        cluster.targets.append(heir)
-        async with clusters.open([mortal, heir]) as both:
-            for _ in range(4):  # until the first is chosen
-                answer = (await both.complete(prediction=content(TEXT))).json()
-                if mortal.num_died:
-                    break
+    async with clusters.open([mortal, heir]) as cluster:
+        for _ in range(8):  # until it is chosen
+            answer = (await cluster.complete(prediction=content(TEXT))).json()
+            if mortal.num_died:
+                break
     assert mortal.num_died
     assert list(heir.requests[-1].prediction) == clusters.script
     assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 12

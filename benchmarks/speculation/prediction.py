@@ -1,9 +1,10 @@
 """Measures a client's prediction of its output: with edits, without any, and a useless one.
 
-The truth is the target's own greedy output. The prediction is that text with `--edits` of its lines inserted, deleted or
-changed; the useless one is a held-out file of the same length. Each is compared with the same request without a
-prediction, at a target with lookup and at one without, and no draft worker. All requests of a prompt follow each other
-in an order that rotates, so that a change of the machine's load affects all of them. Speeds do not include prefill.
+The truth is the target's own output: greedy, or with a temperature and a seed, where it repeats itself less. The
+prediction is that text with `--edits` of its lines inserted, deleted or changed; the useless one is a held-out file of
+the same length. Each is compared with the same request without a prediction, at a target with lookup and at one
+without, and no draft worker. All requests of a prompt follow each other in an order that rotates, so that a change of
+the machine's load affects all of them. Speeds do not include prefill.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ def edited(text: str, share: float, rng: random.Random) -> str:
     return "\n".join(lines)
 
 
-async def ask(pair: WorkerPair, case: Case, kind: str, num_tokens: int) -> Generation:
-    """One greedy request with a prediction of this kind."""
+async def ask(pair: WorkerPair, case: Case, kind: str, arguments: argparse.Namespace) -> Generation:
+    """One request with a prediction of this kind."""
+    seed = arguments.seed if arguments.temperature else None
     return await pair.generate(
         case.prompt,
-        SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        SamplingParams(temperature=arguments.temperature, seed=seed, max_tokens=arguments.tokens, ignore_eos=True),
         speculation=SpeculationSettings(enabled=True),
         prediction=case.predictions.get(kind, ()),
     )
@@ -103,7 +105,7 @@ async def cases_of(pair: WorkerPair, tokenizer: Tokenizer, arguments: argparse.N
     cases, sizes = [], []
     for prompt in prompts:
         case = Case(tokenizer.encode(prompt), {})
-        text = tokenizer.decode((await ask(pair, case, NONE, arguments.tokens)).token_ids)
+        text = tokenizer.decode((await ask(pair, case, NONE, arguments)).token_ids)
         other = rng.choice([each for each in files if len(each) > len(text) and prompt not in each])
         for kind, predicted in ((EDITED, edited(text, arguments.edits, rng)), (USELESS, other[: len(text)])):
             case.predictions[kind] = tokenizer.encode(predicted, add_special_tokens=False)
@@ -123,7 +125,7 @@ async def measure(
         for number, case in enumerate(cases if index >= 0 else cases[:1]):
             turn = (index + number) % len(variants)
             for name, kind in variants[turn:] + variants[:turn]:
-                run = await ask(pairs[name], case, kind, arguments.tokens)
+                run = await ask(pairs[name], case, kind, arguments)
                 if index >= 0:
                     results[name].by_kind[kind].append(run)
         say(f"round {index + 1} of {arguments.rounds}")
@@ -133,14 +135,10 @@ async def measure(
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         model_dir = stack.enter_context(target_model(arguments))
-        pairs = {
-            name: await stack.enter_async_context(
-                worker_pair(
-                    model_dir, None, target_arguments=["--cpu-affinity", "0", *flags, *arguments.target_argument]
-                )
-            )
-            for name, flags in TARGETS.items()
-        }
+        pairs = {}
+        for name, flags in TARGETS.items():
+            words = ["--cpu-affinity", "0", *flags, *arguments.target_argument]
+            pairs[name] = await stack.enter_async_context(worker_pair(model_dir, None, target_arguments=words))
         cases = await cases_of(pairs["no lookup"], Tokenizer(model_dir), arguments)
         results = await measure(pairs, cases, arguments)
     return {
@@ -157,6 +155,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="passes over the prompts (default %(default)s)")
     parser.add_argument("--edits", type=float, default=0.05, help="share of edited lines (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and edits (default %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0: greedy (default); above: coupled by the seed"
+    )
     parser.add_argument(
         "--target-argument", action="append", default=[], help="passed on, such as --num-local-tokens=8"
     )

@@ -62,6 +62,12 @@ class SchedulerLimits:
         8, "most hints verified per sequence and step",
         SPECULATION, "tokens", at_least=0, at_most=MAX_SPECULATIVE_TOKENS,
     )  # fmt: skip
+    num_local_tokens: int | None = setting(
+        None, "most hints verified per sequence and step where the last come from lookup or a client's prediction, "
+        "which cost no draft worker's time; fewer than --num-speculative-tokens count as so many",
+        SPECULATION, "tokens", at_least=0, at_most=MAX_SPECULATIVE_TOKENS,
+        shows=f"four times --num-speculative-tokens, at most {MAX_SPECULATIVE_TOKENS}",
+    )  # fmt: skip
     hint_wait_ms_max: float = setting(
         10.0, "longest that a step waits for hints; 0: never",
         SPECULATION, "milliseconds", at_least=0, flag="--hint-wait-ms",
@@ -90,6 +96,12 @@ class SchedulerLimits:
     early_s: float = 5.0  # seconds that they are kept
     end_of_sequence_ids: frozenset[int] = field(default_factory=frozenset)
     enable_prefix_caching: bool = same_as(EngineOptions, "enable_prefix_caching")
+
+    @property
+    def num_local_tokens_max(self) -> int:
+        """Most hints verified per sequence and step, those of local sources included."""
+        asked = 4 * self.num_speculative_tokens if self.num_local_tokens is None else self.num_local_tokens
+        return max(min(asked, MAX_SPECULATIVE_TOKENS), self.num_speculative_tokens)
 
     def __post_init__(self) -> None:
         check(self)

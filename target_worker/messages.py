@@ -46,6 +46,7 @@ class StartSession:
     deadline_at: float = math.inf  # shell's clock, seconds; a result after it is not wanted
     cache_salt: str = ""  # of the sessions it shares KV blocks and recent outputs with
     owner: str = ""  # the tenant that its grammar is compiled for
+    prediction: Sequence[int] = ()  # token ids that the client expects as output
 
     @property
     def is_background(self) -> bool:
@@ -110,6 +111,8 @@ class TokensCommitted:
     num_accepted_draft_tokens: int
     step_ms: float
     logprobs: list[TokenLogprobs] | None = None  # one per token, where requested
+    num_prediction_tokens: int = 0  # verified hints of the client's prediction
+    num_accepted_prediction_tokens: int = 0
     is_resting: bool = False  # as on the wire: hints are wanted but not accepted at present
 
 

@@ -112,6 +112,7 @@ class WorkerPair:
         attach_first: bool = False,
         timeout_s: float = 300.0,
         result: Generation | None = None,
+        prediction: Sequence[int] = (),
     ) -> Generation:
         """Sends one request, with the draft attached unless told otherwise.
 
@@ -132,6 +133,7 @@ class WorkerPair:
             token_ids=token_ids,
             sampling=sampling.to_proto(),
             speculation=speculation.to_proto(),
+            prediction=prediction,
         )
         result = result if result is not None else Generation()
         result.started_at = time.perf_counter()

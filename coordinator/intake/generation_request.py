@@ -94,6 +94,7 @@ class GenerationInput:
     best_of: int | None = None  # None: n
     echo: bool = False
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    prediction: str | Sequence[int] | None = None  # the output that the client expects, as text or token ids
     is_detailed: bool = False  # reports the origin of each token and the counts of each step
     deadline_s: float | None = None
     tenant: str = ""  # from the API key, or from the request if keys are not in use
@@ -115,6 +116,8 @@ class GenerationSpec:
     deadline_s: float  # from arrival
     served: ServedModel  # the model as it was served when the request came in
     num_speculative_tokens: int = 0  # most hints verified per step, by the request's limit and the targets'; 0: unknown
+    # The client's prediction; its beginning only, if it is longer than the context.
+    prediction_token_ids: Sequence[int] = field(default=(), repr=False)
     prompt_text: str | None = None  # shown before the output
     shows_special_tokens: bool = False
     plan: AnswerPlan | None = None  # how its answer is parsed; None: all of it is content

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -86,6 +87,7 @@ class RequestPreparation:
             deadline_s=deadline_s,
             served=served,
             num_speculative_tokens=_most_hints(request, targets),
+            prediction_token_ids=await self._predicted(request, served.tokenizer, max_model_len, vocab_size),
             prompt_text=await self._echoed(request, served.tokenizer, prompt_token_ids),
             shows_special_tokens=not request.skip_special_tokens or _has_special_marks(plan, served.tokenizer),
             plan=plan,
@@ -135,10 +137,29 @@ class RequestPreparation:
             text = await self._unless_short(_is_short_chat(request), _rendered, request, tokenizer)
         else:
             text = request.text or ""
-            _check_prompt(text, "prompt")
+            _check_text(text, "prompt")
         adds_special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
         is_short = len(text) <= LONG_TEXT_CHARS
         return await self._unless_short(is_short, tokenizer.encode, text, add_special_tokens=adds_special)
+
+    async def _predicted(
+        self, request: GenerationInput, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
+    ) -> Sequence[int]:
+        """Tokenizes the prediction, as far as it is of use. Raises InvalidRequest."""
+        predicted = request.prediction
+        if not predicted or request.speculation.is_plain:
+            return ()
+        if not isinstance(predicted, str):
+            if not 0 <= min(predicted) <= max(predicted) < vocab_size:
+                raise InvalidRequest(
+                    "prediction_token_ids", f"prediction_token_ids must lie between 0 and {vocab_size - 1}"
+                )
+            return array("I", predicted[:max_model_len])
+        _check_text(predicted, "prediction", "the prediction")
+        is_short = len(predicted) <= LONG_TEXT_CHARS
+        token_ids = await self._unless_short(is_short, tokenizer.encode, predicted, add_special_tokens=False)
+        # A tokenizer may have tokens beyond its model's vocabulary. The output has none of them.
+        return array("I", [token_id for token_id in token_ids[:max_model_len] if token_id < vocab_size])
 
     async def _unless_short(
         self,
@@ -202,7 +223,7 @@ def _rendered(request: GenerationInput, tokenizer: Tokenizer) -> str:
     text = tokenizer.render_chat(messages, **request.chat_template_kwargs)
     if request.continue_final_message:
         text = _cut_after_final_message(text, messages[-1])
-    _check_prompt(text, "messages")
+    _check_text(text, "messages")
     return text
 
 
@@ -249,14 +270,14 @@ def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:
     return text[: start + len(content)]
 
 
-def _check_prompt(text: str, parameter: str) -> None:
-    """Checks a prompt's length and encoding. Raises InvalidRequest."""
+def _check_text(text: str, parameter: str, what: str = "the prompt") -> None:
+    """Checks a text's length and encoding. Raises InvalidRequest."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:  # a tool call's arguments, JSON within JSON, can contain one
         raise InvalidRequest(parameter, f"{parameter} contains an unpaired surrogate: {error}") from error
     if num_bytes > PROMPT_BYTES_MAX:
-        raise InvalidRequest(parameter, f"{parameter}: the prompt is longer than {PROMPT_BYTES_MAX} bytes")
+        raise InvalidRequest(parameter, f"{parameter}: {what} is longer than {PROMPT_BYTES_MAX} bytes")
 
 
 def _bad_word_token_ids(request: GenerationInput, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

@@ -21,6 +21,8 @@ class SpeculationCounts:
     num_steps: int = 0
     num_stale_hints: int = 0
     num_late_hints: int = 0
+    num_prediction_tokens: int = 0  # verified
+    num_accepted_prediction_tokens: int = 0
     # Only the target's last message has these: None if a stop string or a replay kept it away.
     num_hint_bytes: int | None = None
     num_forced_tokens: int | None = None
@@ -31,6 +33,11 @@ class SpeculationCounts:
         self.num_steps += 1
         if num_draft_tokens:
             self.per_step.append((num_draft_tokens, num_accepted))
+
+    def add_predicted(self, num_verified: int, num_accepted: int) -> None:
+        """Adds a step's tokens of the client's prediction."""
+        self.num_prediction_tokens += num_verified
+        self.num_accepted_prediction_tokens += num_accepted
 
     def add_end(self, stats: common_pb2.SpeculationStats, *, is_complete: bool) -> None:
         """Adds counts that only the target has; `is_complete`: it saw the whole session."""
@@ -47,6 +54,8 @@ class SpeculationCounts:
             num_steps=sum(part.num_steps for part in parts),
             num_stale_hints=sum(part.num_stale_hints for part in parts),
             num_late_hints=sum(part.num_late_hints for part in parts),
+            num_prediction_tokens=sum(part.num_prediction_tokens for part in parts),
+            num_accepted_prediction_tokens=sum(part.num_accepted_prediction_tokens for part in parts),
             num_hint_bytes=_sum_if_known([part.num_hint_bytes for part in parts]),
             num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
             num_lookup_tokens=_sum_if_known([part.num_lookup_tokens for part in parts]),
@@ -60,6 +69,11 @@ class SpeculationCounts:
     @property
     def num_accepted_draft_tokens(self) -> int:
         return sum(accepted for _, accepted in self.per_step)
+
+    @property
+    def num_rejected_prediction_tokens(self) -> int:
+        """Tokens of the prediction that were verified and not accepted."""
+        return self.num_prediction_tokens - self.num_accepted_prediction_tokens
 
     def to_proto(self) -> common_pb2.SpeculationStats:
         """The counts as a message; histograms are over steps that verified at least one hint."""
@@ -75,6 +89,8 @@ class SpeculationCounts:
             num_hint_bytes=self.num_hint_bytes or 0,
             num_forced_tokens=self.num_forced_tokens or 0,
             num_lookup_tokens=self.num_lookup_tokens or 0,
+            num_prediction_tokens=self.num_prediction_tokens,
+            num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
         )
 
     def to_json(self, *, num_speculative_tokens: int, is_detailed: bool, num_output_tokens: int = 0) -> dict[str, Any]:
@@ -103,6 +119,8 @@ class SpeculationCounts:
             "num_late_hints": self.num_late_hints,
             "num_forced_tokens": self.num_forced_tokens,
             "num_lookup_tokens": self.num_lookup_tokens,
+            "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
+            "num_rejected_prediction_tokens": self.num_rejected_prediction_tokens,
             "num_hint_bytes": self.num_hint_bytes,
             "hint_bytes_per_token": (
                 self.num_hint_bytes / num_output_tokens

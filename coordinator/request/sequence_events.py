@@ -46,6 +46,10 @@ class Step(Protocol):
     @property
     def num_accepted_draft_tokens(self) -> int: ...
     @property
+    def num_prediction_tokens(self) -> int: ...
+    @property
+    def num_accepted_prediction_tokens(self) -> int: ...
+    @property
     def is_resting(self) -> bool:
         """Whether the target accepts no hints at present, by its own choice."""
 

@@ -253,7 +253,7 @@ class SequenceRunner:
     async def _open(self, slot: Slot) -> None:
         environment, spec, machine = self._environment, self._spec, self._machine
         self._slot = slot
-        if len(spec.prompt_token_ids) > LONG_PROMPT_TOKENS:
+        if len(spec.prompt_token_ids) + len(spec.prediction_token_ids) > LONG_PROMPT_TOKENS:
             # One per turn of the loop, or 64 sequences of one request would all be encoded in the same one.
             async with environment.loop.long_prompts:
                 await asyncio.sleep(0)
@@ -273,6 +273,7 @@ class SequenceRunner:
             cache_salt=spec.cache_salt,
             owner=spec.owner,
             trial_tokens=machine.losses.trial_tokens,
+            prediction=spec.prediction_token_ids,
         )
         session = LinkedSession(spec, request, target, machine.deadline_s, machine.committed)
         self._attempt = Attempt(

@@ -81,6 +81,7 @@ DELIVERY: Final = {
     "function_call": "OpenAI's former name of `tool_choice`.",
     "parallel_tool_calls": "Whether an answer may hold more than one call.",
     "include_reasoning": "Whether the answer shows the model's [reasoning](../guides/tool-calls.md#reasoning).",
+    "prediction": "The output that the client expects: [Predicted outputs](../guides/predicted-outputs.md).",
     "stream": "Send chunks as server-sent events.",
     "stream_options": "`include_usage` adds a last chunk with the usage, with `continuous_usage_stats` each chunk has "
     "it; `include_event_ids` makes the stream resumable: [Resume a stream](../guides/resuming.md).",

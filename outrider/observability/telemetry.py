@@ -151,6 +151,12 @@ class TargetMetrics(WorkerMetrics):
         self.num_lookup_tokens = self._counter(
             "lookup_accepted_tokens", "Tokens found by lookup that cost no step of their own"
         )
+        self.num_accepted_prediction_tokens = self._counter(
+            "prediction_accepted_tokens", "Tokens of clients' predictions that were verified and accepted"
+        )
+        self.num_rejected_prediction_tokens = self._counter(
+            "prediction_rejected_tokens", "Tokens of clients' predictions that were verified and not accepted"
+        )
         self.num_outcomes = self._counter("outcomes", "Steps that verified hints and had a successor")
         self.num_predicted_outcomes = self._counter(
             "predicted_outcomes",

@@ -1,9 +1,9 @@
-"""The hints that a step may verify: a draft worker's, tokens found by lookup, tokens that the grammar forces. Pure.
+"""The hints that a step may verify: a draft worker's, those of local sources, tokens that the grammar forces. Pure.
 
-Where a draft worker's hints end or are missing, lookup continues the path. After a long match lookup may replace the
-draft's hints, if it promises more. That choice depends on the number of hints, on the match before the first of them,
-on the outcome of earlier ones, and in greedy and coupled mode on the draft's confidence; under rejection sampling never
-on a hint's token (invariant I4).
+Where a draft worker's hints end or are missing, the local source that promises the most continues the path. After a
+long match it may replace the draft's hints, if it promises more. That choice depends on the number of hints, on the
+match before the first of them, on the outcome of earlier ones, and in greedy and coupled mode on the draft's
+confidence; under rejection sampling never on a hint's token (invariant I4).
 
 Where the grammar permits only one token, that token is the hint, whatever the draft proposes. This choice ignores the
 draft's token, so it biases nothing (invariant I4). The draft's tree is followed as long as it agrees. Two kinds of
@@ -21,12 +21,17 @@ from dataclasses import dataclass, field
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Hint, HintTree
-from target_worker.hints.lookup import NO_PROPOSAL, LocalHints, Proposal
+from target_worker.hints.local_source import (
+    NOTHING_LOCAL,
+    HintKind,
+    LocalProposal,
+    LocalSource,
+    best_proposal,
+    expected_tokens,
+)
 
-FORCED_NODE_ID = -1
-LOCAL_NODE_ID = -2
 CERTAIN_MATCH = 8
-"""Match length in tokens from which no draft worker is waited for, and lookup may replace its hints."""
+"""Match length in tokens from which no draft worker is waited for, and a local source may replace its hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,7 @@ class HintPath:
 
     hints: list[Hint]
     num_feedable: int
-    proposal: Proposal = NO_PROPOSAL  # source of the local hints
-    local_chances: Sequence[float] = ()  # acceptance probability of each local hint, given those before it
+    local: LocalProposal = NOTHING_LOCAL  # source of the local hints
     # The same of a draft worker's hints, by position in `hints`. Not compared: estimates are no part of a path.
     remote_chances: Sequence[float] = field(default=(), compare=False)
 
@@ -45,7 +49,7 @@ class HintPath:
         chance, chances, num_local = 1.0, [], 0
         for position, hint in enumerate(self.hints[: self.num_feedable]):
             if is_local(hint):
-                chance *= self.local_chances[num_local]
+                chance *= self.local.chances[num_local]
                 num_local += 1
             elif not is_forced(hint):
                 chance *= self.remote_chances[position]
@@ -60,6 +64,12 @@ class HintPath:
             return None
         return len(hints) - first, num_matched - first
 
+    def observe_local(self, num_verified: int, num_matched: int) -> None:
+        """Tells the source of the local hints what became of them, if any was reached."""
+        tried = self.tried_locally(num_verified, num_matched)
+        if tried is not None and self.local.source is not None:
+            self.local.source.observe(self.local.proposal, num_matched=tried[1], num_verified=tried[0])
+
     def for_step(self, num_fed: int) -> list[Hint]:
         """The hints that a step with `num_fed` fed hints verifies: one more than fed, where there is one."""
         return self.hints[: num_fed + 1]
@@ -67,12 +77,12 @@ class HintPath:
 
 def is_forced(hint: Hint) -> bool:
     """Whether a hint comes from the grammar."""
-    return hint.node_id == FORCED_NODE_ID
+    return hint.node_id == HintKind.FORCED
 
 
 def is_local(hint: Hint) -> bool:
-    """Whether a hint was found by lookup."""
-    return hint.node_id == LOCAL_NODE_ID
+    """Whether a hint comes from a local source."""
+    return hint.node_id < HintKind.FORCED
 
 
 def is_remote(hint: Hint) -> bool:
@@ -86,7 +96,7 @@ class HintSources:
 
     tree: HintTree | None  # of a draft worker whose hints are accepted
     acceptance: Sequence[float]  # rate by position in a block, given that the hints before were accepted
-    local: LocalHints | None
+    local: Sequence[LocalSource]
     grammar: GrammarState | None  # has consumed all committed output
     # Calibrates the draft's confidence; None under rejection sampling, which must not use it (I4).
     calibration: Calibration | None = None
@@ -103,61 +113,57 @@ class HintSources:
 
 
 def choose_path(
-    sources: HintSources, committed: Sequence[int], stop_token_ids: frozenset[int], max_fed: int
+    sources: HintSources,
+    committed: Sequence[int],
+    stop_token_ids: frozenset[int],
+    max_fed: int,
+    max_local: int | None = None,
 ) -> HintPath:
-    """Returns the hints below the committed tokens: at most `max_fed`, and one that is not fed."""
+    """Returns the hints below the committed tokens: at most `max_fed`, or `max_local` where the last are local (None:
+    as many), and one that is not fed. Under a grammar, whose check costs more with every hint, `max_local` is not used.
+    """
     grammar, max_len = sources.grammar, max_fed + 1
-    proposal = NO_PROPOSAL
     if grammar is not None:
-        hints, proposal = _path_within(sources, grammar, committed, max_len)
+        hints, local = _path_within(sources, grammar, committed, max_len)
     else:
         hints = sources.tree.primary_path(max_len) if sources.tree is not None else []
-        if sources.local is not None:
-            hints, proposal = _with_lookup(hints, sources, sources.local, committed, max_len)
-    chances = sources.local.chances(proposal) if sources.local is not None and proposal.token_ids else ()
+        hints, local = _with_local_hints(hints, sources, committed, max_len, max(max_fed, max_local or 0) + 1)
+        if local.source is not None:
+            max_fed = max(max_fed, max_local or 0)
     num_feedable = min(len(hints), max_fed)
     stop = next((index for index, hint in enumerate(hints) if hint.token_id in stop_token_ids), None)
     if stop is not None:
         hints, num_feedable = hints[: stop + 1], min(stop, num_feedable)
     elif grammar is not None and hints and not _permits(grammar, [hint.token_id for hint in hints]):
         num_feedable = min(len(hints) - 1, num_feedable)
-    return HintPath(hints, num_feedable, proposal, chances, sources.remote_chances(hints))
+    return HintPath(hints, num_feedable, local, sources.remote_chances(hints))
 
 
-def _with_lookup(
-    hints: list[Hint], sources: HintSources, local: LocalHints, committed: Sequence[int], max_len: int
-) -> tuple[list[Hint], Proposal]:
-    """The draft's path continued by lookup, or lookup's own path where a long match promises more."""
-    proposal = local.propose(committed, [], max_len)
+def _with_local_hints(
+    hints: list[Hint], sources: HintSources, committed: Sequence[int], max_len: int, max_local_len: int
+) -> tuple[list[Hint], LocalProposal]:
+    """The draft's path, continued by a local source if it has fewer than `max_len` hints, or a local path where a long
+    match promises more."""
+    local = best_proposal(sources.local, committed, [], max_local_len)
     if hints and not (
-        proposal.match_len >= CERTAIN_MATCH
-        and _expected(local.chances(proposal)) > _expected(sources.remote_chances(hints)[: len(hints)])
+        local.proposal.match_len >= CERTAIN_MATCH
+        and local.expected > expected_tokens(sources.remote_chances(hints)[: len(hints)])
     ):
-        proposal = local.propose(committed, [hint.token_id for hint in hints], max_len - len(hints))
-        return hints + _local_hints(proposal), proposal
-    return _local_hints(proposal), proposal
-
-
-def _local_hints(proposal: Proposal) -> list[Hint]:
-    return [Hint(LOCAL_NODE_ID, LOCAL_NODE_ID, token_id) for token_id in proposal.token_ids]
-
-
-def _expected(chances: Sequence[float]) -> float:
-    """Expected number of accepted hints in a chain, from each hint's probability given those before it."""
-    total, chance = 0.0, 1.0
-    for own in chances:
-        chance *= own
-        total += chance
-    return total
+        if len(hints) == max_len:
+            return hints, NOTHING_LOCAL
+        suffix = [hint.token_id for hint in hints]
+        local = best_proposal(sources.local, committed, suffix, max_local_len - len(hints))
+        return hints + local.hints(), local
+    return local.hints(), local
 
 
 def _path_within(
     sources: HintSources, grammar: GrammarState, committed: Sequence[int], max_len: int
-) -> tuple[list[Hint], Proposal]:
-    """Builds a path under a grammar: forced tokens where there are any, otherwise primary children, then lookup. Ends
-    after a token that the grammar forbids."""
-    tree, hints, proposal = sources.tree, list[Hint](), NO_PROPOSAL
-    found: list[int] | None = None  # rest of the proposal
+) -> tuple[list[Hint], LocalProposal]:
+    """Builds a path under a grammar: forced tokens where there are any, otherwise primary children, then a local
+    source. Ends after a token that the grammar forbids."""
+    tree, hints, local = sources.tree, list[Hint](), NOTHING_LOCAL
+    found: list[Hint] | None = None  # rest of the proposal
     node_id = tree.cursor if tree is not None else None
     while len(hints) < max_len:
         path_ids = [hint.token_id for hint in hints]
@@ -166,7 +172,7 @@ def _path_within(
         except GrammarViolation:
             break
         for token_id in forced:
-            hints.append(Hint(FORCED_NODE_ID, FORCED_NODE_ID, token_id))
+            hints.append(Hint(HintKind.FORCED, HintKind.FORCED, token_id))
             follower = tree.child_with_token(node_id, token_id) if tree is not None else None
             node_id = follower.node_id if follower is not None else None
         if forced:
@@ -177,16 +183,16 @@ def _path_within(
         if following is not None and found is None:
             node_id = following.node_id
         else:
-            if found is None and sources.local is not None:
-                proposal = sources.local.propose(committed, path_ids, max_len - len(hints))
-                found = list(proposal.token_ids)
+            if found is None:
+                local = best_proposal(sources.local, committed, path_ids, max_len - len(hints))
+                found = local.hints()
             if not found:
                 break
-            following = Hint(LOCAL_NODE_ID, LOCAL_NODE_ID, found.pop(0))
+            following = found.pop(0)
         hints.append(following)
         if not _permits(grammar, [*path_ids, following.token_id]):
             break
-    return hints, proposal
+    return hints, local
 
 
 def _permits(grammar: GrammarState, token_ids: list[int]) -> bool:

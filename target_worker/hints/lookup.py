@@ -3,24 +3,15 @@
 Prompt lookup searches a session's own tokens, prompt included, for its last ones and proposes what followed them;
 SuffixDecoding (arXiv 2411.04975) searches the outputs of other sessions, too. Both continue where a remote draft's
 hints end.
-
-A proposal is a function of the tokens before it, so its draft distribution is a single token, which is how verification
-reads a hint without a distribution. How much of it is verified may therefore depend on anything before it; here it
-depends only on match lengths and on the outcome of earlier proposals (invariant I4).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from outrider.concurrency.decayed_mean import DecayedMean
-from outrider.hints.acceptance import DECAY, AcceptanceHistory
+from target_worker.hints.local_source import MAX_READ, NO_PROPOSAL, HintKind, MatchAcceptance, Proposal
 from target_worker.hints.token_index import MIN_MATCH, NOWHERE, SEQUENCE_END, TokenIndex
-
-MAX_READ = 1024
-"""Tokens indexed per call, about 0.2 ms: the most that a long prompt or output costs one step."""
 
 
 class RecentOutputs:
@@ -101,54 +92,20 @@ class RecentOutputs:
         return (found.following(position, max_len), match_len) if found is not None else ([], 0)
 
 
-class Proposal(NamedTuple):
-    """Tokens that may come next, and the length of the match that suggests them."""
-
-    token_ids: list[int]
-    match_len: int  # tokens before the first of token_ids; 0 without any
-    is_recent: bool = False  # found in recent outputs instead of the session's own tokens
-
-
-NO_PROPOSAL = Proposal([], 0)
-
 PRIOR_RATES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.9)
 """Acceptance rates after matches of 1, 2–3, 4–7, 8–15, 16–31 and more tokens. Measured with the demo's tokenizer on
 Python sources and manuals, 25 % of each given and the rest predicted: 0.22, 0.46, 0.66, 0.76, 0.87 and 0.93."""
-PRIOR_WEIGHT = 4.0  # in verified tokens
 
 
-class LookupAcceptance:
-    """Acceptance of proposed tokens, by the length of the match before them.
-
-    An accepted token lengthens the match by one, so token i of a proposal counts as one after a match of `match_len +
-    i` tokens; lengths share an entry by powers of two.
-    """
-
-    def __init__(self) -> None:
-        self._histories = [
-            AcceptanceHistory(DecayedMean(DECAY, rate * PRIOR_WEIGHT, PRIOR_WEIGHT)) for rate in PRIOR_RATES
-        ]
-
-    def history(self, match_len: int) -> AcceptanceHistory:
-        return self._histories[min(match_len.bit_length(), len(self._histories)) - 1]
-
-    def chances(self, match_len: int, num_tokens: int) -> list[float]:
-        """For each of `num_tokens` proposed, the probability that it is accepted, given that those before it are."""
-        return [self.history(match_len + i).rate for i in range(num_tokens)]
-
-    def observe(self, match_len: int, num_matched: int, num_verified: int) -> None:
-        """Takes a verified block whose leading tokens were accepted; those behind a rejection do not count."""
-        for i in range(min(num_matched + 1, num_verified)):
-            self.history(match_len + i).observe(int(i < num_matched), 1)
-
-
-class LocalHints:
+class LookupHints:
     """One session's hints from its own tokens and, where permitted, from recent outputs of its scope."""
+
+    kind = HintKind.LOOKUP
 
     def __init__(self, recent: RecentOutputs | None = None, scope: str = "") -> None:
         self._own = TokenIndex()
         self._recent, self._scope = recent, scope
-        self._own_acceptance, self._recent_acceptance = LookupAcceptance(), LookupAcceptance()
+        self._own_acceptance, self._recent_acceptance = MatchAcceptance(PRIOR_RATES), MatchAcceptance(PRIOR_RATES)
 
     def read(self, committed: Sequence[int], max_tokens: int = MAX_READ) -> bool:
         """Indexes at most `max_tokens` of what was committed since the last call; returns whether that was all."""
@@ -178,5 +135,5 @@ class LocalHints:
         """Takes the outcome of a proposal of which `num_verified` tokens were reached and verified."""
         self._acceptance_of(proposal).observe(proposal.match_len, num_matched, num_verified)
 
-    def _acceptance_of(self, proposal: Proposal) -> LookupAcceptance:
+    def _acceptance_of(self, proposal: Proposal) -> MatchAcceptance:
         return self._recent_acceptance if proposal.is_recent else self._own_acceptance

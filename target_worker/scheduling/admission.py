@@ -20,4 +20,6 @@ def check_request(event: StartSession, max_model_len: int, vocab_size: int) -> N
         raise InvalidRequest("max_tokens", "as many tokens as max_tokens permits are already committed")
     if not all(0 <= token_id < vocab_size for token_id in event.token_ids):
         raise InvalidRequest("token_ids", f"a token id is outside the vocabulary of {vocab_size}")
+    if event.prediction and not 0 <= min(event.prediction) <= max(event.prediction) < vocab_size:
+        raise InvalidRequest("prediction", f"a token id of prediction is outside the vocabulary of {vocab_size}")
     event.sampling.check_vocabulary(vocab_size)

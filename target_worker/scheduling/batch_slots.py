@@ -65,7 +65,7 @@ class BatchSlots:
         self._is_short = False  # KV blocks, for the first waiting session
         # Upper bounds of the blocks that a step needs, hints included.
         size = allocator.block_size
-        self._most_per_session = 1 + (limits.num_speculative_tokens + size) // size
+        self._most_per_session = 1 + (limits.num_local_tokens_max + size) // size
         self._most_for_prompts = limits.max_num_batched_tokens // size
 
     def check_fits(self, event: StartSession) -> None:

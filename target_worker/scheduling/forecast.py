@@ -83,7 +83,7 @@ class Forecast:
 
     def _least_work_s(self, session: Session, step_ms: float) -> float:
         """Least time that a session takes once it has a slot."""
-        num_hints = 0 if session.speculation.is_plain else self._limits.num_speculative_tokens
+        num_hints = 0 if session.speculation.is_plain else self._limits.num_local_tokens_max
         num_steps = -(-_least_tokens(session) // (1 + num_hints))
         return num_steps * step_ms * BEST_SHARE / 1e3
 

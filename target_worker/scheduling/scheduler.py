@@ -23,7 +23,7 @@ from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.pace import Pace
 from outrider.hints.step_cost import StepCost, StepLine
 from protos.outrider.v1 import target_pb2
-from target_worker.hints.lookup import LocalHints, RecentOutputs
+from target_worker.hints.lookup import RecentOutputs
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
@@ -53,6 +53,7 @@ from target_worker.scheduling.batch_slots import BatchSlots
 from target_worker.scheduling.early_events import EarlyEvents
 from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.session import Session
+from target_worker.scheduling.session_sources import local_sources
 from target_worker.scheduling.session_statistics import add_up_to_limit
 from target_worker.scheduling.step_composition import compose
 
@@ -72,7 +73,7 @@ class Scheduler:
         self._intake = BatchIntake(may_pause=limits.may_pause)
         self._pace = Pace()
         self._wait = HintWait(limits.hint_wait_ms_max, limits.wait_for_num_hints)
-        self._turns = BackgroundTurns(limits.num_speculative_tokens)
+        self._turns = BackgroundTurns(limits.num_local_tokens_max)
         num_recent = limits.max_lookup_tokens if limits.has_lookup else 0
         self._recent = RecentOutputs(max_tokens=num_recent) if num_recent else None
         self._sessions: dict[str, Session] = {}
@@ -152,7 +153,7 @@ class Scheduler:
                 self.limits,
                 kv=KVSequence(self.allocator),
                 number=self._num_started,
-                local=self._local_hints(event),
+                local=local_sources(event, self.limits, self._recent),
                 calibration=self._calibrations.get(event.sampling.decoding_mode),
                 now=now,
             )
@@ -170,11 +171,6 @@ class Scheduler:
         for early in self._early.take(session.session_id):
             actions += self.handle(early, now)
         return actions
-
-    def _local_hints(self, event: StartSession) -> LocalHints | None:
-        if not self.limits.has_lookup or event.speculation.is_plain:
-            return None
-        return LocalHints(self._recent, event.cache_salt)
 
     def _remove(self, session: Session, now: float) -> None:
         del self._sessions[session.session_id]
@@ -356,6 +352,8 @@ class Scheduler:
                     outcome.num_accepted,
                     step_ms,
                     outcome.logprobs,
+                    outcome.num_prediction_tokens,
+                    outcome.num_accepted_prediction_tokens,
                     is_resting=session.wants_hints and session.intake.is_paused,
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.kv.kv_cache import KVSequence
@@ -24,11 +25,9 @@ from target_worker.hints.hint_path import (
     HintPath,
     HintSources,
     choose_path,
-    is_forced,
-    is_local,
     is_remote,
 )
-from target_worker.hints.lookup import LocalHints
+from target_worker.hints.local_source import LocalSource
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action, PromptScored, StartSession, StreamId
 from target_worker.scheduling.output_grammar import (
@@ -38,7 +37,7 @@ from target_worker.scheduling.output_grammar import (
     read_committed,
     up_to_completion,
 )
-from target_worker.scheduling.session_statistics import add_up_to_limit, count_outcome, count_step
+from target_worker.scheduling.session_statistics import add_up_to_limit, count_outcome, count_sources, count_step
 from target_worker.scheduling.subscribers import Subscriber, commits_for
 
 NO_PATH = HintPath([], 0)
@@ -52,6 +51,8 @@ class CommitOutcome:
     origins: list[common_pb2.TokenOrigin]
     num_draft_tokens: int  # fed hints of a draft worker
     num_accepted: int  # those of them among the tokens
+    num_prediction_tokens: int  # verified hints of the client's prediction
+    num_accepted_prediction_tokens: int  # those of them among the tokens
     num_verified: int  # verified hints of a draft worker, one that was not fed included
     num_matched: int  # the leading ones of them that were accepted
     logprobs: list[TokenLogprobs] | None
@@ -86,7 +87,7 @@ class Session:
     tree: HintTree = field(default_factory=HintTree)
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)
-    local: LocalHints | None = None
+    local: Sequence[LocalSource] = ()
     path: HintPath = NO_PATH  # used to compose the last step
     intake: SessionIntake = field(default_factory=SessionIntake)
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class Session:
         *,
         kv: KVSequence,
         number: int,
-        local: LocalHints | None,
+        local: Sequence[LocalSource],
         calibration: Calibration | None,
         now: float,
     ) -> Session:
@@ -172,17 +173,18 @@ class Session:
         """Whether the session wants hints and is not paused."""
         return self.wants_hints and not self.intake.is_paused
 
-    def hint_path(self, num_speculative_tokens: int) -> HintPath:
+    def hint_path(self, limits: SchedulerLimits) -> HintPath:
         """Chooses the hints to verify next, one more than may be fed: the last position is verified without being
         fed."""
         if not self._has_hint_source():
             self.path = NO_PATH
             return self.path
         tree = self.tree if self.accepts_hints else None
-        limit = self.hint_limit(num_speculative_tokens)
+        limit = self.hint_limit(limits.num_speculative_tokens)
         chances = self.acceptance.chances(limit + 1) if tree is not None else ()
         sources = HintSources(tree, chances, self.local, self.grammar, self.calibration)
-        self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit)
+        max_local = self.hint_limit(limits.num_local_tokens_max)
+        self.path = choose_path(sources, self.token_ids, self.stop_token_ids, limit, max_local)
         return self.path
 
     def hint_gains(self) -> list[float]:
@@ -213,7 +215,7 @@ class Session:
         """Whether the next tokens are known without a draft worker, so that none is waited for."""
         if self.speculation.is_plain:
             return False
-        if self.local is not None and self.local.propose(self.token_ids, [], 1).match_len >= CERTAIN_MATCH:
+        if any(each.propose(self.token_ids, [], 1).match_len >= CERTAIN_MATCH for each in self.local):
             return True
         return self.grammar is not None and is_forced_next(self.grammar)
 
@@ -258,7 +260,7 @@ class Session:
     def _has_hint_source(self) -> bool:
         if self.speculation.is_plain:
             return False
-        return self.accepts_hints or self.grammar is not None or self.local is not None
+        return self.accepts_hints or self.grammar is not None or bool(self.local)
 
     def reset_draft_statistics(self, now: float, usual: HintTiming) -> None:
         """Resets what was learned from an earlier draft worker; it does not apply to the new one."""
@@ -295,7 +297,7 @@ class Session:
         """
         if not verdict.token_ids:
             self.kv.truncate(min(self.kv.length, self.committed_len - 1))
-            return CommitOutcome([], [], 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
+            return CommitOutcome([], [], 0, 0, 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
         num_verified, num_matched = self._learn(verdict, hints)
         token_ids: list[int] = []
         permitted = verdict.token_ids
@@ -313,8 +315,7 @@ class Session:
         held = hints[: min(verdict.num_accepted, len(token_ids))]
         num_draft_tokens = sum(map(is_remote, hints[:num_fed_hints]))
         num_accepted = sum(map(is_remote, held))
-        self.stats.num_forced_tokens += sum(map(is_forced, held))
-        self.stats.num_lookup_tokens += sum(map(is_local, held))
+        predicted = count_sources(self.stats, hints, verdict, len(token_ids))
         count_step(self.stats, num_accepted, num_draft_tokens)
         if self.grammar is not None and stop_token_id is None:
             reason = advance(self.grammar, token_ids) or reason
@@ -329,6 +330,7 @@ class Session:
             origins,
             num_draft_tokens,
             num_accepted,
+            *predicted,
             num_verified,
             num_matched,
             logprobs,
@@ -340,10 +342,7 @@ class Session:
         """Updates acceptance statistics; returns (verified, accepted) counts of the draft worker's hints only."""
         num_verified = sum(map(is_remote, hints))
         num_matched = sum(map(is_remote, hints[: verdict.num_matched]))
-        if self.local is not None:
-            tried = self.path.tried_locally(len(hints), verdict.num_matched)
-            if tried is not None:
-                self.local.observe(self.path.proposal, num_matched=tried[1], num_verified=tried[0])
+        self.path.observe_local(len(hints), verdict.num_matched)
         if num_verified:
             self._calibrate(hints, verdict.num_matched)
             self.acceptance.observe(num_matched, num_verified)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 
-from outrider.hints.hint_tree import HintTree
+from outrider.engine.sampling.verdict import Verdict
+from outrider.hints.hint_tree import Hint, HintTree
 from outrider.sampling_params import UINT32_MAX
 from protos.outrider.v1 import common_pb2
+from target_worker.hints.local_source import HintKind
 
 
 def count_step(stats: common_pb2.SpeculationStats, num_accepted: int, num_draft_tokens: int) -> None:
@@ -19,6 +21,28 @@ def count_step(stats: common_pb2.SpeculationStats, num_accepted: int, num_draft_
     stats.num_accepted_draft_tokens += num_accepted
     _increment(stats.acceptance_histogram, num_accepted)
     _increment(stats.draft_length_histogram, num_draft_tokens)
+
+
+def count_sources(
+    stats: common_pb2.SpeculationStats, hints: Sequence[Hint], verdict: Verdict, num_committed: int
+) -> tuple[int, int]:
+    """Counts verified hints of sources other than draft workers, `num_committed` tokens of the verdict being kept.
+
+    Returns how many were verified of a client's prediction and how many of them are in the output. There, a hint of the
+    last position counts, too, though its token would have cost no other step.
+    """
+    free, matched = (hints[: min(num, num_committed)] for num in (verdict.num_accepted, verdict.num_matched))
+    stats.num_forced_tokens += _num_of(HintKind.FORCED, free)
+    stats.num_lookup_tokens += _num_of(HintKind.LOOKUP, free)
+    num_predicted = _num_of(HintKind.PREDICTION, hints)
+    num_accepted = _num_of(HintKind.PREDICTION, matched)
+    stats.num_prediction_tokens += num_predicted
+    stats.num_accepted_prediction_tokens += num_accepted
+    return num_predicted, num_accepted
+
+
+def _num_of(kind: HintKind, hints: Sequence[Hint]) -> int:
+    return sum(hint.node_id == kind for hint in hints)
 
 
 def count_outcome(stats: common_pb2.SpeculationStats, tree: HintTree) -> None:

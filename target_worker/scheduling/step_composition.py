@@ -26,8 +26,7 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     budget = limits.max_num_batched_tokens - len(decoding)
     # While prompts wait, hints take at most half of the remaining tokens.
     hint_budget = budget // 2 if room.prefilling else budget
-    limit = limits.num_speculative_tokens
-    paths = [session.hint_path(limit) for session in decoding]
+    paths = [session.hint_path(limits) for session in decoding]
     gains = [session.hint_gains() for session in decoding]
     num_fed = room.limit_hints(allot(gains, line, max(hint_budget, 0)))
     items = []
@@ -41,18 +40,18 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
             chunk = chunk_cost.shorten(chunk, budget_ms, is_first=len(items) == len(decoding))
         if chunk.num_tokens <= 0:
             break
-        items.append(prefill_item(session, chunk.num_tokens, limit))
+        items.append(prefill_item(session, chunk.num_tokens, limits))
         budget -= chunk.num_tokens
         budget_ms -= chunk_cost.ms(chunk)
     return Step(items)
 
 
-def prefill_item(session: Session, max_tokens: int, num_speculative_tokens: int) -> StepItem:
+def prefill_item(session: Session, max_tokens: int, limits: SchedulerLimits) -> StepItem:
     """Feeds pending committed tokens: all, deciding the next token, or the first `max_tokens`, deciding nothing."""
     if session.num_pending <= max_tokens:
-        return deciding_item(session, session.hint_path(num_speculative_tokens), num_fed=0)
-    if session.local is not None:
-        session.local.read(session.token_ids)
+        return deciding_item(session, session.hint_path(limits), num_fed=0)
+    for source in session.local:
+        source.read(session.token_ids)
     start = session.kv.length
     token_ids = session.token_ids[start : start + max_tokens]
     session.kv.extend(max_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from array import array
 from typing import Final
 
 from outrider.hint_service.session_names import session_name
@@ -46,6 +47,7 @@ def parse_generate(request: target_pb2.GenerateRequest, deadline_at: float = mat
         deadline_at=deadline_at,
         cache_salt=request.cache_salt,
         owner=request.owner,
+        prediction=array("I", request.prediction),
     )
 
 
@@ -84,6 +86,8 @@ def event_message(action: Action) -> target_pb2.GenerateEvent:
                 num_accepted_draft_tokens=action.num_accepted_draft_tokens,
                 step_ms=action.step_ms,
                 logprobs=[logprobs.to_proto() for logprobs in action.logprobs or ()],
+                num_prediction_tokens=action.num_prediction_tokens,
+                num_accepted_prediction_tokens=action.num_accepted_prediction_tokens,
                 is_resting=action.is_resting,
             )
             return target_pb2.GenerateEvent(step=step)

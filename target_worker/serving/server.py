@@ -237,6 +237,10 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
     def _count(self, action: Action) -> None:
         if isinstance(action, TokensCommitted):
             self._metrics.generation_tokens.inc(len(action.token_ids))
+            if action.num_prediction_tokens:
+                num_accepted = action.num_accepted_prediction_tokens
+                self._metrics.num_accepted_prediction_tokens.inc(num_accepted)
+                self._metrics.num_rejected_prediction_tokens.inc(action.num_prediction_tokens - num_accepted)
             if action.num_draft_tokens:
                 self._metrics.num_drafts.inc()
                 self._metrics.num_draft_tokens.inc(action.num_draft_tokens)

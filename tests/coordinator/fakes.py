@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
 
     Position decides, so a replay continues where the committed tokens end. Each step claims `num_draft_tokens`
     hints, all but the last token accepted. Log probabilities are those of `logprob_of`; the likeliest tokens at
-    position p are always p + 1, p + 2 and so on.
+    position p are always p + 1, p + 2 and so on. A prediction is compared position by position.
     """
 
     script: list[int]
@@ -155,6 +156,10 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             num_accepted_draft_tokens=count - 1 if self.num_accepted is None else self.num_accepted,
             step_ms=1.0,
             logprobs=logprobs,
+            num_prediction_tokens=len(request.prediction[position : position + count]),
+            num_accepted_prediction_tokens=sum(
+                map(operator.eq, request.prediction[position : position + count], token_ids)
+            ),
         )
 
     async def GetInfo(

@@ -141,6 +141,7 @@ def start_session(
     settings: SpeculationSettings,
     seed: int,
     grammar: GrammarState | None = None,
+    prediction: Sequence[int] = (),
 ) -> target_messages.StartSession:
     return target_messages.StartSession(
         session_id=session_id,
@@ -150,6 +151,7 @@ def start_session(
         speculation=settings,
         seed=seed,
         grammar=None if grammar is None else grammar.fork(),
+        prediction=prediction,
     )
 
 
@@ -284,6 +286,7 @@ class Request:
     right_text: tuple[int, ...] = ()
     num_given: int = 0  # tokens of right_text that were committed on another worker
     grammar: GrammarState | None = None
+    prediction: tuple[int, ...] = ()  # that the client sent
 
     @property
     def given_text(self) -> list[int]:
@@ -480,6 +483,7 @@ class Bridge:
             settings=speculation(request.rule),
             seed=request.seed,
             grammar=request.grammar,
+            prediction=request.prediction,
         )
         # Both workers get a request at once: the draft worker may be the first to speak.
         if self._draft is not None and self._rng.random() < 0.5:

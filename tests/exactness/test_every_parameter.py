@@ -54,7 +54,8 @@ SAMPLED = [("none", "block"), *((draft, rule) for draft in DRAFTS[1:] for rule i
 NEAR_TIE = 1e-4
 LONG_BLOCKS = SamplingParams(max_tokens=6, temperature=1.5, top_k=3, ignore_eos=True)
 FAMILY_ERROR_RATE = 1e-4
-FAMILY_SIZE = len(SMALL_CASES) * len(SAMPLED) + (len(DRAFTS) - 1) * len(RULES)
+FAMILY_SIZE = len(SMALL_CASES) * (len(SAMPLED) + 1) + (len(DRAFTS) - 1) * len(RULES)
+"""With the cases of `test_prediction`."""
 MOST_STATISTICS = LONG_BLOCKS.max_tokens  # of one test
 BATCH = 2000  # sessions of one pair of workers
 NUM_SESSIONS = 400  # of each sampled case in the default run

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.grammar import GrammarState
 from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
-from target_worker.hints.hint_path import FORCED_NODE_ID, HintPath, HintSources, choose_path, is_forced
+from target_worker.hints.hint_path import HintPath, HintSources, choose_path, is_forced
+from target_worker.hints.local_source import HintKind
 from tests.outrider.test_grammar import EOS, HOSTILE, encode, regex, schema
 from tests.schemas.walk import permitted_token_ids
 
@@ -20,7 +21,7 @@ PROMPT = [9, 9, 9]
 def path_of(
     tree: HintTree | None, grammar: GrammarState | None, stop_token_ids: frozenset[int], max_fed: int
 ) -> HintPath:
-    return choose_path(HintSources(tree, [0.7] * (max_fed + 1), None, grammar), PROMPT, stop_token_ids, max_fed)
+    return choose_path(HintSources(tree, [0.7] * (max_fed + 1), (), grammar), PROMPT, stop_token_ids, max_fed)
 
 
 OTHER_STOP = encode("7")[0]
@@ -96,7 +97,7 @@ def expected_path(place: Place, stop_token_ids: frozenset[int], max_fed: int, *,
         children = [place.hints[child] for child in place.below[node_id]] if node_id is not None else []
         if forced:
             following = [child.node_id for child in children if child.token_id == forced[0]]
-            hints.append(Hint(FORCED_NODE_ID, FORCED_NODE_ID, forced[0]))
+            hints.append(Hint(HintKind.FORCED, HintKind.FORCED, forced[0]))
             node_id = following[0] if following else None
         elif children:
             hints.append(children[0])

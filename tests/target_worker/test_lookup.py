@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from target_worker.hints.lookup import (
-    MAX_READ,
-    NO_PROPOSAL,
-    PRIOR_RATES,
-    LocalHints,
-    LookupAcceptance,
-    Proposal,
-    RecentOutputs,
-)
+from target_worker.hints.local_source import MAX_READ, NO_PROPOSAL, MatchAcceptance, Proposal
+from target_worker.hints.lookup import PRIOR_RATES, LookupHints, RecentOutputs
 from target_worker.hints.token_index import MAX_CANDIDATES, MAX_MATCH, NOWHERE, TokenIndex
 
 TOKENS = st.integers(0, 2)
@@ -51,8 +44,8 @@ def reference(
     return whole[-max_len:], match_len
 
 
-def hints_of(text: Sequence[int], recent: RecentOutputs | None = None, scope: str = "") -> LocalHints:
-    hints = LocalHints(recent, scope)
+def hints_of(text: Sequence[int], recent: RecentOutputs | None = None, scope: str = "") -> LookupHints:
+    hints = LookupHints(recent, scope)
     while not hints.read(text):
         pass
     return hints
@@ -205,7 +198,7 @@ def test_search_costs_no_more_in_a_longer_text(kind: str, size: int) -> None:
 
 def test_long_prompt_is_read_a_bounded_part_at_a_time() -> None:
     text = [1, 2, 3] * MAX_READ
-    hints = LocalHints()
+    hints = LookupHints()
     assert hints.propose(text, [], 4) == NO_PROPOSAL
     assert hints.propose(text, [], 4) == NO_PROPOSAL
     assert hints.propose(text, [], 4).token_ids == [1, 2, 3, 1]
@@ -332,11 +325,11 @@ def test_proposal_is_a_function_of_text_and_outputs(
     steps: list[list[int]], said: list[int], outputs: list[tuple[str, list[int]]]
 ) -> None:
     recent = recent_of(*(output for _, output in outputs))
-    step_by_step, committed = LocalHints(recent), list[int]()
+    step_by_step, committed = LookupHints(recent), list[int]()
     for step in steps:
         committed += step
         proposal = step_by_step.propose(committed, said, 6)
-        assert proposal == LocalHints(recent).propose(committed, said, 6)
+        assert proposal == LookupHints(recent).propose(committed, said, 6)
         assert len(proposal.token_ids) <= 6
         assert bool(proposal.token_ids) == bool(proposal.match_len)
 
@@ -369,15 +362,15 @@ def test_chances_depend_on_lengths_and_history_and_not_on_tokens() -> None:
 
 
 def test_longer_matches_are_trusted_more_and_along_a_proposal_they_grow() -> None:
-    chances = LookupAcceptance().chances(2, 40)
+    chances = MatchAcceptance(PRIOR_RATES).chances(2, 40)
     assert chances == sorted(chances)
     assert chances[0] == PRIOR_RATES[1] < PRIOR_RATES[2] == chances[2]
-    assert chances[30:] == LookupAcceptance().chances(32, 10)
-    assert len(LookupAcceptance().chances(10**6, 2)) == 2
+    assert chances[30:] == MatchAcceptance(PRIOR_RATES).chances(32, 10)
+    assert len(MatchAcceptance(PRIOR_RATES).chances(10**6, 2)) == 2
 
 
 def test_rejections_are_learned_for_the_length_where_they_came() -> None:
-    acceptance = LookupAcceptance()
+    acceptance = MatchAcceptance(PRIOR_RATES)
     before = acceptance.chances(2, 7)
     for _ in range(50):
         acceptance.observe(2, 2, 6)  # tokens 0 and 1 hold, 2 does not; 3 and after were not tried
@@ -389,7 +382,7 @@ def test_rejections_are_learned_for_the_length_where_they_came() -> None:
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_estimate_follows_what_happens_and_stays_a_chance(holds: bool) -> None:
-    acceptance = LookupAcceptance()
+    acceptance = MatchAcceptance(PRIOR_RATES)
     for _ in range(200):
         acceptance.observe(2, int(holds), 1)
     rate = acceptance.chances(2, 1)[0]

@@ -11,7 +11,7 @@ from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from target_worker.hints.hint_path import CERTAIN_MATCH, HintSources, choose_path, is_local
-from target_worker.hints.lookup import LocalHints
+from target_worker.hints.lookup import LookupHints
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     HintsArrived,
@@ -175,8 +175,8 @@ def test_nobody_is_waited_for_after_a_long_match(limits: dict[str, int]) -> None
     assert isinstance(world.scheduler.next_step(world.now), Step if limits.get("has_lookup", True) else WaitForHints)
 
 
-def local(text: list[int]) -> LocalHints:
-    hints = LocalHints()
+def local(text: list[int]) -> LookupHints:
+    hints = LookupHints()
     hints.read(text)
     return hints
 
@@ -184,7 +184,7 @@ def local(text: list[int]) -> LocalHints:
 def sources(hints: list[Hint], text: list[int], acceptance: float) -> HintSources:
     tree = HintTree()
     tree.add(text, 1, len(text), hints)
-    return HintSources(tree, [acceptance] * 9, local(text), None)
+    return HintSources(tree, [acceptance] * 9, [local(text)], None)
 
 
 def chain(token_ids: list[int]) -> list[Hint]:

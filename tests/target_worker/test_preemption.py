@@ -274,7 +274,7 @@ PREEMPT, BY_RANK = Session.preempt, BatchSlots._make_room_by_rank
 class TestDeadlines:
     def started(self, left_s: float, **options: object) -> tuple[World, list[object]]:
         """A world that knows that steps take 20 ms, and what it answers to one with so much time."""
-        world = World(replace(LIMITS, max_num_seqs=1), 97)
+        world = World(replace(LIMITS, max_num_seqs=1, num_local_tokens=0), 97)
         for num_tokens in (1, 2, 5) * 20:
             world.scheduler.cost.observe(num_tokens, 20.0)
         event = start("a", max_tokens=20, **options)  # type: ignore[arg-type]

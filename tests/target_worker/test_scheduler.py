@@ -141,8 +141,8 @@ class World:
         for item in step.items:
             asked = self.starts[item.session_id]
             assert len(item.token_ids) > 0
-            assert item.kv.length <= self.limits.max_model_len + self.limits.num_speculative_tokens
-            assert item.num_fed_hints <= self.limits.num_speculative_tokens
+            assert item.kv.length <= self.limits.max_model_len + self.limits.num_local_tokens_max
+            assert item.num_fed_hints <= self.limits.num_local_tokens_max
             assert item.num_logits == item.num_decided or item.prompt_targets
             assert len(item.prompt_targets) <= item.num_logits
             assert item.seed == asked.seed

@@ -241,9 +241,20 @@ class ResponseWriter:
         usage = self._counts(num_output_tokens(finished)) | {"prompt_tokens_details": cached}
         if self._form.is_chat:
             usage["completion_tokens_details"] = {
-                "reasoning_tokens": sum(each.num_reasoning_tokens for each in self._choices)
+                "reasoning_tokens": sum(each.num_reasoning_tokens for each in self._choices),
+                **_prediction_usage(finished),
             }
+        elif self._spec.request.prediction is not None:
+            usage["completion_tokens_details"] = _prediction_usage(finished)
         return {"usage": usage, "metrics": metrics_json(self._spec, finished)}
+
+
+def _prediction_usage(finished: RequestFinished) -> dict[str, int]:
+    counts = finished.counts
+    return {
+        "accepted_prediction_tokens": counts.num_accepted_prediction_tokens,
+        "rejected_prediction_tokens": counts.num_rejected_prediction_tokens,
+    }
 
 
 def metrics_json(spec: GenerationSpec, finished: RequestFinished) -> dict[str, Any]:

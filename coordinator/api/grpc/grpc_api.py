@@ -61,6 +61,7 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
     # Checked before copying: a message of 1 MB may contain 500,000 entries of any field.
     check_count("prompt_token_ids", request.prompt_token_ids.token_ids, PROMPT_TOKENS_MAX)
     check_count("messages", request.chat.messages, MESSAGES_MAX)
+    check_count("prediction_token_ids", request.prediction_token_ids.token_ids, PROMPT_TOKENS_MAX)
     check_count("stop", request.stop, STOP_STRINGS_MAX)
     check_count("bad_words", request.bad_words, MAX_BAD_WORDS)
     for message in request.chat.messages:
@@ -88,6 +89,7 @@ def read_request(request: generation_pb2.GenerationRequest, origin: Origin = NOW
         speculation=SpeculationSettings.from_proto(request.speculation)
         if request.HasField("speculation")
         else SpeculationSettings(),
+        prediction=_read_prediction(request),
         deadline_s=request.deadline_ms / 1000 if request.deadline_ms else None,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
@@ -157,6 +159,15 @@ def list_models(service: GenerationService) -> generation_pb2.ListModelsResponse
             for status in service.catalog.served()
         ]
     )
+
+
+def _read_prediction(request: generation_pb2.GenerationRequest) -> str | tuple[int, ...] | None:
+    match request.WhichOneof("prediction"):
+        case "prediction_text":
+            return request.prediction_text
+        case "prediction_token_ids":
+            return tuple(request.prediction_token_ids.token_ids)
+    return None
 
 
 def _read_sampling(message: common_pb2.SamplingParams) -> SamplingParams:

@@ -59,7 +59,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: Count = Field(description="tokens of the model's reasoning, shown or not")
+    reasoning_tokens: Count = Field(default=0, description="of a chat: tokens of the model's reasoning, shown or not")
+    accepted_prediction_tokens: Count = Field(description="tokens of `prediction` that are in the output")
+    rejected_prediction_tokens: Count = Field(
+        description="tokens of `prediction` that were compared with the output in vain; not part of `completion_tokens`"
+    )
 
 
 class Usage(BaseModel):
@@ -67,7 +71,9 @@ class Usage(BaseModel):
     completion_tokens: Count = Field(description="generated tokens of all sequences, their stop tokens included")
     total_tokens: Count = Field(description="the sum of both")
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, description="of a chat")
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        default=None, description="of a chat, or where `prediction` is given"
+    )
 
 
 class Metrics(BaseModel):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from coordinator.api.schema.body_parts import FIRST_ERROR_ONLY, Body, Listed, TokenId, described
+from coordinator.api.schema.chat_messages import ContentPart
 from coordinator.api.schema.structured_output import ResponseFormat, StructuredOutputs
 from coordinator.intake.generation_request import (
     ASKED_SALT_CHARS_MAX,
@@ -18,6 +19,7 @@ from coordinator.intake.generation_request import (
     CHOICES_BOUNDS,
     MAX_TOKENS_BOUNDS,
     PRIORITY_MAX,
+    PROMPT_BYTES_MAX,
     PROMPT_TOKENS_MAX,
     REQUEST_ID_CHARS_MAX,
     STOP_STRING_CHARS_MAX,
@@ -104,6 +106,22 @@ class Speculation(Body):
         )
 
 
+class Prediction(Body):
+    """The output that the client expects, such as a file before an edit. It makes the answer faster if it comes true,
+    and never changes it."""
+
+    type: Literal["content"] = Field(description="always `content`")
+    content: str | Listed[ContentPart] = Field(
+        description=f"text of at most {PROMPT_BYTES_MAX} bytes, or parts of it, which follow each other"
+    )
+
+    def to_text(self) -> str:
+        """Returns the predicted text. Raises InvalidRequest for a part that is not text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.to_text(f"prediction.content[{index}]") for index, part in enumerate(self.content))
+
+
 class GenerationBody(Body):
     """The fields that completions and chat completions share."""
 
@@ -150,6 +168,7 @@ class GenerationBody(Body):
     request_id: Annotated[str, described(pattern=f"^[ -~]{{0,{REQUEST_ID_CHARS_MAX}}}$")] | None = None
     return_token_ids: bool | None = None
     speculation: Speculation = Field(default_factory=Speculation)
+    prediction: Prediction | None = None
 
     def common_input(self, request_id: str, num_logprobs: int | None, logprobs_name: str) -> dict[str, Any]:
         """Builds fields of a GenerationInput; `logprobs_name` is what set `num_logprobs`. Raises InvalidRequest."""
@@ -159,6 +178,8 @@ class GenerationBody(Body):
                 raise InvalidRequest("stream_options", "stream_options needs stream: true")
             if self.stream_options.include_obfuscation:
                 self.ignore("stream_options.include_obfuscation")
+        if self.prediction is not None and not self.speculation.enabled:
+            self.ignore("prediction")
         if self.truncate_prompt_tokens is not None:
             _TRUNCATION_BOUNDS.check("truncate_prompt_tokens", self.truncate_prompt_tokens)
             if self.truncate_prompt_tokens == 0:
@@ -183,6 +204,7 @@ class GenerationBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "speculation": speculation,
             "is_detailed": self.speculation.detail,
+            "prediction": None if self.prediction is None else self.prediction.to_text(),
             "tenant": self.user or "",
             "cache_salt": self.cache_salt or "",
             "canary_key": self.prompt_cache_key or self.user or "",

@@ -30,7 +30,7 @@ NEUTRAL_STRUCTURED_OUTPUTS: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyT
 UNUSED_COMPLETION: Final = (
     "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention", "kv_transfer_params",
 )  # fmt: skip
-UNUSED_CHAT: Final = (*UNUSED_COMPLETION, "prediction", "mm_processor_kwargs")
+UNUSED_CHAT: Final = (*UNUSED_COMPLETION, "mm_processor_kwargs")
 # Former parameter -> its replacement.
 SUCCESSORS: Final[Mapping[str, str]] = MappingProxyType(
     {

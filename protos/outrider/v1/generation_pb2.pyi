@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerationRequest(_message.Message):
-    __slots__ = ("model", "prompt", "prompt_token_ids", "chat", "sampling", "speculation", "stop", "include_stop_str_in_output", "deadline_ms", "request_id", "n", "best_of", "echo", "bad_words", "resume_from", "priority", "tenant", "run", "cache_salt")
+    __slots__ = ("model", "prompt", "prompt_token_ids", "chat", "sampling", "speculation", "stop", "include_stop_str_in_output", "deadline_ms", "request_id", "n", "best_of", "echo", "bad_words", "resume_from", "priority", "tenant", "run", "cache_salt", "prediction_text", "prediction_token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class GenerationRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     prompt_token_ids: TokenPrompt
@@ -47,7 +49,9 @@ class GenerationRequest(_message.Message):
     tenant: str
     run: str
     cache_salt: str
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., resume_from: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., run: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    prediction_text: str
+    prediction_token_ids: TokenPrompt
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., resume_from: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., run: _Optional[str] = ..., cache_salt: _Optional[str] = ..., prediction_text: _Optional[str] = ..., prediction_token_ids: _Optional[_Union[TokenPrompt, _Mapping]] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("num_tokens", "has_begun", "has_ended")

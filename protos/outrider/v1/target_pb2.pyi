@@ -20,7 +20,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_NO_TOKEN: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "token_ids", "num_prompt_tokens", "sampling", "speculation", "priority", "deadline_ms", "hint_token", "cache_salt", "incarnation", "trial_tokens", "owner")
+    __slots__ = ("session_id", "token_ids", "num_prompt_tokens", "sampling", "speculation", "priority", "deadline_ms", "hint_token", "cache_salt", "incarnation", "trial_tokens", "owner", "prediction")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -45,7 +46,8 @@ class GenerateRequest(_message.Message):
     incarnation: str
     trial_tokens: int
     owner: str
-    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., hint_token: _Optional[str] = ..., cache_salt: _Optional[str] = ..., incarnation: _Optional[str] = ..., trial_tokens: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., hint_token: _Optional[str] = ..., cache_salt: _Optional[str] = ..., incarnation: _Optional[str] = ..., trial_tokens: _Optional[int] = ..., owner: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("started", "step", "finished", "prompt", "waiting")
@@ -84,7 +86,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_ids", "origins", "num_draft_tokens", "num_accepted_draft_tokens", "step_ms", "logprobs", "is_resting")
+    __slots__ = ("token_ids", "origins", "num_draft_tokens", "num_accepted_draft_tokens", "step_ms", "logprobs", "is_resting", "num_prediction_tokens", "num_accepted_prediction_tokens")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +94,8 @@ class StepOutput(_message.Message):
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_RESTING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[_common_pb2.TokenOrigin]
     num_draft_tokens: int
@@ -99,7 +103,9 @@ class StepOutput(_message.Message):
     step_ms: float
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     is_resting: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., is_resting: _Optional[bool] = ...) -> None: ...
+    num_prediction_tokens: int
+    num_accepted_prediction_tokens: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., step_ms: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., is_resting: _Optional[bool] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionFinished(_message.Message):
     __slots__ = ("reason", "stop_token_id", "num_prompt_tokens", "num_output_tokens", "stats", "queue_ms", "prefill_ms", "num_cached_tokens", "num_preemptions")

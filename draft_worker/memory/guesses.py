@@ -21,7 +21,7 @@ from outrider.hints.acceptance import DECAY
 from outrider.hints.confidence import confidence_level
 from outrider.hints.hint_tree import ROOT_ID, Hint
 
-PRIOR_RATES: Final = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9)
+PRIOR_RATES: Final = (0.45, 0.55, 0.65, 0.7, 0.78, 0.85, 0.9)
 """Assumed acceptance rates of a token after a match of each length, where nothing was measured yet."""
 PRIOR_WEIGHT: Final = 4.0  # in tokens
 RATE_MAX: Final = 0.99
@@ -68,6 +68,7 @@ class _Branch:
     depth: int  # tokens of them that are in the tree
     reach: float  # probability that the committed tokens come here
     parent: Guess | None  # None: the root
+    is_primary: bool = True  # `parent` is a primary child
 
 
 class GuessTree:
@@ -90,7 +91,8 @@ class GuessTree:
         max_nodes: int,
         min_reach: float,
     ) -> GuessTree:
-        """The tree of what followed the places of a match, at most `max_lookahead` deep, the likeliest parts first."""
+        """The tree of what followed the places of a match, at most `max_lookahead` deep: the primary path first, then
+        the likeliest alternatives with their continuations."""
         tree = cls(base_len)
         if not match.places:
             return tree
@@ -100,9 +102,8 @@ class GuessTree:
             votes[continuation] = votes.get(continuation, 0) + 1
         rates = acceptance.rates_from(match.length, max_lookahead)
         branches = [_Branch(votes, 0, 1.0, None)]
-        while branches and len(tree.hints) < max_nodes:
-            # Few are open at a time, mostly one.
-            branch = max(branches, key=lambda each: each.reach)
+        while branches:  # few, mostly one
+            branch = max(branches, key=lambda each: (each.is_primary, each.reach))
             branches.remove(branch)
             branches += tree._expand(branch, rates, max_nodes, min_reach)
         return tree
@@ -125,14 +126,14 @@ class GuessTree:
         shares = {token_id: sum(own.values()) for token_id, own in by_token.items()}
         level, rate = rates[min(depth, len(rates) - 1)]
         chance = branch.reach * rate / max(sum(shares.values()), 1)
-        branches = []
+        branches: list[_Branch] = []
         for token_id in sorted(by_token, key=lambda each: -shares[each]):
             reach = chance * shares[token_id]
             if reach < min_reach or len(self.hints) >= max_nodes:
                 break
             learns = level if len(by_token) == 1 else None
             guess = self._add(branch.parent, token_id, reach / branch.reach, learns)
-            branches.append(_Branch(by_token[token_id], depth + 1, reach, guess))
+            branches.append(_Branch(by_token[token_id], depth + 1, reach, guess, is_primary=not branches))
         return branches
 
     def _chain(self, branch: _Branch, rates: Sequence[tuple[int, float]], max_nodes: int, min_reach: float) -> None:

@@ -7,8 +7,8 @@ may be long. This memory keeps what LZ77 compressors keep (RFC 1951, section 4):
 bounded part of one chain.
 
 Sequences grow while others are searched, so that sessions which run at the same time find each other's tokens. A
-sequence is kept in pieces of at most `PIECE_TOKENS`. Beyond `max_tokens` the oldest piece of the largest scope is
-forgotten: whoever generates most forgets their own tokens first. Nothing of a scope is found in another one.
+sequence is kept in pieces of at most `PIECE_TOKENS`. Beyond `max_tokens` the largest scope forgets the piece that has
+not grown for longest: whoever generates most forgets their own tokens first. Nothing of a scope is found in another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PIECE_BITS: Final = 10
 PIECE_TOKENS: Final = 1 << _PIECE_BITS
 """Most tokens of a piece, with those copied from before it: what is forgotten at once."""
 PIECE_COST: Final = 32
-"""What a piece counts in addition to its own tokens: the copied ones, and objects of fixed size."""
+"""Tokens that a piece counts beside its own: the copied ones, and objects of fixed size."""
 TOKEN_ID_MAX: Final = (1 << 31) - 1
 NOWHERE: Final = -1
 
@@ -58,7 +58,7 @@ class _Remembered:
     """Tokens remembered for one scope."""
 
     latest: dict[int, int] = field(default_factory=dict)  # gram -> latest place after it
-    pieces: OrderedDict[int, _Piece] = field(default_factory=OrderedDict)  # by number, oldest first
+    pieces: OrderedDict[int, _Piece] = field(default_factory=OrderedDict)  # by number, in order of last growth
     num_tokens: int = 0
 
 
@@ -150,6 +150,7 @@ class TokenMemory:
             earlier.append(latest.get(gram, NOWHERE))
             latest[gram] = base + offset
         self._scopes.move_to_end(piece.scope)
+        remembered.pieces.move_to_end(piece.number)
         self._count(remembered, len(new))
         self._make_room()
 
@@ -169,10 +170,14 @@ class TokenMemory:
     def _forget(self, piece: _Piece) -> None:
         remembered = self._scopes[piece.scope]
         tokens, latest, base = piece.token_ids, remembered.latest, piece.number << _PIECE_BITS
-        for offset in range(max(piece.first, MIN_MATCH), len(tokens)):
+        for offset in range(len(tokens) - 1, max(piece.first, MIN_MATCH) - 1, -1):
             gram = (tokens[offset - 3] << 42) ^ (tokens[offset - 2] << 21) ^ tokens[offset - 1]
             if latest.get(gram) == base + offset:
-                del latest[gram]
+                before = piece.earlier[offset]
+                if before >> _PIECE_BITS in self._pieces:
+                    latest[gram] = before
+                else:
+                    del latest[gram]
         del remembered.pieces[piece.number], self._pieces[piece.number]
         self._count(remembered, -piece.cost)
         self.num_forgotten_tokens += len(tokens) - piece.first

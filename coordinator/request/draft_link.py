@@ -64,7 +64,7 @@ class DraftLink:
         self._session = session
         self._on_no_draft = on_no_draft
         self._num_attachments = 0
-        self._is_awaited = False
+        self._is_awaited = False  # whether hints of the attached worker are wanted
         self._task: asyncio.Task[None] | None = None
         self._last_task: asyncio.Task[None] | None = None
         self.worker: WorkerRecord | None = None  # the attached one
@@ -119,14 +119,13 @@ class DraftLink:
             router.open_session(worker)
             self.worker = worker
             try:
-                if await self._follow_one(worker):
+                if await self._follow_one(worker) or not self._is_awaited:
                     return
             finally:
                 self.worker = None
                 router.close_session(worker)
                 environment.placement.reservations.give_back(worker, token)
-        if self._is_awaited:
-            self._on_no_draft()
+        self._on_no_draft()
 
     def _admits(self, worker: WorkerRecord) -> bool:
         """Whether a draft worker may see the session's tokens and send hints for it."""

@@ -8,7 +8,7 @@ bounded part of one chain.
 
 Sequences grow while others are searched, so that sessions which run at the same time find each other's tokens. A
 sequence is kept in pieces of at most `PIECE_TOKENS`. Beyond `max_tokens` the largest scope forgets the piece that has
-not grown for longest: whoever generates most forgets their own tokens first. Nothing of a scope is found in another one.
+not grown for longest, so whoever generates most forgets their own. Nothing of a scope is found in another one.
 """
 
 from __future__ import annotations

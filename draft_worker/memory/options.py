@@ -34,7 +34,7 @@ class MemoryLimits:
     """Bounds of one memory worker (I7). Raises ConfigurationError, naming the flag."""
 
     max_memory_tokens: int = setting(
-        1 << 20, "tokens remembered, about 150 bytes each; beyond that the oldest of the tenant with the most are "
+        1 << 20, "tokens remembered, 50 to 130 bytes each; beyond that the oldest of the tenant with the most are "
         "forgotten",
         CAPACITY, "tokens", at_least=4096,
     )  # fmt: skip

@@ -63,6 +63,18 @@ async def test_what_was_generated_before_takes_fewer_steps_and_is_the_same(sampl
         assert metric(memory, "outrider_memory_hints_accepted_total") > 0
 
 
+async def test_what_one_target_generated_is_hinted_at_on_another() -> None:
+    async with (
+        target_and_memory() as (first, memory),
+        worker_pair(DEMO_TARGET, None) as other,
+        attach_draft(other, memory.address) as second,
+    ):
+        plain = await second.generate(prompt(), GREEDY, use_draft=False)
+        await first.generate(prompt(), GREEDY)
+        hinted = await until_hinted(second, GREEDY, plain)
+        assert len(hinted.arrivals) < 0.7 * len(plain.arrivals)
+
+
 async def test_one_that_is_killed_in_the_middle_costs_nothing_but_speed() -> None:
     async with target_and_memory() as (pair, memory):
         plain = await pair.generate(prompt(), GREEDY, use_draft=False)

@@ -20,7 +20,7 @@ from command_line.chat import chat
 from command_line.checkout import not_installed
 from command_line.fetch.command import fetch
 from command_line.keys import keys
-from command_line.passthrough import PASSTHROUGH, coordinator, draft_worker, target_worker
+from command_line.passthrough import PASSTHROUGH, coordinator, draft_worker, memory_worker, target_worker
 from command_line.plan.command import plan
 from command_line.profile import profile
 from command_line.simulate.command import simulate
@@ -65,6 +65,7 @@ app.command(rich_help_panel="Security")(certificates)
 app.command(rich_help_panel="Security")(keys)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(target_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(draft_worker)
+app.command(rich_help_panel="One process", **PASSTHROUGH)(memory_worker)
 app.command(rich_help_panel="One process", **PASSTHROUGH)(coordinator)
 
 

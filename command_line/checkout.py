@@ -17,6 +17,7 @@ _NEEDS: Final = {
     "coordinator": ("fastapi", "uvicorn"),
     "ray_serve": ("fastapi", "ray", "uvicorn"),
     "draft_worker": ("torch", "transformers"),
+    "draft_worker.memory": ("numpy", "tokenizers"),
     "target_worker": ("torch", "transformers"),
 }
 """Packages of the extras without which a process cannot start; `ray_serve` is a coordinator on Ray Serve."""

@@ -30,6 +30,11 @@ def draft_worker(context: typer.Context) -> None:
     become("draft_worker", context.args)
 
 
+def memory_worker(context: typer.Context) -> None:
+    """Start one memory worker, which hints at what was generated before. `--help` lists its flags."""
+    become("draft_worker.memory", context.args)
+
+
 def coordinator(context: typer.Context) -> None:
     """Start the coordinator, the public API in front of all workers. `--help` lists its flags."""
     become("coordinator", context.args)

@@ -54,6 +54,7 @@ class Proxy(StrEnum):
     PYTHON = "python"
 
 
+ALL_TENANTS: Final = "*"
 _SECONDS: Final[Mapping[str, Any]] = {"group": CAPACITY, "unit": "seconds", "above": 0}
 
 
@@ -104,6 +105,11 @@ class CoordinatorSettings:
     uses_priors: bool = setting(
         True, "start every request with speculation, however it went for similar ones",
         SPECULATION, flag="--no-priors", is_inverse=True, is_advanced=True,
+    )  # fmt: skip
+    memory_tenants: tuple[str, ...] = setting(
+        (), "let memory workers remember what is generated for this tenant (`user` over HTTP, `tenant` over gRPC), or "
+        "for all with *, and hint at it when that tenant's requests come to it again; may be repeated",
+        SPECULATION, "tenant", flag="--memory-tenant", shows="none",
     )  # fmt: skip
     requests_max: int = setting(
         512, "most requests at once per replica, those that wait included; one of n (best_of) sequences counts n; "
@@ -255,6 +261,10 @@ class CoordinatorSettings:
     def knows_callers(self) -> bool:
         """Whether requests need an API key or a token."""
         return self.api_keys_file is not None or self.oidc_issuer is not None
+
+    def may_remember(self, tenant: str) -> bool:
+        """Whether memory workers may be told what is generated for a tenant."""
+        return ALL_TENANTS in self.memory_tenants or tenant in self.memory_tenants
 
     def _check_models(self) -> None:
         """Raises ValueError unless exactly one setting says which models there are."""

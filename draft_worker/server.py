@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from draft_worker.links import Dial, TargetLinks
 from draft_worker.messages import (
@@ -20,7 +21,6 @@ from draft_worker.messages import (
     SendHints,
     Subscribe,
 )
-from draft_worker.scheduler import DraftScheduler
 from outrider.addresses import split_address
 from outrider.errors import (
     DeadlineExceeded,
@@ -41,6 +41,23 @@ from protos.outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 STATUS_EVERY_S = 1.0
 
 
+class Progress(Protocol):
+    """The facts about a session that the status of its attachment tells."""
+
+    num_sent_nodes: int
+    num_roots: int
+
+    @property
+    def committed_len(self) -> int: ...
+
+
+class Sessions(Protocol):
+    """The scheduler, as far as the service reads it."""
+
+    def check_room(self, *, is_background: bool = False) -> None: ...
+    def progress(self, session_id: str) -> Progress | None: ...
+
+
 @dataclass(slots=True)
 class _Caller:
     """The coordinator's call that attached a session."""
@@ -56,12 +73,13 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
     def __init__(
         self,
         info: common_pb2.WorkerInfo,
-        scheduler: DraftScheduler,
+        scheduler: Sessions,
         metrics: DraftMetrics,
-        grammars: GrammarCompiler,
+        grammars: GrammarCompiler | None,
         dial: Dial | None = None,
         tracing: Tracing = OFF,
     ) -> None:
+        """`grammars` None: hints are made without regard to grammars, which the target applies."""
         super().__init__(info)
         self._grammars = grammars
         self._scheduler = scheduler
@@ -98,7 +116,7 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
     async def Attach(self, request: draft_pb2.AttachRequest, context: Context) -> AsyncIterator[draft_pb2.AttachStatus]:
         try:
             event = self._parse(request)
-            if event.sampling.grammar is not None:
+            if event.sampling.grammar is not None and self._grammars is not None:
                 self._scheduler.check_room(is_background=event.is_background)  # refuse before any work
                 compiling = asyncio.create_task(self._grammars.compile_async(event.sampling.grammar, event.owner))
                 try:
@@ -158,7 +176,7 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
             if session is not None:
                 status.num_sent_nodes = session.num_sent_nodes
                 status.num_roots = session.num_roots
-                status.committed_len = len(session.token_ids)
+                status.committed_len = session.committed_len
             yield status
 
     def _parse(self, request: draft_pb2.AttachRequest) -> AttachSession:

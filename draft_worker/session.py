@@ -47,8 +47,7 @@ class DraftNode:
     depth: int  # below the root; it guesses position base_len + depth - 1
     reach: float  # estimated probability that the committed tokens reach it
     children: list[int] = field(default_factory=list)
-    # (token, probability), likeliest first; not yet nodes.
-    alternatives: list[tuple[int, float]] = field(default_factory=list)
+    alternatives: list[tuple[int, float]] = field(default_factory=list)  # (token, probability), not yet nodes
     entry: int | None = None  # index of its KV entry, once fed
     is_sent: bool = False
 
@@ -110,6 +109,10 @@ class DraftSession:
     @property
     def kv(self) -> KVSequence:
         return self.blocks.kv
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.token_ids)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:

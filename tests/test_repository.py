@@ -408,7 +408,7 @@ def test_commands_and_flags_that_the_documents_name_exist() -> None:
                 for option in getattr(commands.get(command), "params", [])
                 for name in (*option.opts, *option.secondary_opts)
             }
-            is_opaque = command in ("target-worker", "draft-worker", "coordinator")
+            is_opaque = command in ("target-worker", "draft-worker", "memory-worker", "coordinator")
             flags = [] if is_opaque else re.findall(r"--[a-z-]+", rest)
             unknown += [f"{command} {flag}" for flag in flags if flag not in options | {"--help"}]
             if command not in commands:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from command_line.start.deployment import Deployment, worker_specs
+from command_line.start.deployment import Deployment, coordinator_spec, worker_specs
 from command_line.start.options import ServeOptions
 from coordinator.__main__ import SETTINGS as COORDINATOR
 from coordinator.settings import CoordinatorSettings, Listen
 from draft_worker.__main__ import KIND as DRAFT
 from draft_worker.__main__ import parse_arguments as parse_draft
+from draft_worker.memory.__main__ import KIND as MEMORY
+from draft_worker.memory.__main__ import parse_arguments as parse_memory
+from draft_worker.memory.options import MemoryLimits, MemoryOptions
 from k8s.helm.chart import preset, render
 from outrider.engine.options import EngineOptions
 from outrider.errors import ConfigurationError
@@ -38,7 +41,12 @@ from target_worker.limits import SchedulerLimits
 from tests.k8s.pods import pods
 
 K8S = Path(__file__).parents[1] / "k8s"
-PROCESSES = {"coordinator": COORDINATOR, "target": TARGET.settings, "draft": DRAFT.settings}
+PROCESSES = {
+    "coordinator": COORDINATOR,
+    "target": TARGET.settings,
+    "draft": DRAFT.settings,
+    "memory": MEMORY.settings,
+}
 
 
 def rows(process: str, *owners: type) -> list[dict[str, str]]:
@@ -57,6 +65,7 @@ def setting_rows() -> list[dict[str, str]]:
         *rows("coordinator", *COORDINATOR),
         *rows("target worker", *TARGET.settings),
         *rows("draft worker", *DRAFT.settings),
+        *rows("memory worker", *MEMORY.settings),
     ]
 
 
@@ -234,7 +243,8 @@ def test_the_reference_has_every_setting_of_every_process_once() -> None:
     assert len(keys) == len(set(keys)) > 80
     assert all(row["help"] and not row["help"].endswith(".") for row in found)
     flags = {(row["process"], row["flag"]): row["name"] for row in found if row["flag"]}
-    assert {"outrider serve", "coordinator", "target worker", "draft worker"} == {process for process, _ in flags}
+    processes = ("outrider serve", "coordinator", "target worker", "draft worker", "memory worker")
+    assert set(processes) == {process for process, _ in flags}
     assert {row["variable"] for row in found} >= {"OUTRIDER_REDIS_URL", "OUTRIDER_ZONE", "OUTRIDER_API_KEYS"}
 
 
@@ -249,6 +259,28 @@ def test_what_serve_passes_on_the_processes_read_as_it_was_meant() -> None:
     (target, draft) = (spec.command[3:] for spec in worker_specs(plain, [], "x"))
     assert from_flags(SchedulerLimits, parse_target([*target])) == SchedulerLimits()
     assert from_flags(EngineOptions, parse_draft([*draft])) == EngineOptions(model=Path("/m/draft"))
+
+
+def test_serve_tells_memory_workers_the_tokenizer_and_the_coordinator_whom_they_follow() -> None:
+    plain = Deployment(Path("/m/target"), None, num_memory_workers=2)
+    _, memory, other = worker_specs(plain, [], "x")
+    assert (memory.name, other.name, memory.role) == ("memory-0", "memory-1", "draft")
+    given = parse_memory([*memory.command[3:]])
+    assert from_flags(MemoryOptions, given) == MemoryOptions(tokenizer=Path("/m/target"))
+    assert from_flags(MemoryLimits, given) == MemoryLimits()
+
+    def told(deployment: Deployment) -> list[str]:
+        words = coordinator_spec(deployment, Path("/ray")).command
+        return [words[index + 1] for index, word in enumerate(words) if word == "--memory-tenant"]
+
+    assert told(plain) == ["*"]
+    assert told(Deployment(Path("/m/target"), None)) == []
+    named = Deployment(
+        Path("/m/target"), None, num_memory_workers=1, memory_tenants=("a", "b"), api_keys=Path("/keys.toml")
+    )
+    assert told(named) == ["a", "b"]
+    with pytest.raises(SettingError, match="needs --memory-tenant"):
+        replace(named, memory_tenants=())
 
 
 def test_kubernetes_gives_the_coordinator_what_its_class_knows() -> None:

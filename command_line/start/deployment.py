@@ -16,7 +16,7 @@ from pathlib import Path
 
 from command_line.checkout import ROOT, module
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
-from coordinator.settings import CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
+from coordinator.settings import ALL_TENANTS, CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
 from draft_worker.limits import DraftModel
 from outrider.engine.kv.kv_plan import ALL_SHARE
 from outrider.engine.options import Dtype, EngineOptions, Quantization
@@ -84,6 +84,11 @@ class Deployment:
     proxy: Proxy | None = same_as(Listen, "proxy")
     num_target_workers: int = setting(1, "target workers", CAPACITY, "workers", at_least=1, at_most=64)
     num_draft_workers: int = setting(1, "draft workers", CAPACITY, "workers", at_least=1, at_most=64)
+    num_memory_workers: int = setting(
+        0, "memory workers, which remember what was generated for each tenant and hint at it when it comes again; they "
+        "send hints where no draft worker does",
+        CAPACITY, "workers", at_least=0, at_most=64,
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "processes of each target worker, between which its model is sharded",
         CAPACITY, "processes", at_least=1, at_most=64,
@@ -104,6 +109,9 @@ class Deployment:
     max_queue_wait_s: float | None = same_as(CoordinatorSettings, "queue_wait_max_s", None)
     response_life_s: float | None = same_as(CoordinatorSettings, "response_life_s", None)
     batch_files: str | None = same_as(CoordinatorSettings, "batch_files")
+    memory_tenants: tuple[str, ...] = same_as(
+        CoordinatorSettings, "memory_tenants", shows="all where there are no API keys"
+    )
     tenant_weights: tuple[str, ...] = same_as(CoordinatorSettings, "tenant_weights")
     affinity: Affinity = setting(
         Affinity.AUTO, "auto gives each worker cores of its own where there are enough",
@@ -136,6 +144,8 @@ class Deployment:
         if self.hosting is Hosting.PLAIN and self.tls_dir is not None:
             why = "its certificates are for the public ports, too, on which a plain process has no TLS"
             raise SettingError("tls_dir", f"--tls-dir needs --hosting {Hosting.RAY_SERVE}: {why}")
+        if self.num_memory_workers and self.knows_callers and not self.memory_tenants:
+            raise SettingError("memory_tenants", "--num-memory-workers with API keys needs --memory-tenant: whom for")
         for weight in self.tenant_weights:  # here as well as in the coordinator, which starts last
             try:
                 parse_tenant_weight(weight)
@@ -160,6 +170,11 @@ class Deployment:
     def knows_callers(self) -> bool:
         """Whether requests need an API key or a token."""
         return self.api_keys is not None or self.oidc_issuer is not None
+
+    @property
+    def has_hints(self) -> bool:
+        """Whether there are workers that send hints."""
+        return self.draft is not None or self.num_memory_workers > 0
 
     @property
     def trust(self) -> ssl.SSLContext | bool:
@@ -217,8 +232,8 @@ def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CoreP
 def worker_specs(
     deployment: Deployment, cores: Sequence[int], run_id: str, memory: Mapping[str, WorkerMemory] | None = None
 ) -> list[ChildSpec]:
-    """Target workers, then draft workers. `run_id` keeps the worker ids of several systems apart. `memory` is that of
-    each role; None leaves it to the workers."""
+    """Target workers, then draft workers, then memory workers. `run_id` keeps the worker ids of several systems apart.
+    `memory` is that of each role; None leaves it to the workers."""
     told = memory or {role: WorkerMemory(deployment.max_model_len) for role in ("target", "draft")}
     deployment = replace(deployment, max_model_len=None)
     num_drafts = deployment.num_draft_workers if deployment.draft is not None else 0
@@ -246,7 +261,14 @@ def worker_specs(
             _worker_spec("draft", i, deployment.draft, deployment, own, size, run_id, words)
             for i, own in enumerate(plan.drafts)
         ]
-    return specs
+    return specs + [_memory_spec(i, deployment, run_id) for i in range(deployment.num_memory_workers)]
+
+
+def _memory_spec(index: int, deployment: Deployment, run_id: str) -> ChildSpec:
+    """A memory worker. It needs little of a core, so it has none of its own."""
+    flags = _server_flags_of("memory", index, Role.DRAFT, deployment, run_id) | {"--tokenizer": deployment.target}
+    command = (*module("draft_worker.memory"), *flatten(flags))
+    return ChildSpec(f"memory-{index}", "draft", command, stop_grace_s=WORKER_GRACE_S)
 
 
 def _vllm_spec(
@@ -254,7 +276,7 @@ def _vllm_spec(
 ) -> ChildSpec:
     """A target worker on vLLM, whose ranks are vLLM's own."""
     # Without draft workers vLLM goes without speculation, which costs it a few parameters.
-    num_hints = 0 if deployment.draft is None else None
+    num_hints = None if deployment.has_hints else 0
     flags = _flags_of("target", index, deployment.target, deployment, cores, run_id) | {
         "--engine": deployment.engine.value,
         "--served-model-name": deployment.model_name,
@@ -293,16 +315,23 @@ def engine_path() -> str:
 def _flags_of(
     role: str, index: int, model: Path, deployment: Deployment, cores: tuple[int, ...], run_id: str
 ) -> dict[str, object]:
-    """The flags of a worker of either kind and engine."""
+    """The flags of a worker with a model, of either pool and engine."""
     return {
         "--model": model,
+        **_server_flags_of(role, index, Role[role.upper()], deployment, run_id),
+        "--cpu-affinity": ",".join(map(str, cores)) or None,
+    }
+
+
+def _server_flags_of(name: str, index: int, role: Role, deployment: Deployment, run_id: str) -> dict[str, object]:
+    """The flags that every worker takes."""
+    return {
         "--host": "127.0.0.1",
         "--port": 0,
-        "--worker-id": f"{role}-{index}-{run_id}",
+        "--worker-id": f"{name}-{index}-{run_id}",
         "--drain-grace-s": WORKER_DRAIN_S,
-        "--tls-dir": deployment.certificates_of(Role[role.upper()]),
+        "--tls-dir": deployment.certificates_of(role),
         "--otlp-endpoint": deployment.otlp_endpoint,
-        "--cpu-affinity": ",".join(map(str, cores)) or None,
     }
 
 
@@ -340,6 +369,7 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
         "--ray-temp-dir": None if is_plain else ray_temp_dir,
         "--drain-notice-s": 0 if is_plain else None,  # nothing stands in front
         "--tls-dir": deployment.certificates_of(Role.COORDINATOR),
+        "--memory-tenant": ALL_TENANTS if deployment.num_memory_workers and not deployment.memory_tenants else None,
     }
     return ChildSpec(
         "coordinator",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from outrider.canary.plan import ANY_DRAFT, DraftChoice
-from outrider.registry.worker_record import Snapshot, WorkerRecord
+from outrider.registry.worker_record import MEMORY, Snapshot, WorkerRecord
 
 WorkerKey = tuple[str, str, str]  # pool, worker id, incarnation: a restarted worker has no history
 
@@ -202,9 +202,9 @@ class Router:
         is_background: bool = False,
     ) -> list[WorkerRecord]:
         """Draft workers of this choice with a free slot and room for `num_tokens`, the one to take first in front:
-        those with spare capacity before busy ones, then those near `target`. `admits`: whether a draft worker may send
-        hints for the sequence's model."""
-        groups: dict[tuple[bool, int], list[WorkerRecord]] = {}
+        those with a model before memory workers, those with spare capacity before busy ones, then those near `target`.
+        `admits`: whether a draft worker may send hints for the sequence."""
+        groups: dict[tuple[bool, bool, int], list[WorkerRecord]] = {}
         loads: dict[str, float] = {}
         for worker in snapshot.drafts:
             if (
@@ -218,7 +218,7 @@ class Router:
             ):
                 load = self._load(worker, snapshot.num_reserved.get(worker.incarnation, 0))
                 distance = 0 if target is None else _distance(worker, target)
-                groups.setdefault((load >= BUSY, distance), []).append(worker)
+                groups.setdefault((worker.engine == MEMORY, load >= BUSY, distance), []).append(worker)
                 loads[worker.worker_id] = load
         return [
             worker

@@ -77,7 +77,7 @@ class Attempt:
                 case FallbackAction.ATTACH:
                     self._link.attach()
                 case FallbackAction.DETACH:
-                    self._link.detach()
+                    self._link.release()
                 case FallbackAction.START_ACCEPTING_HINTS | FallbackAction.STOP_ACCEPTING_HINTS:
                     task = asyncio.create_task(self._set_speculation())
                     self._background.add(task)

@@ -20,7 +20,7 @@ from coordinator.placement.routing import WorkerKey, key_of
 from coordinator.request.environment import Environment
 from coordinator.workers.channels import describe, remaining_ms, remaining_s
 from coordinator.workers.silence import SilenceWatch, is_own_loss
-from outrider.registry.worker_record import WorkerRecord
+from outrider.registry.worker_record import MEMORY, WorkerRecord
 from protos.outrider.v1 import common_pb2, draft_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
@@ -57,13 +57,14 @@ def drafting(sampling: common_pb2.SamplingParams, engine: str) -> common_pb2.Sam
 
 class DraftLink:
     """Attaches and detaches draft workers on command. `on_no_draft` is called on the event loop, at most once per
-    `attach`."""
+    `attach`, and not after `release`."""
 
     def __init__(self, environment: Environment, session: LinkedSession, on_no_draft: Callable[[], None]) -> None:
         self._environment = environment
         self._session = session
         self._on_no_draft = on_no_draft
         self._num_attachments = 0
+        self._is_awaited = False  # whether hints of the attached worker are wanted
         self._task: asyncio.Task[None] | None = None
         self._last_task: asyncio.Task[None] | None = None
         self.worker: WorkerRecord | None = None  # the attached one
@@ -71,8 +72,17 @@ class DraftLink:
     def attach(self) -> None:
         """Attaches some draft worker, after detaching an earlier one."""
         self.detach()
+        self._is_awaited = True
         self._task = asyncio.create_task(self._follow(), name=f"draft of {self._session.session_id}")
         self._last_task = self._task
+
+    def release(self) -> None:
+        """Frees the draft worker for other sessions. A memory worker stays: what the target generates without hints
+        is worth remembering, too."""
+        if self.worker is not None and self.worker.engine == MEMORY:
+            self._is_awaited = False
+        else:
+            self.detach()
 
     def detach(self) -> None:
         """Cancels the attachment, which frees the slot; does nothing without one."""
@@ -96,7 +106,7 @@ class DraftLink:
                 num_tokens=self._session.spec.num_tokens_max,
                 excluded=tried,
                 target=self._session.target,
-                admits=self._session.spec.served.admits_draft,
+                admits=self._admits,
                 choice=self._session.spec.drafts,
                 is_background=is_background,
             )
@@ -109,13 +119,19 @@ class DraftLink:
             router.open_session(worker)
             self.worker = worker
             try:
-                if await self._follow_one(worker):
+                if await self._follow_one(worker) or not self._is_awaited:
                     return
             finally:
                 self.worker = None
                 router.close_session(worker)
                 environment.placement.reservations.give_back(worker, token)
         self._on_no_draft()
+
+    def _admits(self, worker: WorkerRecord) -> bool:
+        """Whether a draft worker may see the session's tokens and send hints for it."""
+        spec = self._session.spec
+        is_permitted = worker.engine != MEMORY or self._environment.settings.may_remember(spec.request.tenant)
+        return is_permitted and spec.served.admits_draft(worker)
 
     async def _follow_one(self, worker: WorkerRecord) -> bool:
         """Follows one attachment to its end. True if the session ended, False if the worker ended the attachment."""

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Metric
 
 from coordinator.observability.metrics import CoordinatorMetrics
 from docs.generate.markdown import code, literal, page, sentence, table
-from outrider.observability.telemetry import DraftMetrics, TargetMetrics, show_expiry, show_loop_lag
+from outrider.observability.telemetry import DraftMetrics, MemoryMetrics, TargetMetrics, show_expiry, show_loop_lag
 from outrider.observability.vllm_names import COORDINATOR_ALIASES, TARGET_ALIASES
 from outrider.security.tls import TlsFiles
 
@@ -20,13 +20,15 @@ _ENDINGS: Final = {"counter": "_total"}
 def metrics_page() -> str:
     """All metrics by process."""
     target, draft = TargetMetrics("model", "target-0"), DraftMetrics("model", "draft-0")
-    for each in (target, draft):
+    memory = MemoryMetrics("memory", "memory-0")
+    for each in (target, draft, memory):
         show_expiry(_FILES, each.registry)
         show_loop_lag(each.registry, "worker")
     registries = {
         "Coordinator": CoordinatorMetrics(_FILES).registry,
         "Target worker": target.registry,
         "Draft worker": draft.registry,
+        "Memory worker": memory.registry,
     }
     return page(
         "Metrics",

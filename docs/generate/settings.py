@@ -1,4 +1,4 @@
-"""The page of settings: the flags of the three processes, read from the parsers that their entry points use."""
+"""The page of settings: the flags of the processes, read from the parsers that their entry points use."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ PROCESSES: Final = {
     "coordinator": ("Coordinator", "outrider coordinator", "the public API, in front of all workers"),
     "target_worker": ("Target worker", "outrider target-worker", "the large model, which decides"),
     "draft_worker": ("Draft worker", "outrider draft-worker", "the small model, which guesses"),
+    "draft_worker.memory": ("Memory worker", "outrider memory-worker", "no model: hints at what was generated before"),
 }
 ON_VLLM: Final = (
     "Target worker on vLLM",
@@ -69,14 +70,14 @@ def parser_of(package: str, reader: str = "parse_arguments") -> argparse.Argumen
 
 
 def settings_page() -> str:
-    """All flags of the three processes, and the environment variables."""
+    """All flags of the processes, and the environment variables."""
     sections = [_process(package, *words) for package, words in PROCESSES.items()]
     sections.insert(2, _process("target_worker", *ON_VLLM, reader="parse_vllm_arguments"))
     variables = table(["Variable", "Meaning"], ((code(name), text) for name, text in ENVIRONMENT.items()))
     return page(
         "Settings",
         "Each process has its own flags. Every flag has a default that works, except the model or tokenizer folder "
-        "that a process serves. `outrider serve` starts all three on one machine; its flags are in "
+        "that a process serves. `outrider serve` starts all of them on one machine; its flags are in "
         "[Command line](cli.md#outrider-serve).",
         *sections,
         f"## Environment variables\n\n{variables}",
@@ -90,7 +91,7 @@ def _process(package: str, title: str, command: str, role: str, reader: str = "p
         for action, other in zip(parser._actions, again._actions, strict=True)
         if action.default != other.default
     }
-    module = command.replace(f"outrider {package.replace('_', '-')}", f"python -m {package}")
+    module = command.replace(PROCESSES[package][1], f"python -m {package}")
     parts = [f"## {title}", f"`{command}` or `{module}`: {role}."]
     groups = [group for group in parser._action_groups if list(_shown(group))]
     for group in groups:

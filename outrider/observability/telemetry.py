@@ -190,3 +190,17 @@ class DraftMetrics(WorkerMetrics):
         self.num_sent_nodes = self._counter("draft_nodes_sent", "Hint tree nodes sent")
         self.num_cached_tokens = self._counter("draft_prefix_cache_hits", "Tokens whose KV was in the cache")
         self.step_ms = self._histogram("draft_step_milliseconds", "Forward pass of a batch of nodes")
+
+
+class MemoryMetrics(DraftMetrics):
+    """Metrics of a draft worker without a model."""
+
+    def __init__(self, model_name: str, worker_id: str) -> None:
+        super().__init__(model_name, worker_id)
+        self.num_tokens = self._gauge("memory_tokens", "Tokens remembered, with 32 more for each piece of a sequence")
+        self.num_scopes = self._gauge("memory_scopes", "Tenants, times their cache salts, of which something is kept")
+        self.num_forgotten_tokens = self._counter("memory_forgotten_tokens", "Tokens forgotten to make room for others")
+        self.num_lookups = self._counter("memory_lookups", "Times that hints were looked for")
+        self.num_hits = self._counter("memory_hits", "Lookups that found the last tokens of a session elsewhere")
+        self.num_verified = self._counter("memory_hints_verified", "Hints that targets verified")
+        self.num_accepted = self._counter("memory_hints_accepted", "Hints that targets accepted")

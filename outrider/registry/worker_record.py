@@ -13,6 +13,8 @@ from outrider.addresses import split_address
 Pool = Literal["target", "draft"]
 WorkerState = Literal["ready", "stalled", "draining"]
 POOLS: Final[tuple[Pool, ...]] = get_args(Pool)
+MEMORY: Final = "memory"
+"""`WorkerRecord.engine` of a draft worker that has no model: its hints are what was generated before."""
 _ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
 """Fields missing from records of the previous release, which have no checksum either."""
 _ADDED: Final = frozenset({"num_speculative_tokens", "num_background", "engine"})
@@ -53,7 +55,7 @@ class WorkerRecord:
     weights_fingerprint: str = ""  # outrider.engine.loading.checkpoint_fingerprint
     numerics: str = ""  # outrider.engine.compiled.numerics: dtype, quantization, kernels, ranks, versions
     num_speculative_tokens: int = 0  # of a target: most hints verified per step; 0: unknown, or none
-    engine: str = ""  # of a target: that computes its model; empty: ours
+    engine: str = ""  # that computes its model; empty: ours; MEMORY: none does
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.worker_id) <= 64:

@@ -42,9 +42,10 @@ class WorkerKind:
     settings: tuple[type, ...]
     # Roles that may call each method, if there are certificates; a method that is not named is refused.
     permitted: Mapping[str, frozenset[Role]]
+    program: str = ""  # its name in `--help`; empty: by its role
 
     def parse_arguments(self, arguments: list[str] | None = None) -> argparse.Namespace:
-        parser = make_parser(f"{self.role}_worker", self.description, *self.settings)
+        parser = make_parser(self.program or f"{self.role}_worker", self.description, *self.settings)
         parser.set_defaults(role=self.role)
         return parser.parse_args(arguments)
 

@@ -108,6 +108,10 @@ def prepare(options: VllmOptions) -> None:
         )
 
 
+_LOOK_S = 0.5
+"""Between two looks whether an engine that does not answer is there."""
+
+
 class VllmEngine:
     """A running engine. Its methods are for one event loop."""
 
@@ -167,10 +171,18 @@ class VllmEngine:
         """Returns when the engine has answered, between two steps. Raises EngineLost."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        asking = asyncio.ensure_future(self._llm.is_paused())
         try:
-            await self._llm.is_paused()
+            while not asking.done():
+                # vLLM never answers a question that its engine has died over.
+                if self._llm.errored:
+                    raise EngineLost("vLLM's engine process has ended")
+                await asyncio.wait([asking], timeout=_LOOK_S)
+            await asking
         except EngineDeadError as error:
             raise EngineLost("vLLM's engine process has ended") from error
+        finally:
+            asking.cancel()
 
     def close(self) -> None:
         """Ends vLLM's processes."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.placement.routing import FULL_S, LOAD_BOUND, ModelKey, Router, WorkerKey, key_of, prefix_key
-from outrider.registry.worker_record import Snapshot, WorkerRecord
+from outrider.registry.worker_record import MEMORY, Snapshot, WorkerRecord
 from tests.coordinator.fakes import model_table, record_of
 
 FINGERPRINT = "0123456789abcdef"
@@ -102,6 +102,15 @@ def test_a_mismatch_of_tokenizers_shows_both_fingerprints() -> None:
 def test_a_draft_may_have_a_model_name_of_its_own() -> None:
     small = draft(0, model_name="draft-of-demo")
     assert router("demo").rank_drafts(Snapshot(drafts=(small,)), 0.0, num_tokens=10, excluded=()) == [small]
+
+
+def test_a_memory_worker_comes_after_draft_workers_that_are_busy_or_far() -> None:
+    memory = draft(0, engine=MEMORY)
+    busy, far = draft(1, num_running=7), draft(2, zone="elsewhere")
+    target_here = target(0, zone="here")
+    told: dict[str, Any] = {"num_tokens": 10, "excluded": (), "target": target_here}
+    assert router().rank_drafts(Snapshot(drafts=(memory, busy, far)), 0.0, **told) == [far, busy, memory]
+    assert router().rank_drafts(Snapshot(drafts=(memory,)), 0.0, **told) == [memory]
 
 
 def test_a_full_draft_worker_is_not_asked() -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from draft_worker import messages as draft_messages
+from draft_worker.memory.options import MemoryLimits
+from draft_worker.memory.scheduler import MemoryScheduler
 from outrider.hints.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode
 from target_worker import messages as target_messages
@@ -175,6 +178,24 @@ class LyingDraft(HostileDraft):
         return distribution_of(range(self._vocab_size), [1] * self._vocab_size)
 
 
+class MemoryDraft(ModelDraft):
+    """A memory worker's scheduler: what one session was given is a hint for the next ones and those beside it."""
+
+    def __init__(self, luck: int) -> None:
+        self._scheduler = MemoryScheduler(MemoryLimits())
+        self._rng = random.Random(luck)
+        self._requests = {}
+
+    def run(self) -> list[target_messages.Event] | None:
+        return None
+
+    def close(self) -> None:
+        assert self._scheduler.num_sessions == 0
+
+    def _handle(self, event: draft_messages.Event) -> list[target_messages.Event]:
+        return self._events(self._scheduler.handle(event, 0.0))
+
+
 def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDistribution:
     """Proportional to `weights`, roughly where these add up to more than can travel."""
     total = sum(weights)
@@ -184,11 +205,12 @@ def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDi
     return DraftDistribution(tuple(token_ids), tuple(weights))
 
 
-DRAFTS = ("none", "good", "hostile", "self", "head")
+DRAFTS = ("none", "good", "hostile", "self", "head", "memory")
 
 
 def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
-    """None, one that is mostly right, one that means harm, one with the target's own weights, a draft head."""
+    """None, one that is mostly right, one that means harm, one with the target's own weights, a draft head, one without a
+    model."""
     match name:
         case "none":
             return None
@@ -198,4 +220,6 @@ def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
             return ModelDraft(target, luck)
         case "head":
             return ModelDraft(target, luck, is_head=True)
+        case "memory":
+            return MemoryDraft(luck)
     return HostileDraft(target.vocab_size, luck)

@@ -242,7 +242,8 @@ async def test_a_deadline_aborts() -> None:
         worker.sessions.submit(replace(start(), deadline_at=worker.now + 0.05))
         (ended,) = await worker.told(SessionAborted)
         assert isinstance(ended.error, DeadlineExceeded)
-        await worker.until(lambda: worker.engine.num_aborted == 1)
+        # On a busy machine the deadline may pass before the engine has the request.
+        await worker.until(lambda: worker.engine.num_aborted == len(worker.engine.requests))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     async with KIND.opened(arguments, partial(DraftMetrics, name)) as worker:
         process, metrics = worker.process, worker.metrics
         # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
-        from draft_worker import draft_heads
+        from draft_worker.heads import loading as draft_heads
         from draft_worker.links import TargetDialer
         from draft_worker.runner import DraftCore
         from draft_worker.scheduler import DraftScheduler

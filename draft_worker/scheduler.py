@@ -16,7 +16,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
-from draft_worker.arrived_features import ArrivedFeatures
+from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import (
     Action,

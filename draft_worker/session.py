@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from draft_worker.arrived_features import ArrivedFeatures
 from draft_worker.candidates import Candidates
+from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Expansion, KVMove
 from outrider.engine.kv.kv_cache import KVSequence

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from draft_worker.arrived_features import ArrivedFeatures
+from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.messages import Chain, StepItem
 from draft_worker.session import DraftNode, DraftSession
 from outrider.engine.sampling.logit_context import LogitContext

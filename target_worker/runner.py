@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from outrider.engine.features import packed
 from outrider.engine.kv.idle_check import IdleCheck
+from outrider.engine.layers.features import packed
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling.logit_edits import edits_of
 from outrider.engine.sampling.logprobs import ScoredRows

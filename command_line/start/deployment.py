@@ -62,12 +62,9 @@ class Deployment:
         "", "with --engine vllm: flags of vLLM's own, as one word, such as '--kv-cache-dtype fp8'", MODEL, "flags"
     )
     early_exit_layer: int | None = same_as(
-        DraftModel,
-        "early_exit_layer",
-        help="draft with so many of the target's first layers, its final norm and its output layer. It pays where the "
-        "target was trained to be left early (LayerSkip)",
-        shows="none",
-    )
+        DraftModel, "early_exit_layer", shows="none",
+        help="draft with so many of the target's first layers; it pays where the target was trained for it (LayerSkip)",
+    )  # fmt: skip
     allow_heterogeneous_vocab: bool = same_as(DraftModel, "allow_heterogeneous_vocab")
     served_model_name: str | None = same_as(Service, "served_model_name")
     num_speculative_tokens: int | None = same_as(SchedulerLimits, "num_speculative_tokens", None)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.features import ModuleTaps
 from outrider.engine.layers.attention import LayerCache, attending
+from outrider.engine.layers.features import ModuleTaps
 from outrider.engine.layers.paged_attention import Attend, PagedStep, window_of
 from outrider.engine.layers.paged_layout import PagedPlan, PagedShape, plan_paged
 from outrider.engine.sequence_chunk import SequenceChunk

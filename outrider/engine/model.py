@@ -20,13 +20,13 @@ from torch import nn
 
 from outrider.engine.device import choose_device, read_facts
 from outrider.engine.device_steps import DeviceSteps
-from outrider.engine.features import FeatureSource, ModuleTaps
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv.kv_plan import LOOKAHEAD_ENTRIES as LOOKAHEAD_ENTRIES
 from outrider.engine.kv.kv_plan import KvPlan
 from outrider.engine.kv.kv_plan import ModelLoadError as ModelLoadError
 from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
 from outrider.engine.layers.decoder import FusedDecoder
+from outrider.engine.layers.features import FeatureSource, ModuleTaps
 from outrider.engine.layers.kv_layout import LayerLayout, bytes_per_token
 from outrider.engine.layers.linear import LinearForms
 from outrider.engine.layers.paged_attention import Attend

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.registry.worker_record import Pool, WorkerRecord
-from outrider.worker.served_engine import ServedEngine
+from outrider.worker.engine_options import ServedEngine
 from outrider.worker.worker_options import WorkerOptions
 from protos.outrider.v1 import common_pb2
 

@@ -17,9 +17,8 @@ from outrider.observability.tracing import Tracing
 from outrider.registry.worker_record import Pool, WorkerLoad
 from outrider.security.tls import Role
 from outrider.settings import make_parser
-from outrider.worker.engine_options import engine_config
+from outrider.worker.engine_options import ServedEngine, engine_config
 from outrider.worker.model_thread import ActionT, Core, EventT
-from outrider.worker.served_engine import ServedEngine
 from outrider.worker.worker_facts import identity, record_from_info
 from outrider.worker.worker_options import worker_options
 from outrider.worker.worker_process import ResultT, WorkerProcess, leave, run_worker

@@ -28,6 +28,7 @@ from target_worker.hints.hint_path import (
     is_remote,
 )
 from target_worker.hints.local_source import LocalSource
+from target_worker.hints.subscribers import Subscriber, commits_for
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Action, PromptScored, StartSession, StreamId
 from target_worker.scheduling.output_grammar import (
@@ -38,7 +39,6 @@ from target_worker.scheduling.output_grammar import (
     up_to_completion,
 )
 from target_worker.scheduling.session_statistics import add_up_to_limit, count_outcome, count_sources, count_step
-from target_worker.scheduling.subscribers import Subscriber, commits_for
 
 NO_PATH = HintPath([], 0)
 

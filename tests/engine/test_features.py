@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.device_steps import DeviceSteps
-from outrider.engine.features import FeatureSource, ModuleTaps
+from outrider.engine.layers.features import FeatureSource, ModuleTaps
 from outrider.engine.model import Engine, ModelLoadError, SequenceChunk
 from tests import models
 from tests.engine.conformance import reference

@@ -209,8 +209,7 @@ DRAFTS = ("none", "good", "hostile", "self", "head", "memory")
 
 
 def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
-    """None, one that is mostly right, one that means harm, one with the target's own weights, a draft head, one without a
-    model."""
+    """None, one that is mostly right, one that means harm, the target itself, a draft head, one without a model."""
     match name:
         case "none":
             return None

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from draft_worker import messages as draft_messages
-from draft_worker.draft_heads import features_of
+from draft_worker.heads.loading import features_of
 from draft_worker.limits import DraftLimits
 from draft_worker.runner import DraftCore
 from draft_worker.scheduler import DraftScheduler

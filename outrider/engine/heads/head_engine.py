@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.features import unpacked
 from outrider.engine.heads.head import DraftHead, hides_first
 from outrider.engine.heads.waves import Run, plan_waves
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv.kv_plan import LOOKAHEAD_ENTRIES, KvPlan
 from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
+from outrider.engine.layers.features import unpacked
 from outrider.engine.layers.kv_layout import LayerLayout, bytes_per_token
 from outrider.engine.model import DTYPES, ModelLoadError, device_for, new_cache
 from outrider.engine.options import EngineOptions

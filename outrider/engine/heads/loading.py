@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from outrider.engine.features import FeatureSource
 from outrider.engine.heads import eagle3, medusa, mtp
 from outrider.engine.heads.checkpoint import HeadKind, TargetShape, open_head, target_shape
 from outrider.engine.heads.eagle3 import Eagle3Projection
@@ -19,6 +18,7 @@ from outrider.engine.heads.medusa import MedusaHeads
 from outrider.engine.heads.tensors import TensorFiles
 from outrider.engine.kv.kv_plan import KvPlan, ModelLoadError, ModelMemory, plan_kv
 from outrider.engine.layers.experts import run_in_blocks, split_experts
+from outrider.engine.layers.features import FeatureSource
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant
 from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.loading.machine import machine_memory
@@ -54,7 +54,7 @@ def feature_shape(folder: Path, target_dir: Path) -> FeatureShape:
 
 
 def feature_source(folder: Path, target_dir: Path, dtype: str, device: str) -> FeatureSource:
-    """What the target keeps for the head in `folder`. Raises ModelLoadError."""
+    """The features that a target keeps for the head in `folder`. Raises ModelLoadError."""
     shape = feature_shape(folder, target_dir)
     if not shape.layer_ids:
         return FeatureSource((target_shape(target_dir).num_layers,), shape.feature_size)

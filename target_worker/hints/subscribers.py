@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from outrider.engine.kv.kv_cache import KVSequence
-from target_worker.messages import CommitPublished, StreamId
+from outrider.hint_service.messages import CommitPublished, StreamId
 
 FEATURES_PER_COMMIT: Final = 32
 """Positions whose features one message has: a megabyte for states of 16,384 numbers."""
@@ -23,7 +23,7 @@ class Subscriber:
 
 
 class Followed(Protocol):
-    """What is told of a session."""
+    """A session, as far as draft workers are told of it."""
 
     session_id: str
     token_ids: list[int]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from draft_worker.arrived_features import ArrivedFeatures
+from draft_worker.heads.arrived_features import ArrivedFeatures
 from outrider.engine.heads.checkpoint import HeadKind, open_head
 from outrider.engine.heads.head_engine import HeadEngine
 from outrider.engine.heads.loading import load_head

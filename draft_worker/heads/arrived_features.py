@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ArrivedFeatures:
-    """Features of consecutive committed positions, in the form in which they travel (`outrider.engine.features`)."""
+    """Features of consecutive committed positions, in the form in which they travel (`features.packed`)."""
 
     head: str  # fingerprint of the head that they are for
     row_bytes: int  # of one position

@@ -72,14 +72,19 @@ async def serve(arguments: argparse.Namespace) -> None:
         from draft_worker.scheduler import DraftScheduler
         from draft_worker.server import DraftServicer
 
+        if not engine.enable_masks():
+            limits = replace(limits, num_mask_tokens=0)
+        elif limits.num_mask_tokens:
+            logger.info("the draft reads mask tokens: %d guesses in one pass", 1 + limits.num_mask_tokens)
         tokenizer_dir = await worker.beside(lambda: use_vocabulary(engine, arguments))
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
-        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size)
+        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size, reads_masks=limits.num_mask_tokens > 0)
         info = await worker.beside(
             lambda: worker_info(
                 *(engine, process.options, name, process.incarnation),
                 max_num_seqs=scheduler.num_slots,  # its memory may have room for fewer than it was allowed
                 tokenizer_dir=tokenizer_dir,
+                num_mask_tokens=limits.num_mask_tokens,
             )
         )
         grammars = await worker.beside(lambda: grammar_compiler(engine, tokenizer_dir))

@@ -64,6 +64,11 @@ class DraftLimits:
         "by one",
         SPECULATION, "nodes", at_least=0, at_most=MAX_TREE_NODES, is_advanced=True,
     )  # fmt: skip
+    num_mask_tokens: int = setting(
+        3, "mask tokens behind a path in one forward pass of a draft model that was trained for them (PARD): each "
+        "guesses one more token; several sequences in a pass share the rows of --max-nodes-per-step; 0: none",
+        SPECULATION, "tokens", at_least=0, at_most=MAX_ALTERNATIVES,
+    )  # fmt: skip
     # Nodes that are less likely to be reached are not grown. Unlikely ones raise the prediction hit rate a little, but
     # the messages they make and the memory they read slow the target's steps down.
     min_reach: float = setting(0.03, "least probability of reaching a node for it to be fed", **_SHARE)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/outrider/v1/hints.proto\x12\x0boutrider.v1\"\x80\x01\n\tHintFrame\x12)\n\tsubscribe\x18\x01 \x03(\x0b\x32\x16.outrider.v1.Subscribe\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.outrider.v1.HintNodes\x12\x13\n\x0bunsubscribe\x18\x03 \x03(\t\x12\x0c\n\x04ping\x18\x04 \x01(\r\"k\n\tSubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x11\n\tknown_len\x18\x03 \x01(\r\x12\x0f\n\x07\x63hannel\x18\x04 \x01(\r\x12\x12\n\nhint_token\x18\x05 \x01(\t\"\xfa\x01\n\tHintNodes\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\x14\n\x08node_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x16\n\nparent_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_sizes\x18\x07 \x03(\rB\x02\x10\x01\x12\x1d\n\x11support_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12\x1b\n\x0fsupport_weights\x18\t \x03(\rB\x02\x10\x01\x12\x17\n\x0b\x63onfidences\x18\n \x03(\rB\x02\x10\x01\"H\n\x0b\x43ommitFrame\x12+\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.SessionCommit\x12\x0c\n\x04pong\x18\x02 \x01(\r\"\xa2\x01\n\rSessionCommit\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x66rom_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x11\n\tis_paused\x18\x04 \x01(\x08\x12\x13\n\x0bis_finished\x18\x05 \x01(\x08\x12\x17\n\x0fnum_tried_hints\x18\x06 \x01(\r\x12\x16\n\x0enum_held_hints\x18\x07 \x01(\r2I\n\x05Hints\x12@\n\x08\x45xchange\x12\x16.outrider.v1.HintFrame\x1a\x18.outrider.v1.CommitFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/outrider/v1/hints.proto\x12\x0boutrider.v1\"\x80\x01\n\tHintFrame\x12)\n\tsubscribe\x18\x01 \x03(\x0b\x32\x16.outrider.v1.Subscribe\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.outrider.v1.HintNodes\x12\x13\n\x0bunsubscribe\x18\x03 \x03(\t\x12\x0c\n\x04ping\x18\x04 \x01(\r\"k\n\tSubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x11\n\tknown_len\x18\x03 \x01(\r\x12\x0f\n\x07\x63hannel\x18\x04 \x01(\r\x12\x12\n\nhint_token\x18\x05 \x01(\t\"\x94\x02\n\tHintNodes\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\x14\n\x08node_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x16\n\nparent_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_sizes\x18\x07 \x03(\rB\x02\x10\x01\x12\x1d\n\x11support_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12\x1b\n\x0fsupport_weights\x18\t \x03(\rB\x02\x10\x01\x12\x17\n\x0b\x63onfidences\x18\n \x03(\rB\x02\x10\x01\x12\x18\n\x0cpromoted_ids\x18\x0b \x03(\rB\x02\x10\x01\"H\n\x0b\x43ommitFrame\x12+\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.SessionCommit\x12\x0c\n\x04pong\x18\x02 \x01(\r\"\xa2\x01\n\rSessionCommit\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x66rom_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x11\n\tis_paused\x18\x04 \x01(\x08\x12\x13\n\x0bis_finished\x18\x05 \x01(\x08\x12\x17\n\x0fnum_tried_hints\x18\x06 \x01(\r\x12\x16\n\x0enum_held_hints\x18\x07 \x01(\r2I\n\x05Hints\x12@\n\x08\x45xchange\x12\x16.outrider.v1.HintFrame\x1a\x18.outrider.v1.CommitFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,6 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HINTNODES'].fields_by_name['support_weights']._serialized_options = b'\020\001'
   _globals['_HINTNODES'].fields_by_name['confidences']._loaded_options = None
   _globals['_HINTNODES'].fields_by_name['confidences']._serialized_options = b'\020\001'
+  _globals['_HINTNODES'].fields_by_name['promoted_ids']._loaded_options = None
+  _globals['_HINTNODES'].fields_by_name['promoted_ids']._serialized_options = b'\020\001'
   _globals['_SESSIONCOMMIT'].fields_by_name['token_ids']._loaded_options = None
   _globals['_SESSIONCOMMIT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_HINTFRAME']._serialized_start=48
@@ -52,11 +54,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBSCRIBE']._serialized_start=178
   _globals['_SUBSCRIBE']._serialized_end=285
   _globals['_HINTNODES']._serialized_start=288
-  _globals['_HINTNODES']._serialized_end=538
-  _globals['_COMMITFRAME']._serialized_start=540
-  _globals['_COMMITFRAME']._serialized_end=612
-  _globals['_SESSIONCOMMIT']._serialized_start=615
-  _globals['_SESSIONCOMMIT']._serialized_end=777
-  _globals['_HINTS']._serialized_start=779
-  _globals['_HINTS']._serialized_end=852
+  _globals['_HINTNODES']._serialized_end=564
+  _globals['_COMMITFRAME']._serialized_start=566
+  _globals['_COMMITFRAME']._serialized_end=638
+  _globals['_SESSIONCOMMIT']._serialized_start=641
+  _globals['_SESSIONCOMMIT']._serialized_end=803
+  _globals['_HINTS']._serialized_start=805
+  _globals['_HINTS']._serialized_end=878
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.hints.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode
@@ -119,6 +120,8 @@ class HostileDraft:
             hints.append(hint(self._next_node_id, parent_id, token_id, distribution))
             parents.append((self._next_node_id, position + 1))
             self._next_node_id += 1
+        if request.sampling.decoding_mode is not DecodingMode.REJECTION:  # where an order may follow from the tokens
+            hints = [replace(each, is_promoted=self._rng.random() < 0.1) for each in hints]
         return hints
 
     def _guess(self, request: Request, *, follow: bool) -> tuple[int, DraftDistribution | None]:
@@ -184,16 +187,18 @@ def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDi
     return DraftDistribution(tuple(token_ids), tuple(weights))
 
 
-DRAFTS = ("none", "good", "hostile", "self")
+DRAFTS = ("none", "good", "masks", "hostile", "self")
 
 
 def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
-    """None, one that is mostly right, one that means harm, one with the target's own weights."""
+    """None, one that is mostly right, the same with mask tokens, one that means harm, one with the target's weights."""
     match name:
         case "none":
             return None
         case "good":
             return ModelDraft(draft_of(target), luck)
+        case "masks":
+            return ModelDraft(draft_of(target), luck, mask_token_id=target.vocab_size - 1)
         case "self":
             return ModelDraft(target, luck)
     return HostileDraft(target.vocab_size, luck)

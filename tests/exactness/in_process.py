@@ -232,7 +232,7 @@ def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> Tar
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
 
-def _draft_core(tiny: TinyModel) -> DraftCore:
+def _draft_core(tiny: TinyModel, mask_token_id: int | None) -> DraftCore:
     limits = DraftLimits(
         max_num_seqs=2 * MAX_NUM_SEQS,  # it hears of a session's end later
         max_num_batched_tokens=256,
@@ -242,7 +242,10 @@ def _draft_core(tiny: TinyModel) -> DraftCore:
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, "draft")
-    scheduler = DraftScheduler(limits, _new_allocator(model), model.vocab_size)
+    if mask_token_id is not None:
+        model.mask_token_id = mask_token_id
+    allocator = _new_allocator(model)
+    scheduler = DraftScheduler(limits, allocator, model.vocab_size, reads_masks=mask_token_id is not None)
     return DraftCore(scheduler, model, DraftMetrics("tiny", "draft"))
 
 
@@ -324,8 +327,9 @@ class Draft(Protocol):
 class ModelDraft:
     """A real `DraftCore`. Its `luck` decides the seeds of sampled hints, and which session is attached anew."""
 
-    def __init__(self, tiny: TinyModel, luck: int) -> None:
-        self.core = _draft_core(tiny)
+    def __init__(self, tiny: TinyModel, luck: int, mask_token_id: int | None = None) -> None:
+        """`mask_token_id`: of a draft that guesses several tokens in one pass; any token serves, rightly or wrongly."""
+        self.core = _draft_core(tiny, mask_token_id)
         self._rng = random.Random(luck)
         self._requests: dict[str, tuple[Request, int]] = {}
 

@@ -70,9 +70,16 @@ class DraftSession:
     has_begun: bool = False  # computing its prefix, or sharing the blocks of others
     num_roots: int = 1
     num_sent_nodes: int = 0
+    is_sampled: bool = field(init=False)
+    min_reach: float = field(init=False)  # least probability of being reached for a node to be fed
+    stop_token_ids: frozenset[int] = field(init=False)  # after which nothing is drafted
 
     def __post_init__(self) -> None:
         self.base_len = len(self.token_ids)
+        self.is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
+        self.min_reach = self.limits.min_sampled_reach if self.is_sampled else self.limits.min_reach
+        own = frozenset[int]() if self.sampling.ignore_eos else self.limits.end_of_sequence_ids
+        self.stop_token_ids = self.sampling.stop_token_ids | own
         self._read(self.token_ids[self.num_prompt_tokens :])
 
     def _read(self, output_token_ids: list[int]) -> None:
@@ -90,12 +97,6 @@ class DraftSession:
     @property
     def kv(self) -> KVSequence:
         return self.blocks.kv
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Tokens after which nothing is drafted."""
-        own = frozenset[int]() if self.sampling.ignore_eos else self.limits.end_of_sequence_ids
-        return self.sampling.stop_token_ids | own
 
     @property
     def cursor(self) -> int:
@@ -220,7 +221,7 @@ class DraftSession:
             self._offer_one(node, node.depth + 1, node.reach * chance, is_alternative=True)
 
     def _offer_one(self, node: DraftNode, depth: int, reach: float, *, is_alternative: bool) -> None:
-        if depth < self.depth_limit() and reach >= self.min_reach:
+        if reach >= self.min_reach and depth < self.depth_limit():
             priority = reach
             if not is_alternative and self.is_sampled and node in primary_path(self.cursor_node, self.nodes):
                 # The alternatives' weights depend on the token that was drawn. If they could come first, so
@@ -285,15 +286,6 @@ class DraftSession:
         fields = token_id, expansion.distribution, expansion.confidence
         return self._add_node(parent, reach, Hint(self.next_node_id, parent.hint.node_id, *fields))
 
-    @property
-    def min_reach(self) -> float:
-        """Least probability of being reached for a node to be fed."""
-        return self.limits.min_sampled_reach if self.is_sampled else self.limits.min_reach
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.sampling.decoding_mode is DecodingMode.REJECTION
-
     def branch(self, node_id: int) -> list[DraftNode]:
         """The nodes from the cursor's child down to this one."""
         branch: list[DraftNode] = []
@@ -334,23 +326,29 @@ class DraftSession:
     def _guess_below(self, node: DraftNode, expansion: Expansion) -> list[Hint]:
         """Makes the token that an expansion names the primary child of a node, which may have children that were
         guessed before; returns what is to be sent of it."""
-        guessed = [self.nodes[child] for child in node.children]
-        if guessed and self.is_sampled:  # the first draw stays: a choice between draws would be one of tokens (I4)
+        if not node.children:
+            child = self._add_primary(node, expansion)
+            child.is_sent = True
+            self.num_sent_nodes += 1
+            return [child.hint]
+        if self.is_sampled:  # the first draw stays: a choice between draws would be one of tokens (I4)
             return []
+        guessed = [self.nodes[child] for child in node.children]
         chances = dict(zip(expansion.token_ids, expansion.chances, strict=True))
         for child in guessed:
             scale_reach(child, self.nodes, node.reach * max(chances.get(child.hint.token_id, 0.0), MIN_CHANCE))
         found = next((each for each in guessed if each.hint.token_id == expansion.token_ids[0]), None)
         if found is None:
             found = self._add_primary(node, expansion)
-        found.hint = replace(found.hint, confidence=expansion.confidence)
-        if guessed and found is guessed[0]:
+        if found.hint.confidence != expansion.confidence:
+            found.hint = replace(found.hint, confidence=expansion.confidence)
+        if found is guessed[0]:
             return []
         node.children.remove(found.hint.node_id)
         node.children.insert(0, found.hint.node_id)
         found.is_sent = True
         self.num_sent_nodes += 1
-        return [replace(found.hint, is_promoted=bool(guessed))]
+        return [replace(found.hint, is_promoted=True)]
 
     def _node(self, node_id: int) -> DraftNode:
         return self.cursor_node if node_id == self.cursor else self.nodes[node_id]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from outrider.hints.hint_tree import ROOT_ID, Hint
 
-
 MIN_CHANCE = 0.01
 """Probability of a guessed token that the row behind its parent finds unlikely."""
 

@@ -3,8 +3,8 @@
 The tree hangs below the committed tokens. *Fed* nodes have gone through the model, so their KV entry and their children
 exist; the other nodes are the frontier. A draft model that reads mask tokens also guesses beyond the frontier: such a
 chain of nodes is fed in a later step, whose rows correct it. KV entries `[0, num_prefix)` belong to committed tokens,
-those after it to fed nodes in the order they were fed (`entry_nodes`). Entries of committed tokens never move again, so that their full
-blocks can be shared with other sessions. Entries of nodes are never shared.
+those after it to fed nodes in the order they were fed (`entry_nodes`). Entries of committed tokens never move again, so
+that their full blocks can be shared with other sessions. Entries of nodes are never shared.
 
 An alternative becomes a node, and is sent, only when it is fed next: without a continuation it is useless to the
 target. Until then its parent keeps it.

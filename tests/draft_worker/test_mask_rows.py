@@ -84,7 +84,9 @@ def test_rows_of_masks_are_those_of_transformers(sampling: SamplingParams) -> No
     recorder = Recorder(models.engine("llama"))
     engine: Any = recorder
     reference = models.random_model("llama")
-    limits = DraftLimits(max_num_seqs=4, max_model_len=400, max_nodes=60, min_reach=0.0, min_sampled_reach=0.0)
+    limits = DraftLimits(
+        max_num_seqs=4, max_model_len=400, max_nodes=60, num_mask_tokens=3, min_reach=0.0, min_sampled_reach=0.0
+    )
     allocator = BlockAllocator(recorder.engine.allocator.num_blocks, recorder.engine.allocator.block_size)
     scheduler = DraftScheduler(limits, allocator, recorder.engine.vocab_size, reads_masks=True)
     for index, name in enumerate("abc"):

@@ -15,10 +15,11 @@ from tests.draft_worker.test_scheduler import LIMITS, TARGET, RandomLife, World,
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=200, ignore_eos=True)
-WIDE = replace(LIMITS, max_lookahead=12, max_nodes_per_step=8)
+WIDE = replace(LIMITS, max_lookahead=12, max_nodes_per_step=8, num_mask_tokens=3)
 
 
 class RandomLifeWithMasks(RandomLife):
+    limits = replace(LIMITS, num_mask_tokens=3)
     reads_masks = True
 
 
@@ -98,7 +99,7 @@ class TestGrowth:
 
 class TestCorrection:
     def corrected(self, sampling: SamplingParams) -> tuple[list[int], list[int], World]:
-        """What was guessed with a wrong token in it, and the path once its rows were fed."""
+        """Returns a guessed path with a wrong token in it, and the path once its rows were fed."""
         world = attached(sampling, mask_error_share=3)
         world.model.num_steps = next(
             n for n in range(200) if _is_wrong(n + 1, 0) and not _is_wrong(n + 2, 0) and not _is_wrong(n + 2, 1)

@@ -164,7 +164,9 @@ class World:
             if session.num_pending:
                 assert all(node.entry is None for node in session.nodes.values())
             heard = self.trees[session.session_id].primary_path(100)
-            assert [hint.token_id for hint in heard] == self.primary(session.session_id), "the target takes another path"
+            assert [hint.token_id for hint in heard] == self.primary(session.session_id), (
+                "the target takes another path"
+            )
             tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
             for node_id, node in session.nodes.items():
                 assert tree[node_id] == node.hint, "a node that is kept was not sent"
@@ -180,11 +182,13 @@ class World:
 
 
 class RandomLife(RuleBasedStateMachine):
+    limits = LIMITS
     reads_masks = False
 
     @initialize(alignment=st.sampled_from([0, 128, 220, 256]), num_children=st.integers(1, 3))
     def begin(self, alignment: int, num_children: int) -> None:
-        self.world = World(alignment=alignment, num_children=num_children, reads_masks=self.reads_masks)
+        options = {"alignment": alignment, "num_children": num_children}
+        self.world = World(self.limits, reads_masks=self.reads_masks, **options)
         self.attachment = 0
 
     @rule(

@@ -239,6 +239,7 @@ def _draft_core(tiny: TinyModel, mask_token_id: int | None) -> DraftCore:
         max_model_len=MAX_MODEL_LEN,
         max_nodes=40 if tiny.vocab_size == LARGE.vocab_size else 16,
         max_lookahead=8 if tiny.vocab_size == LARGE.vocab_size else 4,
+        num_mask_tokens=3,
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, "draft")

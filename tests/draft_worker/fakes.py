@@ -107,7 +107,7 @@ class FakeDraftModel:
         return expansions
 
     def guess(self, item: StepItem, path: Path, expansion: Expansion) -> list[Expansion]:
-        """Returns what the masks of an item guess: now and then wrong where rows are right. Nobody may read their KV."""
+        """Returns what the masks of an item guess: now and then wrong where rows are right. Their KV is gone."""
         assert item.chain is None
         item.kv.extend(item.num_masks)
         slots = item.kv.slots(0, item.kv.length).tolist()[-item.num_masks :]

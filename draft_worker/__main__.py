@@ -85,16 +85,26 @@ async def serve(arguments: argparse.Namespace) -> None:
             tokenizer_dir = draft_heads.target_of(arguments.model, arguments.target_tokenizer)
             engine = head = await worker.load_with(partial(draft_heads.load, tokenizer_dir))
             new_features = draft_heads.features_of(head)
+            limits = replace(limits, num_mask_tokens=0)
         else:
             engine = model = await worker.load()
+            if not model.enable_masks():
+                limits = replace(limits, num_mask_tokens=0)
+            elif limits.num_mask_tokens:
+                logger.info("the draft reads mask tokens: %d guesses in one pass", 1 + limits.num_mask_tokens)
             tokenizer_dir = await worker.beside(lambda: use_vocabulary(model, arguments))
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
-        scheduler = DraftScheduler(limits, engine.allocator, engine.vocab_size, new_features)
+        scheduler = DraftScheduler(
+            *(limits, engine.allocator, engine.vocab_size),
+            new_features=new_features,
+            reads_masks=limits.num_mask_tokens > 0,
+        )
         info = await worker.beside(
             lambda: worker_info(
                 *(engine, process.options, name, process.incarnation),
                 max_num_seqs=scheduler.num_slots,  # its memory may have room for fewer than it was allowed
                 tokenizer_dir=tokenizer_dir,
+                num_mask_tokens=limits.num_mask_tokens,
             )
         )
         grammars = await worker.beside(lambda: grammar_compiler(engine, tokenizer_dir))

@@ -14,6 +14,7 @@ MAX_TREE_NODES = 256  # KV entries that the engine provides for a tree, and half
 NUM_ALTERNATIVES = 4
 """Beside the primary child, unless told otherwise: beside a slow target there is time for unlikely branches."""
 MAX_ALTERNATIVES = 32
+MAX_MASK_TOKENS = 32
 
 
 _SHARE: Final[Mapping[str, Any]] = {"group": SPECULATION, "at_least": 0, "at_most": 1, "is_advanced": True}
@@ -68,6 +69,11 @@ class DraftLimits:
         3, "nodes of one path fed in a row before hints are sent and commits are received; 0: hints are sent one "
         "by one",
         SPECULATION, "nodes", at_least=0, at_most=MAX_TREE_NODES, is_advanced=True,
+    )  # fmt: skip
+    num_mask_tokens: int = setting(
+        1, "mask tokens behind a path in one forward pass of a draft model that was trained for them (PARD): each "
+        "guesses one more token; several sequences in a pass share the rows of --max-nodes-per-step; 0: none",
+        SPECULATION, "tokens", at_least=0, at_most=MAX_MASK_TOKENS,
     )  # fmt: skip
     # Nodes that are less likely to be reached are not grown. Unlikely ones raise the prediction hit rate a little, but
     # the messages they make and the memory they read slow the target's steps down.

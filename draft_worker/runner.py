@@ -49,8 +49,8 @@ def run_step(
 ) -> list[list[Expansion]]:
     """Runs one forward pass for the step, and one for each further node of the longest chain.
 
-    Returns per item the expansion of each of its nodes, then of its chain's, with at most `num_children` each. Chains
-    end when `is_interrupted`.
+    Returns per item the expansion of each of its nodes, then of its chain's, with at most `num_children` each, then of
+    its masks. Chains end when `is_interrupted`.
     """
     for move in step.moves:
         engine.move_entries(move.source_slots, move.destination_slots)
@@ -58,10 +58,10 @@ def run_step(
         if item.features is not None:
             assert isinstance(engine, HeadEngine)
             engine.take_features(*item.features)
-    chunks = [
-        SequenceChunk(item.kv, item.token_ids, len(item.node_ids), item.tree_start, item.paths) for item in step.items
-    ]
-    expansions = _expand_items(step.items, engine.forward(chunks), num_children)
+    logits = engine.forward([_chunk(item, engine.mask_token_id) for item in step.items])
+    for item in step.items:
+        item.kv.truncate(item.kv.length - item.num_masks)
+    expansions = _expand_items(step.items, logits, num_children)
     growing = [
         _Growth(item, item.chain, own)
         for item, own in zip(step.items, expansions, strict=True)
@@ -74,6 +74,20 @@ def run_step(
         for growth, (expansion,) in zip(growing, added, strict=True):
             growth.add(expansion)
     return expansions
+
+
+def _chunk(item: StepItem, mask_token_id: int) -> SequenceChunk:
+    """Returns an item's rows and the masks behind the last of them, whose KV entries must be dropped after the pass."""
+    num_rows = len(item.node_ids) + item.num_masks
+    if not item.num_masks:
+        return SequenceChunk(item.kv, item.token_ids, num_rows, item.tree_start, item.paths)
+    first = item.kv.length
+    item.kv.extend(item.num_masks)
+    token_ids = [*item.token_ids, *[mask_token_id] * item.num_masks]
+    paths = item.paths
+    if paths is not None:
+        paths = [*paths, *([*paths[-1], *range(first, end + 1)] for end in range(first, item.kv.length))]
+    return SequenceChunk(item.kv, token_ids, num_rows, item.tree_start, paths)
 
 
 class _Growth:
@@ -125,18 +139,38 @@ class _Growth:
 
 
 def _expand_items(items: Sequence[StepItem], logits: torch.Tensor, num_children: int) -> list[list[Expansion]]:
-    """Returns per item the expansion of each of its nodes.  # logits: float32 [number of all nodes, vocab_size]"""
+    """Returns per item the expansion of each of its nodes and masks.  # logits: float32 [number of all, vocab_size]"""
     # Most sessions need the same operations, so their nodes are expanded in one call.
     is_simple = [_is_simple(item) for item in items]
     together = _expand_together(items, is_simple, logits, num_children)
     expansions: list[list[Expansion]] = []
     end = 0
     for item, simple in zip(items, is_simple, strict=True):
-        start, end = end, end + len(item.node_ids)
+        start, end = end, end + len(item.node_ids) + item.num_masks
         if simple:
             expansions.append(together[start:end])
         else:
-            expansions.append(_expand_safely(item, logits[start:end], num_children) if item.node_ids else [])
+            expansions.append(_expand_in_turn(item, logits[start:end], num_children) if item.node_ids else [])
+    return expansions
+
+
+def _expand_in_turn(item: StepItem, logits: torch.Tensor, num_children: int) -> list[Expansion]:
+    """Expands an item's nodes together, then one mask after the other: each follows the token guessed before it."""
+    num_nodes = len(item.node_ids)
+    expansions = _expand_safely(item, logits[:num_nodes], num_children)
+    continuation = list(item.context.continuations[-1])
+    for index in range(item.num_masks):
+        if not expansions[-1].token_ids:  # nothing can come here, and nothing behind it
+            return expansions + [NOTHING] * (item.num_masks - index)
+        continuation.append(expansions[-1].token_ids[0])
+        row = num_nodes + index
+        mask = replace(
+            item,
+            node_ids=item.node_ids[-1:],
+            context=replace(item.context, continuations=[list(continuation)]),
+            first_draw=item.first_draw + row,
+        )
+        expansions += _expand_safely(mask, logits[row : row + 1], num_children)
     return expansions
 
 
@@ -150,7 +184,7 @@ def _expand_together(
     """Expands every row as if its item were simple; [] where none is."""
     if not any(simple and item.node_ids for item, simple in zip(items, is_simple, strict=True)):
         return []
-    row_items = [item for item in items for _ in item.node_ids]
+    row_items = [item for item in items for _ in range(len(item.node_ids) + item.num_masks)]
     return _primary_first(*most_likely(logits, num_children), row_items)
 
 

@@ -37,7 +37,7 @@ from draft_worker.messages import (
     Unsubscribe,
 )
 from draft_worker.session import DraftSession
-from draft_worker.step_items import grow_item, prefill_item
+from draft_worker.step_items import Beyond, grow_item, prefill_item
 from outrider.concurrency.turnover import Turnover, retry_after_s
 from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk, ChunkCost
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
@@ -60,13 +60,17 @@ class DraftScheduler:
         limits: DraftLimits,
         allocator: BlockAllocator,
         vocab_size: int,
+        *,
         new_features: Callable[[], ArrivedFeatures] | None = None,
+        reads_masks: bool = False,
     ) -> None:
-        """new_features: those of a new session, where the draft is a head."""
+        """new_features: those of a new session, where the draft is a head. reads_masks: whether the draft model was
+        trained for mask tokens."""
         self.limits = limits
         self._new_features = new_features
         self.allocator = allocator
         self.vocab_size = vocab_size
+        self._reads_masks = reads_masks and limits.num_mask_tokens > 0
         self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
         self.num_cached_tokens = 0  # total whose KV was in the cache already
@@ -249,12 +253,19 @@ class DraftScheduler:
         chosen = self._most_probable(growing)
         # A chain goes on as long as its next node is the likeliest of all that could be fed.
         likeliest_left = max((session.next_priority() for session in growing), default=0.0)
+        chunks = self._chunks(growing, budget - sum(len(node_ids) for _, node_ids in chosen))
+        beyond = Beyond(likeliest_left, self._num_masks(len(chosen) + len(chunks)))
         for session, node_ids in chosen:
-            items.append(grow_item(session, node_ids, likeliest_left))
-            budget -= len(node_ids)
-        for session, num_tokens in self._chunks(growing, budget):
-            items.append(prefill_item(session, num_tokens, likeliest_left))
+            items.append(grow_item(session, node_ids, beyond))
+        for session, num_tokens in chunks:
+            items.append(prefill_item(session, num_tokens, beyond))
         return items
+
+    def _num_masks(self, num_items: int) -> int | None:
+        """Mask tokens for each session of a step: fewer where many share it, because every one is a row; None where the
+        draft model does not know them."""
+        share = self.limits.max_nodes_per_step // max(num_items, 1)
+        return min(self.limits.num_mask_tokens, share) if self._reads_masks else None
 
     def _chunks(self, growing: list[DraftSession], budget: int) -> list[tuple[DraftSession, int]]:
         """Chooses the sessions whose pending tokens are fed, and how many of them, within `budget`.
@@ -333,7 +344,7 @@ class DraftScheduler:
                 session.num_prefix += len(item.token_ids)
             if self.limits.enable_prefix_caching:
                 session.publish()  # only now: the step has done the moves of entries
-            hints = session.expand(item.node_ids, expanded)
+            hints = session.expand(item.node_ids, expanded, item.num_masks)
             if hints:
                 actions.append(self._send(session, hints))
         return actions

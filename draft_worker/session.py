@@ -1,9 +1,10 @@
 """One session's hint tree on the draft worker, and the KV entries that belong to it. Pure.
 
 The tree hangs below the committed tokens. *Fed* nodes have gone through the model, so their KV entry and their children
-exist; the other nodes are the frontier. KV entries `[0, num_prefix)` belong to committed tokens, those after it to fed
-nodes in the order they were fed (`entry_nodes`). Entries of committed tokens never move again, so that their full
-blocks can be shared with other sessions. Entries of nodes are never shared.
+exist; the other nodes are the frontier. A draft model that reads mask tokens also guesses beyond the frontier: such a
+chain of nodes is fed in a later step, whose rows correct it. KV entries `[0, num_prefix)` belong to committed tokens,
+those after it to fed nodes in the order they were fed (`entry_nodes`). Entries of committed tokens never move again, so
+that their full blocks can be shared with other sessions. Entries of nodes are never shared.
 
 An alternative becomes a node, and is sent, only when it is fed next: without a continuation it is useless to the
 target. Until then its parent keeps it.
@@ -11,18 +12,20 @@ target. Until then its parent keeps it.
 A draft head computes committed entries from the target's features alone, which come with the commits. Its nodes below
 are computed from its own states, so a commit, which brings the features of what they guessed, starts a new tree.
 
-Invariants: while `num_prefix == len(token_ids)` the cursor is fed; otherwise the tokens without KV are pending and the
-tree is empty. Every node that is kept was sent, so the target's cursor can go wherever this one can.
+Invariants: while `num_prefix == len(token_ids)` the cursor is fed; otherwise the tokens without KV are pending and no
+node is fed. Every node that is kept was sent, so the target's cursor can go wherever this one can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
 from draft_worker.candidates import Candidates
+from draft_worker.draft_node import MIN_CHANCE, DraftNode, fed_below, hints_anew, primary_path, root, scale_reach
 from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Expansion, KVMove
@@ -31,29 +34,12 @@ from outrider.engine.kv.prefix_cache import SequenceBlocks
 from outrider.grammar import GrammarState, GrammarViolation
 from outrider.hints.acceptance import AcceptanceHistory
 from outrider.hints.confidence import Calibration
-from outrider.hints.hint_tree import ROOT_ID, DraftDistribution, Hint
+from outrider.hints.hint_tree import ROOT_ID, Hint
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
 
 NUM_NEAR_NODES = 9
 """Nodes below the cursor that a target verifies in one step by default: eight are fed, the last one needs no
 feeding."""
-
-
-@dataclass(slots=True)
-class DraftNode:
-    """A node of a session's hint tree."""
-
-    hint: Hint
-    depth: int  # below the root; it guesses position base_len + depth - 1
-    reach: float  # estimated probability that the committed tokens reach it
-    children: list[int] = field(default_factory=list)
-    alternatives: list[tuple[int, float]] = field(default_factory=list)  # (token, probability), not yet nodes
-    entry: int | None = None  # index of its KV entry, once fed
-    is_sent: bool = False
-
-
-def _root() -> DraftNode:
-    return DraftNode(Hint(ROOT_ID, ROOT_ID, -1), depth=0, reach=1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +62,7 @@ class DraftSession:
     is_background: bool = False
     features: ArrivedFeatures | None = None  # of a draft head
     base_len: int = 0
-    cursor_node: DraftNode = field(default_factory=_root)
+    cursor_node: DraftNode = field(default_factory=root)
     num_prefix: int = 0
     nodes: dict[int, DraftNode] = field(default_factory=dict)  # below the cursor
     candidates: Candidates = field(default_factory=Candidates)
@@ -89,9 +75,16 @@ class DraftSession:
     has_begun: bool = False  # computing its prefix, or sharing the blocks of others
     num_roots: int = 1
     num_sent_nodes: int = 0
+    is_sampled: bool = field(init=False)
+    min_reach: float = field(init=False)  # least probability of being reached for a node to be fed
+    stop_token_ids: frozenset[int] = field(init=False)  # after which nothing is drafted
 
     def __post_init__(self) -> None:
         self.base_len = len(self.token_ids)
+        self.is_sampled = self.sampling.decoding_mode is DecodingMode.REJECTION
+        self.min_reach = self.limits.min_sampled_reach if self.is_sampled else self.limits.min_reach
+        own = frozenset[int]() if self.sampling.ignore_eos else self.limits.end_of_sequence_ids
+        self.stop_token_ids = self.sampling.stop_token_ids | own
         self._read(self.token_ids[self.num_prompt_tokens :])
 
     def _read(self, output_token_ids: list[int]) -> None:
@@ -113,12 +106,6 @@ class DraftSession:
     @property
     def committed_len(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Tokens after which nothing is drafted."""
-        own = frozenset[int]() if self.sampling.ignore_eos else self.limits.end_of_sequence_ids
-        return self.sampling.stop_token_ids | own
 
     @property
     def cursor(self) -> int:
@@ -156,7 +143,7 @@ class DraftSession:
         if is_lost or len(fed) < len(path):
             survivors: list[int] = []
         else:
-            survivors = self._fed_below_cursor()
+            survivors = fed_below(self.cursor_node, self.nodes)
         move = self._compact(fed, survivors)
         if is_lost:
             self._plant()
@@ -183,7 +170,7 @@ class DraftSession:
     def _plant(self) -> None:
         """Starts a new tree at the end of the committed tokens."""
         self.base_len = len(self.token_ids)
-        self.cursor_node = _root()
+        self.cursor_node = root()
         self.nodes, self.entry_nodes = {}, []
         self.candidates.clear()
         self.next_node_id = 1
@@ -197,19 +184,8 @@ class DraftSession:
         for node in self.nodes.values():
             node.depth -= depth
         self.base_len += depth
-        self.cursor_node = replace(self.cursor_node, hint=_root().hint, depth=0)
+        self.cursor_node = replace(self.cursor_node, hint=root().hint, depth=0)
         self._collect_candidates()
-
-    def _fed_below_cursor(self) -> list[int]:
-        """Ids of the fed nodes below the cursor, in the order of their KV entries."""
-        found, pending = [], list(self.cursor_node.children)
-        while pending:
-            node_id = pending.pop()
-            node = self.nodes[node_id]
-            if node.entry is not None:
-                found.append(node_id)
-                pending.extend(node.children)
-        return sorted(found, key=lambda node_id: self.nodes[node_id].entry or 0)
 
     def _compact(self, fed_path: list[int], survivors: list[int]) -> KVMove | None:
         """Adds the fed path to the prefix and closes the gaps behind it."""
@@ -231,7 +207,7 @@ class DraftSession:
     def _keep_below_cursor(self) -> None:
         kept: dict[int, DraftNode] = {}
         pending = list(self.cursor_node.children)
-        cursor_reach = max(self.cursor_node.reach, 1e-9)
+        cursor_reach = max(self.cursor_node.reach, 1e-30)
         while pending:
             node_id = pending.pop()
             node = self.nodes[node_id]
@@ -245,10 +221,13 @@ class DraftSession:
     def _collect_candidates(self) -> None:
         self.candidates.clear()
         for node in (self.cursor_node, *self.nodes.values()):
-            self._offer(node)
+            parent = self._node(node.hint.parent_id) if node is not self.cursor_node else node
+            if parent is self.cursor_node or parent.entry is not None:
+                self._offer(node)
 
     def _offer(self, node: DraftNode) -> None:
-        """Makes an unfed node, or a fed node's likeliest alternative, a candidate if it is worth feeding."""
+        """Makes an unfed node, or a fed node's likeliest alternative, a candidate if it is worth feeding. A node below
+        an unfed one follows when that one is taken."""
         if node.entry is None and node is not self.cursor_node:
             if node.hint.token_id not in self.stop_token_ids:
                 self._offer_one(node, node.depth, node.reach, is_alternative=False)
@@ -257,20 +236,13 @@ class DraftSession:
             self._offer_one(node, node.depth + 1, node.reach * chance, is_alternative=True)
 
     def _offer_one(self, node: DraftNode, depth: int, reach: float, *, is_alternative: bool) -> None:
-        if depth < self.depth_limit() and reach >= self.min_reach:
+        if reach >= self.min_reach and depth < self.depth_limit():
             priority = reach
-            if not is_alternative and self.is_sampled and self._is_primary_tip(node):
+            if not is_alternative and self.is_sampled and node in primary_path(self.cursor_node, self.nodes):
                 # The alternatives' weights depend on the token that was drawn. If they could come first, so
                 # would whether it gets a successor in time, and block verification would be biased (I4).
                 priority += 1.0
             self.candidates.add(priority, node.hint.node_id, reach, is_alternative=is_alternative)
-
-    def _is_primary_tip(self, node: DraftNode) -> bool:
-        """Whether a node is the last of the primary path below the cursor."""
-        tip = self.cursor_node
-        while tip.children:
-            tip = self.nodes[tip.children[0]]
-        return tip is node
 
     def depth_limit(self) -> int:
         """The depth from which nodes are not fed."""
@@ -308,6 +280,8 @@ class DraftSession:
         self.num_owed += 1
         if candidate.is_alternative:
             return self._take_up(candidate.node_id, candidate.reach)
+        for child in self.nodes[candidate.node_id].children:
+            self._offer(self.nodes[child])
         return candidate.node_id
 
     def _take_up(self, parent_id: int, reach: float) -> int:
@@ -315,31 +289,19 @@ class DraftSession:
         parent = self._node(parent_id)
         token_id, _ = parent.alternatives.pop(0)
         self._offer(parent)
-        return self._add_node(parent, token_id, reach).hint.node_id
+        return self._add_node(parent, reach, Hint(self.next_node_id, parent_id, token_id)).hint.node_id
 
-    def _add_node(
-        self,
-        parent: DraftNode,
-        token_id: int,
-        reach: float,
-        distribution: DraftDistribution | None = None,
-        confidence: int = 0,
-    ) -> DraftNode:
-        hint = Hint(self.next_node_id, parent.hint.node_id, token_id, distribution, confidence)
+    def _add_node(self, parent: DraftNode, reach: float, hint: Hint) -> DraftNode:
         self.next_node_id += 1
         node = DraftNode(hint, parent.depth + 1, reach)
         self.nodes[hint.node_id] = node
         parent.children.append(hint.node_id)
         return node
 
-    @property
-    def min_reach(self) -> float:
-        """Least probability of being reached for a node to be fed."""
-        return self.limits.min_sampled_reach if self.is_sampled else self.limits.min_reach
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.sampling.decoding_mode is DecodingMode.REJECTION
+    def _add_primary(self, parent: DraftNode, expansion: Expansion) -> DraftNode:
+        token_id, reach = expansion.token_ids[0], parent.reach * expansion.chances[0]
+        fields = token_id, expansion.distribution, expansion.confidence
+        return self._add_node(parent, reach, Hint(self.next_node_id, parent.hint.node_id, *fields))
 
     def branch(self, node_id: int) -> list[DraftNode]:
         """The nodes from the cursor's child down to this one."""
@@ -349,21 +311,61 @@ class DraftSession:
             node_id = branch[-1].hint.parent_id
         return branch[::-1]
 
-    def expand(self, node_ids: Sequence[int], expansions: Sequence[Expansion]) -> list[Hint]:
-        """Attaches the expansions of an item's nodes, then of the chain below the first; returns the hints to send."""
-        num_chained = len(expansions) - len(node_ids)
+    def expand(self, node_ids: Sequence[int], expansions: Sequence[Expansion], num_masks: int = 0) -> list[Hint]:
+        """Attaches the expansions of an item's nodes, then of the chain below the first, then of the masks below the
+        last; returns the hints to send."""
+        is_guessed = num_masks > 0 or any(self._node(node_id).children for node_id in node_ids)
+        num_chained = len(expansions) - len(node_ids) - num_masks
         hints: list[Hint] = []
         for index, (node_id, expansion) in enumerate(zip(node_ids, expansions, strict=False)):
             hints += self.add_children(node_id, expansion, is_followed=index == 0 and num_chained > 0)
         tip = self._node(node_ids[0]) if num_chained else self.cursor_node
-        for index, expansion in enumerate(expansions[len(node_ids) :]):
+        for index, expansion in enumerate(expansions[len(node_ids) : len(node_ids) + num_chained]):
             node_id = tip.children[0]
             tip = self.nodes[node_id]
             tip.entry = self.kv.length - num_chained + index
             self.entry_nodes.append(node_id)
             self.num_owed += 1
             hints += self.add_children(node_id, expansion, is_followed=index + 1 < num_chained)
+        tip = self._node(node_ids[-1]) if num_masks else tip
+        for expansion in expansions[len(expansions) - num_masks :]:
+            # What follows a guessed token is fed later, when its own children exist: until then, one guess below it.
+            if not tip.children or not expansion.token_ids:
+                break
+            tip = self.nodes[tip.children[0]]
+            if tip.hint.token_id in self.stop_token_ids:
+                break
+            hints += self._guess_below(tip, expansion)
+        if is_guessed:
+            self._collect_candidates()  # guesses that were corrected have changed what is likely
         return hints
+
+    def _guess_below(self, node: DraftNode, expansion: Expansion) -> list[Hint]:
+        """Makes the token that an expansion names the primary child of a node, which may have children that were
+        guessed before; returns what is to be sent of it."""
+        if not node.children:
+            child = self._add_primary(node, expansion)
+            child.is_sent = True
+            self.num_sent_nodes += 1
+            return [child.hint]
+        if self.is_sampled:  # the first draw stays: a choice between draws would be one of tokens (I4)
+            return []
+        guessed = [self.nodes[child] for child in node.children]
+        chances = dict(zip(expansion.token_ids, expansion.chances, strict=True))
+        for child in guessed:
+            scale_reach(child, self.nodes, node.reach * max(chances.get(child.hint.token_id, 0.0), MIN_CHANCE))
+        found = next((each for each in guessed if each.hint.token_id == expansion.token_ids[0]), None)
+        if found is None:
+            found = self._add_primary(node, expansion)
+        if found.hint.confidence != expansion.confidence:
+            found.hint = replace(found.hint, confidence=expansion.confidence)
+        if found is guessed[0]:
+            return []
+        node.children.remove(found.hint.node_id)
+        node.children.insert(0, found.hint.node_id)
+        found.is_sent = True
+        self.num_sent_nodes += 1
+        return [replace(found.hint, is_promoted=True)]
 
     def _node(self, node_id: int) -> DraftNode:
         return self.cursor_node if node_id == self.cursor else self.nodes[node_id]
@@ -378,36 +380,30 @@ class DraftSession:
         if node is not self.cursor_node:
             self.num_owed -= 1
             added = [] if node.is_sent else [node]
-        if expansion.token_ids:
-            reach = node.reach * expansion.chances[0]
-            child = self._add_node(node, expansion.token_ids[0], reach, expansion.distribution, expansion.confidence)
-            if not is_followed:
-                self._offer(child)
-            added.append(child)
-        stop_token_ids = self.stop_token_ids
-        node.alternatives = [
-            (token_id, chance)
-            for token_id, chance in zip(expansion.token_ids[1:], expansion.chances[1:], strict=True)
-            if token_id not in stop_token_ids
-        ]
-        self._offer(node)
+        hints = [sent.hint for sent in added]
         for sent in added:
             sent.is_sent = True
         self.num_sent_nodes += len(added)
-        return [sent.hint for sent in added]
+        chances = expansion.chances
+        if expansion.token_ids:
+            is_guessed = bool(node.children)
+            hints += self._guess_below(node, expansion)
+            if not is_guessed and not is_followed:
+                self._offer(self.nodes[node.children[0]])
+            elif is_guessed and self.is_sampled:  # the primary child was another draw
+                chances = [1.0 - chances[0], *chances[1:]]
+        excluded = self.stop_token_ids.union(self.nodes[child].hint.token_id for child in node.children)
+        options = zip(expansion.token_ids, chances, strict=True)
+        node.alternatives = [(token_id, chance) for token_id, chance in options if token_id not in excluded]
+        self._offer(node)
+        return hints
 
     def could_be_verified_next(self, hints: Sequence[Hint]) -> bool:
         """Whether the target's next step could verify some of these hints: they are near enough on the primary path."""
         sent = {hint.node_id for hint in hints}
-        node = self.cursor_node
-        for _ in range(NUM_NEAR_NODES):
-            if not node.children:
-                return False
-            if node.children[0] in sent:
-                return True
-            node = self.nodes[node.children[0]]
-        return False
+        near = islice(primary_path(self.cursor_node, self.nodes), NUM_NEAR_NODES)
+        return any(node.hint.node_id in sent for node in near)
 
     def live_hints(self) -> list[Hint]:
         """All nodes below the cursor, parents first."""
-        return [self.nodes[node_id].hint for node_id in sorted(self.nodes)]
+        return hints_anew(self.cursor_node, self.nodes)

@@ -40,6 +40,7 @@ class Mode:
     target_arguments: tuple[str, ...] = ()
     draft_arguments: tuple[str, ...] | None = ()
     round_trip_ms: float | None = None  # delay of a proxy between the workers; None: no proxy
+    draft: Path | None = None  # model folder; None: the one of all modes
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +53,7 @@ async def start_modes(modes: Iterable[Mode], target_dir: Path, draft_dir: Path) 
             pair = await stack.enter_async_context(
                 worker_pair(
                     target_dir,
-                    None if mode.draft_arguments is None else draft_dir,
+                    None if mode.draft_arguments is None else mode.draft or draft_dir,
                     target_arguments=["--cpu-affinity", TARGET_CORE, *mode.target_arguments],
                     draft_arguments=[
                         *("--cpu-affinity", DRAFT_CORE, "--max-num-seqs", MAX_DRAFT_SESSIONS),

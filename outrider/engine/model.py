@@ -36,6 +36,8 @@ from outrider.engine.ranks.rank_group import RankGroup, RankMessage
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
 from outrider.text.vocabulary_map import VocabularyMap
 
+MASK_TOKEN_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+NO_MASK_TOKEN = -1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -83,6 +85,8 @@ class Engine:
         self.numerics = ""
         """The line that identifies the engine's arithmetic (`numerics`); the loader sets it."""
         self.eos_token_ids = _eos_token_ids(model)
+        self.mask_token_id = NO_MASK_TOKEN
+        """The token that a draft model for parallel drafting reads where it is to guess; `enable_masks` sets it."""
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = bytes_per_token(layers, dtype)
         self.block_size = kv.block_size
@@ -140,6 +144,14 @@ class Engine:
         self._meet_first()
         self._device_steps.capture()
 
+    def enable_masks(self) -> bool:
+        """Reads the mask token from the model's configuration; returns whether there is one. Call it before
+        `set_vocabulary`. Raises ModelLoadError if it is not a token of the model."""
+        found = mask_token(self.model.config)
+        if found is not None:
+            self.mask_token_id = found
+        return found is not None
+
     def tap(self, source: FeatureSource) -> None:
         """Makes every step keep the features of its rows. Raises ModelLoadError where the model has no such states."""
         if not all(0 <= layer_id <= self.num_layers for layer_id in source.layer_ids):
@@ -159,12 +171,16 @@ class Engine:
     def set_vocabulary(self, vocabulary: VocabularyMap, end_of_sequence_ids: frozenset[int]) -> None:
         """Makes the engine take and return token ids of another vocabulary, with these end-of-sequence ids."""
         device = self.device
+        num_ids = len(vocabulary.own_ids)
+        own_mask_ids = [self.mask_token_id] if self.mask_token_id != NO_MASK_TOKEN else []
         self._foreign = _ForeignVocabulary(
-            vocabulary.own_ids,
+            [*vocabulary.own_ids, *own_mask_ids],
             torch.tensor(vocabulary.own_ids, device=device),
             ~torch.tensor(vocabulary.is_shared, device=device),
         )
-        self.vocab_size, self.eos_token_ids = len(vocabulary.own_ids), end_of_sequence_ids
+        self.vocab_size, self.eos_token_ids = num_ids, end_of_sequence_ids
+        if own_mask_ids:
+            self.mask_token_id = num_ids  # the first id that the vocabulary does not have
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Runs one step and returns float32 logits.  # [sum of num_logits, vocab_size]
@@ -295,8 +311,8 @@ class Engine:
 class _ForeignVocabulary:
     """A vocabulary that is not the model's own (`vocabulary_map`)."""
 
-    own_ids: Sequence[int]
-    columns: torch.Tensor  # the same, [vocab_size]
+    own_ids: Sequence[int]  # of the vocabulary's ids, then of the mask token where there is one
+    columns: torch.Tensor  # the vocabulary's, [vocab_size]
     is_foreign: torch.Tensor  # [vocab_size], ids without a counterpart in the model
 
     def translated(self, chunk: SequenceChunk) -> SequenceChunk:
@@ -326,6 +342,25 @@ def new_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.
     num_bytes = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def mask_token(config: Any) -> int | None:
+    """The mask token of a draft model for parallel drafting, as `config.json` names it; None for other models.
+
+    Published checkpoints repeat one token: `pard_token` (PARD), `ptd_token_id` (vLLM's name), `mask_token_id`. Raises
+    ModelLoadError if it is not a row of the embedding.
+    """
+    text_config = config.get_text_config()
+    for key in MASK_TOKEN_KEYS:
+        token_id = getattr(text_config, key, None)
+        if token_id is not None:
+            if not isinstance(token_id, int) or not 0 <= token_id < text_config.vocab_size:
+                raise ModelLoadError(
+                    f"config.json: {key} is {token_id!r}, not a token id below the vocabulary's "
+                    f"{text_config.vocab_size}: correct it, or remove it to draft without mask tokens"
+                )
+            return token_id
+    return None
 
 
 def own_limit(text_config: Any) -> int:

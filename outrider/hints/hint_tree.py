@@ -45,13 +45,18 @@ class DraftDistribution:
 @dataclass(frozen=True, slots=True)
 class Hint:
     """One node as it is sent: a guess, with its distribution in rejection mode, otherwise with the draft model's
-    confidence (`outrider.hints.confidence`; 0: unknown)."""
+    confidence (`outrider.hints.confidence`; 0: unknown).
+
+    is_promoted: it becomes its parent's primary child, in the place of one that came earlier; it may have come earlier
+    itself. Never under rejection sampling (I4).
+    """
 
     node_id: int
     parent_id: int
     token_id: int
     distribution: DraftDistribution | None = None
     confidence: int = 0
+    is_promoted: bool = False
 
 
 @dataclass(slots=True)
@@ -100,6 +105,8 @@ class HintTree:
         self._cursor_children = []
 
     def _add_one(self, committed: Sequence[int], hint: Hint) -> bool:
+        if hint.is_promoted and hint.node_id in self._nodes:
+            return self._promote(self._nodes[hint.node_id], hint)
         known = hint.node_id in self._nodes or hint.node_id in self._path
         parent = self._nodes.get(hint.parent_id)
         on_path = hint.parent_id in self._path
@@ -119,8 +126,19 @@ class HintTree:
                 self._cursor_children = []
             return False
         self._nodes[hint.node_id] = _Node(hint, depth)
-        self._children_of(hint.parent_id).append(hint.node_id)
+        siblings = self._children_of(hint.parent_id)
+        siblings.insert(0 if hint.is_promoted else len(siblings), hint.node_id)
         return True
+
+    def _promote(self, node: _Node, hint: Hint) -> bool:
+        """Makes a live node its parent's primary child; returns False, because it is not new."""
+        if (node.hint.parent_id, node.hint.token_id) != (hint.parent_id, hint.token_id):
+            self.num_stale += 1
+            return False
+        siblings = self._children_of(hint.parent_id)
+        siblings.remove(hint.node_id)
+        siblings.insert(0, hint.node_id)
+        return False
 
     def _children_of(self, node_id: int) -> list[int]:
         return self._cursor_children if node_id == self._cursor else self._nodes[node_id].children

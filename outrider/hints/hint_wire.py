@@ -48,6 +48,7 @@ class HintEncoder:
             message.support_sizes.extend(sizes)
         if any(hint.confidence for hint in hints):
             message.confidences.extend(hint.confidence for hint in hints)
+        message.promoted_ids.extend(hint.node_id for hint in hints if hint.is_promoted)
 
 
 def _add_support(message: hints_pb2.HintNodes, token_id: int, distribution: DraftDistribution) -> None:
@@ -86,9 +87,12 @@ class HintDecoder:
             return None
         if len(message.token_ids) != sum(size == 0 for size in sizes) or max(sizes, default=0) > MAX_DRAFT_PROBS:
             return None
+        if len(message.promoted_ids) > num_nodes:
+            return None
         self.base_len = message.base_len or self.base_len
         self.next_node_id = node_ids[-1] + 1 if node_ids else first
         hints, offset, plain = [], 0, iter(message.token_ids)
+        promoted = frozenset(message.promoted_ids)
         columns = zip(node_ids, message.parent_ids, sizes, confidences, strict=True)
         for node_id, parent_id, size, confidence in columns:
             distribution = None
@@ -103,5 +107,5 @@ class HintDecoder:
                 distribution = None
             if token_id < vocab_size:
                 known = confidence if confidence <= NUM_LEVELS else 0
-                hints.append(Hint(node_id, parent_id, token_id, distribution, known))
+                hints.append(Hint(node_id, parent_id, token_id, distribution, known, node_id in promoted))
         return hints

@@ -22,6 +22,7 @@ def worker_info(
     max_num_seqs: int,
     max_num_waiting: int = 0,
     num_speculative_tokens: int = 0,
+    num_mask_tokens: int = 0,
     tokenizer_dir: Path | None = None,
 ) -> common_pb2.WorkerInfo:
     """A worker's description of itself, for callers and the registry. tokenizer_dir: the tokenizer of its ids; None:
@@ -38,6 +39,7 @@ def worker_info(
         max_num_seqs=max_num_seqs,
         max_num_waiting=max_num_waiting,
         num_speculative_tokens=num_speculative_tokens,
+        num_mask_tokens=num_mask_tokens,
         dtype=config.dtype if config.quantization == "none" else config.quantization,
         incarnation=incarnation,
         num_model_parameters=engine.num_parameters,

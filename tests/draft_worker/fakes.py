@@ -44,6 +44,7 @@ class FakeDraftModel:
         self.cache: list[Path | None] = [None] * num_slots
         self.alignment = alignment
         self.num_children = num_children
+        self.mask_error_share = 3  # one of so many guesses of masks is wrong where the rows are right; 0: none
         self.num_steps = 0
 
     def expand(self, path: Sequence[int], seed: int = 0) -> Expansion:
@@ -98,10 +99,32 @@ class FakeDraftModel:
             assert [(*item.context.token_ids, *said) for said in item.context.continuations] == logits_of
             seed = target_fakes.seed_of(item.sampling, item.seed)
             expanded = [self.expand(path, seed) for path in logits_of]
+            if item.num_masks:
+                expanded += self.guess(item, paths[-1], expanded[-1])
             if item.chain is not None:
                 expanded += self.follow(item, logits_of[0], expanded[0])
             expansions.append(expanded)
         return expansions
+
+    def guess(self, item: StepItem, path: Path, expansion: Expansion) -> list[Expansion]:
+        """Returns what the masks of an item guess: now and then wrong where rows are right. Their KV is gone."""
+        assert item.chain is None
+        item.kv.extend(item.num_masks)
+        slots = item.kv.slots(0, item.kv.length).tolist()[-item.num_masks :]
+        for slot in slots:
+            assert item.kv.allocator.may_write(slot // item.kv.allocator.block_size)
+            self.cache[slot] = None
+        item.kv.truncate(item.kv.length - item.num_masks)
+        found: list[Expansion] = []
+        for index in range(item.num_masks):
+            path = _prefixes((*path, expansion.token_ids[0]))[-1]
+            expansion = self.expand(path, target_fakes.seed_of(item.sampling, item.seed))
+            share = self.mask_error_share
+            if share and mix(self.num_steps + 7 * index) % share == 0 and len(expansion.token_ids) > 1:
+                first, second, *rest = expansion.token_ids
+                expansion = Expansion([second, first, *rest], expansion.chances)
+            found.append(expansion)
+        return found
 
     def follow(self, item: StepItem, path: Path, expansion: Expansion) -> list[Expansion]:
         """Feeds an item's chain for as long as it may, or for fewer passes: something comes between."""

@@ -31,7 +31,7 @@ from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.kv.prefix_cache import block_digests
 from outrider.engine.sampling.randomness import mix
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.hints.hint_tree import ROOT_ID, Hint
+from outrider.hints.hint_tree import ROOT_ID, Hint, HintTree
 from outrider.sampling_params import SamplingParams
 from tests.draft_worker.fakes import VOCAB_SIZE, FakeDraftModel
 from tests.target_worker.fakes import next_token
@@ -62,13 +62,15 @@ class World:
         num_blocks: int = 100,
         alignment: int = 200,
         num_children: int = 3,
+        reads_masks: bool = False,
     ) -> None:
         self.limits = limits
         self.allocator = BlockAllocator(num_blocks, 4)
-        self.scheduler = DraftScheduler(limits, self.allocator, VOCAB_SIZE)
+        self.scheduler = DraftScheduler(limits, self.allocator, VOCAB_SIZE, reads_masks=reads_masks)
         self.model = FakeDraftModel(num_blocks * 4, alignment, num_children)
         self.texts: dict[str, list[int]] = {}  # what the target has committed
         self.sent: dict[str, dict[tuple[int, int], dict[int, Hint]]] = {}
+        self.trees: dict[str, HintTree] = {}  # what the target makes of it
         self.num_sent = self.num_urgent = 0  # messages
 
     def session(self, name: str = "a") -> DraftSession:
@@ -81,6 +83,7 @@ class World:
         if isinstance(event, AttachSession) and isinstance(actions[0], AttachmentAccepted):
             self.texts[event.session_id] = list(event.token_ids)
             self.sent[event.session_id] = {}
+            self.trees[event.session_id] = HintTree()
         self.hear(actions)
         return actions
 
@@ -91,7 +94,10 @@ class World:
                 self.num_sent += 1
                 tree = self.sent[action.session_id].setdefault((action.attachment, action.base_len), {})
                 assert action.hints
-                for hint in action.hints:
+                text = self.texts[action.session_id]
+                self.trees[action.session_id].add(text, action.attachment, action.base_len, action.hints)
+                for sent in action.hints:
+                    hint = replace(sent, is_promoted=False)
                     assert hint.node_id > 0
                     assert hint.parent_id == ROOT_ID or hint.parent_id in tree, "a child before its parent"
                     assert tree.setdefault(hint.node_id, hint) == hint, "an id is used for two nodes"
@@ -116,6 +122,7 @@ class World:
     def commit(self, token_ids: list[int], name: str = "a") -> list[Action]:
         from_len = len(self.texts[name])
         self.texts[name] += token_ids
+        self.trees[name].commit(token_ids)
         return self.tell(CommitReceived(name, from_len, token_ids, True, False))
 
     def primary(self, name: str = "a") -> list[int]:
@@ -155,7 +162,11 @@ class World:
                 assert node.entry == session.num_prefix + i
                 assert cache[slots[node.entry]] == self.path_of(session, node_id), "a node's entry is another's"
             if session.num_pending:
-                assert not session.nodes
+                assert all(node.entry is None for node in session.nodes.values())
+            heard = self.trees[session.session_id].primary_path(100)
+            assert [hint.token_id for hint in heard] == self.primary(session.session_id), (
+                "the target takes another path"
+            )
             tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
             for node_id, node in session.nodes.items():
                 assert tree[node_id] == node.hint, "a node that is kept was not sent"
@@ -171,9 +182,13 @@ class World:
 
 
 class RandomLife(RuleBasedStateMachine):
+    limits = LIMITS
+    reads_masks = False
+
     @initialize(alignment=st.sampled_from([0, 128, 220, 256]), num_children=st.integers(1, 3))
     def begin(self, alignment: int, num_children: int) -> None:
-        self.world = World(alignment=alignment, num_children=num_children)
+        options = {"alignment": alignment, "num_children": num_children}
+        self.world = World(self.limits, reads_masks=self.reads_masks, **options)
         self.attachment = 0
 
     @rule(

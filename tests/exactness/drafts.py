@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from draft_worker import messages as draft_messages
 from draft_worker.memory.options import MemoryLimits
@@ -122,6 +123,8 @@ class HostileDraft:
             hints.append(hint(self._next_node_id, parent_id, token_id, distribution))
             parents.append((self._next_node_id, position + 1))
             self._next_node_id += 1
+        if request.sampling.decoding_mode is not DecodingMode.REJECTION:  # where an order may follow from the tokens
+            hints = [replace(each, is_promoted=self._rng.random() < 0.1) for each in hints]
         return hints
 
     def _guess(self, request: Request, *, follow: bool) -> tuple[int, DraftDistribution | None]:
@@ -205,16 +208,18 @@ def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDi
     return DraftDistribution(tuple(token_ids), tuple(weights))
 
 
-DRAFTS = ("none", "good", "hostile", "self", "head", "memory")
+DRAFTS = ("none", "good", "masks", "hostile", "self", "head", "memory")
 
 
 def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
-    """None, one that is mostly right, one that means harm, the target itself, a draft head, one without a model."""
+    """None, one that is mostly right, the same with mask tokens, one that means harm, and other kinds of drafts."""
     match name:
         case "none":
             return None
         case "good":
             return ModelDraft(draft_of(target), luck)
+        case "masks":
+            return ModelDraft(draft_of(target), luck, mask_token_id=target.vocab_size - 1)
         case "self":
             return ModelDraft(target, luck)
         case "head":

@@ -236,21 +236,25 @@ def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> Tar
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
 
-def _draft_core(tiny: TinyModel, *, is_head: bool = False) -> DraftCore:
+def _draft_core(tiny: TinyModel, mask_token_id: int | None, *, is_head: bool = False) -> DraftCore:
     limits = DraftLimits(
         max_num_seqs=2 * MAX_NUM_SEQS,  # it hears of a session's end later
         max_num_batched_tokens=256,
         max_model_len=MAX_MODEL_LEN,
         max_nodes=40 if tiny.vocab_size == LARGE.vocab_size else 16,
         max_lookahead=8 if tiny.vocab_size == LARGE.vocab_size else 4,
+        num_mask_tokens=3,
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     if is_head:
         head = head_engine(engine(tiny, "target"))
-        scheduler = DraftScheduler(limits, head.allocator, head.vocab_size, features_of(head))
+        scheduler = DraftScheduler(limits, head.allocator, head.vocab_size, new_features=features_of(head))
         return DraftCore(scheduler, head, DraftMetrics("tiny", "draft"))
     model = engine(tiny, "draft")
-    scheduler = DraftScheduler(limits, _new_allocator(model), model.vocab_size)
+    if mask_token_id is not None:
+        model.mask_token_id = mask_token_id
+    allocator = _new_allocator(model)
+    scheduler = DraftScheduler(limits, allocator, model.vocab_size, reads_masks=mask_token_id is not None)
     return DraftCore(scheduler, model, DraftMetrics("tiny", "draft"))
 
 
@@ -333,9 +337,10 @@ class Draft(Protocol):
 class ModelDraft:
     """A real `DraftCore`. Its `luck` decides the seeds of sampled hints, and which session is attached anew."""
 
-    def __init__(self, tiny: TinyModel, luck: int, *, is_head: bool = False) -> None:
-        """is_head: whether it runs a draft head of `tiny`."""
-        self.core = _draft_core(tiny, is_head=is_head)
+    def __init__(self, tiny: TinyModel, luck: int, mask_token_id: int | None = None, *, is_head: bool = False) -> None:
+        """`mask_token_id`: of a draft that guesses several tokens in one pass; any token serves, rightly or wrongly.
+        `is_head`: whether it runs a draft head of `tiny`."""
+        self.core = _draft_core(tiny, mask_token_id, is_head=is_head)
         self._rng = random.Random(luck)
         self._requests: dict[str, tuple[Request, int]] = {}
 

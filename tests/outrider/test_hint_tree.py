@@ -240,6 +240,38 @@ class TestCursor:
         assert offered(tree) == [4]
 
 
+class TestPromotion:
+    def test_a_promoted_node_becomes_the_primary_child(self) -> None:
+        tree = HintTree()
+        tree.add([1], 1, 1, chain([4, 5, 6]))
+        tree.add([1], 1, 1, [Hint(4, 1, 7, is_promoted=True), Hint(5, 4, 8)])
+        assert offered(tree) == [4, 7, 8]
+
+    def test_a_node_that_was_sent_before_may_be_promoted(self) -> None:
+        tree = HintTree()
+        tree.add([1], 1, 1, [*chain([4, 5]), Hint(3, 0, 9)])
+        assert tree.add([1], 1, 1, [Hint(3, 0, 9, is_promoted=True)]) == 0, "no new node"
+        assert offered(tree) == [9]
+        assert (len(tree), tree.num_stale) == (3, 0)
+        tree.commit([4])
+        assert offered(tree) == [5], "what was primary before is still there"
+
+    def test_a_promotion_below_what_was_committed_is_late_or_stale(self) -> None:
+        tree = HintTree()
+        tree.add([1], 1, 1, chain([4, 5]))
+        tree.commit([4])
+        tree.add([1, 4], 1, 1, [Hint(3, 0, 9, is_promoted=True)])
+        assert offered(tree) == [5]
+
+    @pytest.mark.parametrize("lie", [Hint(2, 0, 5, is_promoted=True), Hint(2, 1, 6, is_promoted=True)])
+    def test_another_node_under_a_known_id_changes_nothing(self, lie: Hint) -> None:
+        tree = HintTree()
+        tree.add([1], 1, 1, [*chain([4, 5]), Hint(3, 0, 9)])
+        assert tree.add([1], 1, 1, [lie]) == 0
+        assert offered(tree) == [4, 5]
+        assert tree.num_stale == 1
+
+
 class TestBounds:
     """I7."""
 

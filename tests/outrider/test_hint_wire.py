@@ -38,7 +38,9 @@ def trees(draw: st.DrawFn) -> list[tuple[int, list[Hint]]]:
             if distribution is not None:
                 token_id = draw(st.sampled_from(distribution.token_ids))
             confidence = 0 if distribution is not None else draw(st.integers(0, NUM_LEVELS))
-            hints.append(Hint(node_id, draw(st.integers(0, node_id - 1)), token_id, distribution, confidence))
+            is_promoted = draw(st.integers(0, 4)) == 0
+            parent_id = draw(st.integers(0, node_id - 1))
+            hints.append(Hint(node_id, parent_id, token_id, distribution, confidence, is_promoted))
             node_id += draw(st.sampled_from([1, 1, 1, 1, 3]))
         messages.append((base_len, hints))
     return messages
@@ -48,7 +50,7 @@ def as_dict(hint: Hint) -> Any:
     """A distribution is the same in any order."""
     given_by = hint.distribution
     weights = given_by and dict(zip(given_by.token_ids, given_by.weights, strict=True))
-    return hint.node_id, hint.parent_id, hint.token_id, weights, hint.confidence
+    return hint.node_id, hint.parent_id, hint.token_id, weights, hint.confidence, hint.is_promoted
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -49,6 +49,7 @@ class HeadEngine:
         self.num_layers = len(layers)
         self.num_parameters = sum(parameter.numel() for parameter in head.parameters())
         self.numerics = ""
+        self.mask_token_id = 0  # none is fed: a head reads features
         self.group = None
         dtype = DTYPES[config.dtype]
         self.kv_bytes_per_token = entry_bytes(head, layers, dtype)

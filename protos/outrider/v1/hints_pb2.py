@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/outrider/v1/hints.proto\x12\x0boutrider.v1\"\x80\x01\n\tHintFrame\x12)\n\tsubscribe\x18\x01 \x03(\x0b\x32\x16.outrider.v1.Subscribe\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.outrider.v1.HintNodes\x12\x13\n\x0bunsubscribe\x18\x03 \x03(\t\x12\x0c\n\x04ping\x18\x04 \x01(\r\"\x91\x01\n\tSubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x11\n\tknown_len\x18\x03 \x01(\r\x12\x0f\n\x07\x63hannel\x18\x04 \x01(\r\x12\x12\n\nhint_token\x18\x05 \x01(\t\x12\x0c\n\x04head\x18\x06 \x01(\t\x12\x16\n\x0eknown_features\x18\x07 \x01(\r\"\xfa\x01\n\tHintNodes\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\x14\n\x08node_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x16\n\nparent_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_sizes\x18\x07 \x03(\rB\x02\x10\x01\x12\x1d\n\x11support_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12\x1b\n\x0fsupport_weights\x18\t \x03(\rB\x02\x10\x01\x12\x17\n\x0b\x63onfidences\x18\n \x03(\rB\x02\x10\x01\"H\n\x0b\x43ommitFrame\x12+\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.SessionCommit\x12\x0c\n\x04pong\x18\x02 \x01(\r\"\xcb\x01\n\rSessionCommit\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x66rom_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x11\n\tis_paused\x18\x04 \x01(\x08\x12\x13\n\x0bis_finished\x18\x05 \x01(\x08\x12\x17\n\x0fnum_tried_hints\x18\x06 \x01(\r\x12\x16\n\x0enum_held_hints\x18\x07 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0c\x12\x15\n\rfeatures_from\x18\t \x01(\r2I\n\x05Hints\x12@\n\x08\x45xchange\x12\x16.outrider.v1.HintFrame\x1a\x18.outrider.v1.CommitFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/outrider/v1/hints.proto\x12\x0boutrider.v1\"\x80\x01\n\tHintFrame\x12)\n\tsubscribe\x18\x01 \x03(\x0b\x32\x16.outrider.v1.Subscribe\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.outrider.v1.HintNodes\x12\x13\n\x0bunsubscribe\x18\x03 \x03(\t\x12\x0c\n\x04ping\x18\x04 \x01(\r\"\x91\x01\n\tSubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x11\n\tknown_len\x18\x03 \x01(\r\x12\x0f\n\x07\x63hannel\x18\x04 \x01(\r\x12\x12\n\nhint_token\x18\x05 \x01(\t\x12\x0c\n\x04head\x18\x06 \x01(\t\x12\x16\n\x0eknown_features\x18\x07 \x01(\r\"\x94\x02\n\tHintNodes\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x15\n\rfirst_node_id\x18\x03 \x01(\r\x12\x14\n\x08node_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x16\n\nparent_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_sizes\x18\x07 \x03(\rB\x02\x10\x01\x12\x1d\n\x11support_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12\x1b\n\x0fsupport_weights\x18\t \x03(\rB\x02\x10\x01\x12\x17\n\x0b\x63onfidences\x18\n \x03(\rB\x02\x10\x01\x12\x18\n\x0cpromoted_ids\x18\x0b \x03(\rB\x02\x10\x01\"H\n\x0b\x43ommitFrame\x12+\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.SessionCommit\x12\x0c\n\x04pong\x18\x02 \x01(\r\"\xcb\x01\n\rSessionCommit\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x10\n\x08\x66rom_len\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x11\n\tis_paused\x18\x04 \x01(\x08\x12\x13\n\x0bis_finished\x18\x05 \x01(\x08\x12\x17\n\x0fnum_tried_hints\x18\x06 \x01(\r\x12\x16\n\x0enum_held_hints\x18\x07 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0c\x12\x15\n\rfeatures_from\x18\t \x01(\r2I\n\x05Hints\x12@\n\x08\x45xchange\x12\x16.outrider.v1.HintFrame\x1a\x18.outrider.v1.CommitFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,6 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HINTNODES'].fields_by_name['support_weights']._serialized_options = b'\020\001'
   _globals['_HINTNODES'].fields_by_name['confidences']._loaded_options = None
   _globals['_HINTNODES'].fields_by_name['confidences']._serialized_options = b'\020\001'
+  _globals['_HINTNODES'].fields_by_name['promoted_ids']._loaded_options = None
+  _globals['_HINTNODES'].fields_by_name['promoted_ids']._serialized_options = b'\020\001'
   _globals['_SESSIONCOMMIT'].fields_by_name['token_ids']._loaded_options = None
   _globals['_SESSIONCOMMIT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_HINTFRAME']._serialized_start=48
@@ -52,11 +54,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBSCRIBE']._serialized_start=179
   _globals['_SUBSCRIBE']._serialized_end=324
   _globals['_HINTNODES']._serialized_start=327
-  _globals['_HINTNODES']._serialized_end=577
-  _globals['_COMMITFRAME']._serialized_start=579
-  _globals['_COMMITFRAME']._serialized_end=651
-  _globals['_SESSIONCOMMIT']._serialized_start=654
-  _globals['_SESSIONCOMMIT']._serialized_end=857
-  _globals['_HINTS']._serialized_start=859
-  _globals['_HINTS']._serialized_end=932
+  _globals['_HINTNODES']._serialized_end=603
+  _globals['_COMMITFRAME']._serialized_start=605
+  _globals['_COMMITFRAME']._serialized_end=677
+  _globals['_SESSIONCOMMIT']._serialized_start=680
+  _globals['_SESSIONCOMMIT']._serialized_end=883
+  _globals['_HINTS']._serialized_start=885
+  _globals['_HINTS']._serialized_end=958
 # @@protoc_insertion_point(module_scope)

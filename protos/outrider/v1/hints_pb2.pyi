@@ -37,7 +37,7 @@ class Subscribe(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ..., hint_token: _Optional[str] = ..., head: _Optional[str] = ..., known_features: _Optional[int] = ...) -> None: ...
 
 class HintNodes(_message.Message):
-    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences")
+    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences", "promoted_ids")
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class HintNodes(_message.Message):
     SUPPORT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_IDS_FIELD_NUMBER: _ClassVar[int]
     channel: int
     base_len: int
     first_node_id: int
@@ -58,7 +59,8 @@ class HintNodes(_message.Message):
     support_token_ids: _containers.RepeatedScalarFieldContainer[int]
     support_weights: _containers.RepeatedScalarFieldContainer[int]
     confidences: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[int]] = ...) -> None: ...
+    promoted_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[int]] = ..., promoted_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitFrame(_message.Message):
     __slots__ = ("commits", "pong")

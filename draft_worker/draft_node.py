@@ -1,0 +1,72 @@
+"""A node of a draft worker's hint tree. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from outrider.hints.hint_tree import ROOT_ID, Hint
+
+MIN_CHANCE = 0.01
+"""Probability of a guessed token that the row behind its parent finds unlikely."""
+
+
+@dataclass(slots=True, eq=False)
+class DraftNode:
+    """A node of a session's hint tree."""
+
+    hint: Hint
+    depth: int  # below the root; it guesses position base_len + depth - 1
+    reach: float  # estimated probability that the committed tokens reach it
+    children: list[int] = field(default_factory=list)  # the primary child first
+    # (token, probability), likeliest first; not yet nodes.
+    alternatives: list[tuple[int, float]] = field(default_factory=list)
+    entry: int | None = None  # index of its KV entry, once fed
+    is_sent: bool = False
+
+
+def root() -> DraftNode:
+    """A root, which stands for the last committed token."""
+    return DraftNode(Hint(ROOT_ID, ROOT_ID, -1), depth=0, reach=1.0)
+
+
+Nodes = Mapping[int, DraftNode]
+"""Nodes of one tree by their ids."""
+
+
+def primary_path(node: DraftNode, nodes: Nodes) -> Iterator[DraftNode]:
+    """The primary child of a node, that one's primary child, and so on."""
+    while node.children:
+        node = nodes[node.children[0]]
+        yield node
+
+
+def fed_below(node: DraftNode, nodes: Nodes) -> list[int]:
+    """Ids of the fed nodes below a node, in the order of their KV entries."""
+    found, pending = [], list(node.children)
+    while pending:
+        child = nodes[pending.pop()]
+        if child.entry is not None:
+            found.append(child)
+            pending.extend(child.children)
+    return [each.hint.node_id for each in sorted(found, key=lambda each: each.entry or 0)]
+
+
+def scale_reach(node: DraftNode, nodes: Nodes, reach: float) -> None:
+    """Sets the probability that a node is reached, and changes those below it in proportion."""
+    factor, node.reach = reach / node.reach, reach
+    pending = list(node.children)
+    while pending:
+        child = nodes[pending.pop()]
+        child.reach *= factor
+        pending.extend(child.children)
+
+
+def hints_anew(cursor: DraftNode, nodes: Nodes) -> list[Hint]:
+    """The hints of all nodes below the cursor, parents first, for a target that has none of them."""
+    hints = []
+    for node_id in sorted(nodes):
+        hint = nodes[node_id].hint
+        siblings = (nodes.get(hint.parent_id) or cursor).children
+        hints.append(replace(hint, is_promoted=siblings[0] == node_id != min(siblings)))
+    return hints

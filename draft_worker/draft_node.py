@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import ROOT_ID, Hint
 
 MIN_CHANCE = 0.01
@@ -39,6 +40,17 @@ def primary_path(node: DraftNode, nodes: Nodes) -> Iterator[DraftNode]:
     while node.children:
         node = nodes[node.children[0]]
         yield node
+
+
+def calibrate(
+    calibration: Calibration, token_ids: Sequence[int], acceptance_rate: float, path: Iterable[DraftNode]
+) -> None:
+    """Compares a primary path with the committed tokens, whether the target verified it or not."""
+    for token_id, node in zip(token_ids, path, strict=False):
+        is_accepted = node.hint.token_id == token_id
+        calibration.observe(node.hint.confidence, acceptance_rate, is_accepted=is_accepted)
+        if not is_accepted:
+            return
 
 
 def fed_below(node: DraftNode, nodes: Nodes) -> list[int]:

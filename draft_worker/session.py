@@ -24,8 +24,9 @@ from itertools import islice
 
 import numpy as np
 
+from draft_worker import draft_node
 from draft_worker.candidates import Candidates
-from draft_worker.draft_node import MIN_CHANCE, DraftNode, fed_below, hints_anew, primary_path, root, scale_reach
+from draft_worker.draft_node import MIN_CHANCE, DraftNode, primary_path
 from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Expansion, KVMove
@@ -62,7 +63,7 @@ class DraftSession:
     is_background: bool = False
     features: ArrivedFeatures | None = None  # of a draft head
     base_len: int = 0
-    cursor_node: DraftNode = field(default_factory=root)
+    cursor_node: DraftNode = field(default_factory=draft_node.root)
     num_prefix: int = 0
     nodes: dict[int, DraftNode] = field(default_factory=dict)  # below the cursor
     candidates: Candidates = field(default_factory=Candidates)
@@ -121,7 +122,9 @@ class DraftSession:
 
         Returns the KV entries to move so that the kept ones are contiguous again.
         """
-        self._calibrate(token_ids)
+        if self.calibration is not None:
+            path_before = primary_path(self.cursor_node, self.nodes)
+            draft_node.calibrate(self.calibration, token_ids, self.acceptance.rate, path_before)
         if self.features is not None:
             self.token_ids.extend(token_ids)
             self._read(token_ids)
@@ -143,23 +146,11 @@ class DraftSession:
         if is_lost or len(fed) < len(path):
             survivors: list[int] = []
         else:
-            survivors = fed_below(self.cursor_node, self.nodes)
+            survivors = draft_node.fed_below(self.cursor_node, self.nodes)
         move = self._compact(fed, survivors)
         if is_lost:
             self._plant()
         return move
-
-    def _calibrate(self, token_ids: list[int]) -> None:
-        """Compares the primary path with the committed tokens, whether the target verified it or not."""
-        node = self.cursor_node
-        for token_id in token_ids:
-            if self.calibration is None or not node.children:
-                return
-            node = self.nodes[node.children[0]]
-            is_accepted = node.hint.token_id == token_id
-            self.calibration.observe(node.hint.confidence, self.acceptance.rate, is_accepted=is_accepted)
-            if not is_accepted:
-                return
 
     def _child_with_token(self, token_id: int) -> int | None:
         for child in self.cursor_node.children:
@@ -170,7 +161,7 @@ class DraftSession:
     def _plant(self) -> None:
         """Starts a new tree at the end of the committed tokens."""
         self.base_len = len(self.token_ids)
-        self.cursor_node = root()
+        self.cursor_node = draft_node.root()
         self.nodes, self.entry_nodes = {}, []
         self.candidates.clear()
         self.next_node_id = 1
@@ -184,7 +175,7 @@ class DraftSession:
         for node in self.nodes.values():
             node.depth -= depth
         self.base_len += depth
-        self.cursor_node = replace(self.cursor_node, hint=root().hint, depth=0)
+        self.cursor_node = replace(self.cursor_node, hint=draft_node.root().hint, depth=0)
         self._collect_candidates()
 
     def _compact(self, fed_path: list[int], survivors: list[int]) -> KVMove | None:
@@ -353,7 +344,9 @@ class DraftSession:
         guessed = [self.nodes[child] for child in node.children]
         chances = dict(zip(expansion.token_ids, expansion.chances, strict=True))
         for child in guessed:
-            scale_reach(child, self.nodes, node.reach * max(chances.get(child.hint.token_id, 0.0), MIN_CHANCE))
+            draft_node.scale_reach(
+                child, self.nodes, node.reach * max(chances.get(child.hint.token_id, 0.0), MIN_CHANCE)
+            )
         found = next((each for each in guessed if each.hint.token_id == expansion.token_ids[0]), None)
         if found is None:
             found = self._add_primary(node, expansion)
@@ -406,4 +399,4 @@ class DraftSession:
 
     def live_hints(self) -> list[Hint]:
         """All nodes below the cursor, parents first."""
-        return hints_anew(self.cursor_node, self.nodes)
+        return draft_node.hints_anew(self.cursor_node, self.nodes)

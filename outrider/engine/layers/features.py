@@ -23,7 +23,7 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FeatureSource:
-    """What is kept of a model's states."""
+    """The states of a model that are kept, and in what form."""
 
     layer_ids: tuple[int, ...]
     size: int  # of a feature

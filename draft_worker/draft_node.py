@@ -43,10 +43,12 @@ def primary_path(node: DraftNode, nodes: Nodes) -> Iterator[DraftNode]:
 
 
 def calibrate(
-    calibration: Calibration, token_ids: Sequence[int], acceptance_rate: float, path: Iterable[DraftNode]
+    calibration: Calibration | None, token_ids: Sequence[int], acceptance_rate: float, path: Iterable[DraftNode]
 ) -> None:
     """Compares a primary path with the committed tokens, whether the target verified it or not."""
     for token_id, node in zip(token_ids, path, strict=False):
+        if calibration is None:
+            return
         is_accepted = node.hint.token_id == token_id
         calibration.observe(node.hint.confidence, acceptance_rate, is_accepted=is_accepted)
         if not is_accepted:

@@ -96,9 +96,8 @@ class DraftSession:
                 self.grammar.advance(output_token_ids)
             except GrammarViolation:
                 self.grammar = None
-            else:
-                if self.grammar.is_too_slow:  # hints would come too late, and other sessions would wait
-                    self.grammar = None
+        if self.grammar is not None and self.grammar.is_too_slow:  # hints would be late, and other sessions would wait
+            self.grammar = None
 
     @property
     def kv(self) -> KVSequence:
@@ -122,9 +121,8 @@ class DraftSession:
 
         Returns the KV entries to move so that the kept ones are contiguous again.
         """
-        if self.calibration is not None:
-            path_before = primary_path(self.cursor_node, self.nodes)
-            draft_node.calibrate(self.calibration, token_ids, self.acceptance.rate, path_before)
+        own_path = primary_path(self.cursor_node, self.nodes)
+        draft_node.calibrate(self.calibration, token_ids, self.acceptance.rate, own_path)
         if self.features is not None:
             self.token_ids.extend(token_ids)
             self._read(token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.speculation.fleet_memory import LOOKUP, MEMORY, RECENT, Client, Turn, compare, edited
+from benchmarks.sources.fleet_memory import LOOKUP, MEMORY, RECENT, Client, Turn, compare, edited
 
 PROMPT = [1, 2, 3, 4]
 

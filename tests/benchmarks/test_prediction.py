@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks.speculation.prediction import edited
+from benchmarks.sources.prediction import edited
 
 LINES = [f"    line_{number} = {number}" for number in range(100)]
 

@@ -40,6 +40,7 @@ def items(world: World) -> list[StepItem]:
     assert step is not None
     world.hear(world.scheduler.finish_step(step, world.model.run(step)))
     world.check()
+    world.check_heard()
     return step.items
 
 

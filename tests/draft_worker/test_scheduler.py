@@ -163,15 +163,17 @@ class World:
                 assert cache[slots[node.entry]] == self.path_of(session, node_id), "a node's entry is another's"
             if session.num_pending:
                 assert all(node.entry is None for node in session.nodes.values())
-            heard = self.trees[session.session_id].primary_path(100)
-            assert [hint.token_id for hint in heard] == self.primary(session.session_id), (
-                "the target takes another path"
-            )
             tree = self.sent[session.session_id].get((session.attachment, session.base_len), {})
             for node_id, node in session.nodes.items():
                 assert tree[node_id] == node.hint, "a node that is kept was not sent"
                 assert node.depth <= session.cursor_node.depth + self.limits.max_lookahead
                 assert session.base_len + node.depth - 1 < self.limits.max_model_len
+
+    def check_heard(self) -> None:
+        """Checks that what was sent makes the target follow the draft's own primary path."""
+        for session in self.scheduler._sessions.values():
+            heard = [hint.token_id for hint in self.trees[session.session_id].primary_path(100)]
+            assert heard == self.primary(session.session_id), "the target takes another path"
 
     def path_of(self, session: DraftSession, node_id: int) -> tuple[int, ...]:
         below: list[int] = []
@@ -288,6 +290,7 @@ class RandomLife(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
+            self.world.check_heard()
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

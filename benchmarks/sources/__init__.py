@@ -1,0 +1,1 @@
+"""Sources of hints beside the shipped draft model: what each of them gains."""

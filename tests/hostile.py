@@ -59,6 +59,7 @@ _SCALARS: Final[dict[int, SearchStrategy[Any]]] = {
     FieldDescriptor.TYPE_FLOAT: FLOAT,
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_STRING: TEXT,
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=300),
     FieldDescriptor.TYPE_ENUM: ENUM,
 }
 

@@ -239,13 +239,13 @@ class ResponseWriter:
         firsts = candidates[:: self._spec.num_candidates]
         cached = {"cached_tokens": sum(each.num_cached_tokens or 0 for each in firsts)}
         usage = self._counts(num_output_tokens(finished)) | {"prompt_tokens_details": cached}
+        details = {}
         if self._form.is_chat:
-            usage["completion_tokens_details"] = {
-                "reasoning_tokens": sum(each.num_reasoning_tokens for each in self._choices),
-                **_prediction_usage(finished),
-            }
-        elif self._spec.request.prediction is not None:
-            usage["completion_tokens_details"] = _prediction_usage(finished)
+            details["reasoning_tokens"] = sum(each.num_reasoning_tokens for each in self._choices)
+        if self._spec.request.prediction is not None:
+            details |= _prediction_usage(finished)
+        if details:
+            usage["completion_tokens_details"] = details
         return {"usage": usage, "metrics": metrics_json(self._spec, finished)}
 
 

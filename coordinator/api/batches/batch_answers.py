@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from coordinator.api.schema.answers import CompletionTokensDetails, Count, PromptTokensDetails
+from coordinator.api.responses.response_answers import ReasoningTokens
+from coordinator.api.schema.answers import Count, PromptTokensDetails
 from coordinator.batches.batch import Batch, BatchState
 from coordinator.batches.files import StoredFile
 
@@ -73,7 +74,7 @@ class BatchUsage(BaseModel):
     input_tokens: Count = Field(description="tokens in the prompts")
     input_tokens_details: PromptTokensDetails
     output_tokens: Count = Field(description="generated tokens")
-    output_tokens_details: CompletionTokensDetails
+    output_tokens_details: ReasoningTokens
     total_tokens: Count = Field(description="the sum of both")
 
 

@@ -60,9 +60,13 @@ class PromptTokensDetails(BaseModel):
 
 class CompletionTokensDetails(BaseModel):
     reasoning_tokens: Count = Field(default=0, description="of a chat: tokens of the model's reasoning, shown or not")
-    accepted_prediction_tokens: Count = Field(description="tokens of `prediction` that are in the output")
-    rejected_prediction_tokens: Count = Field(
-        description="tokens of `prediction` that were compared with the output in vain; not part of `completion_tokens`"
+    accepted_prediction_tokens: Count | None = Field(
+        default=None, description="with `prediction`: tokens of it that are in the output"
+    )
+    rejected_prediction_tokens: Count | None = Field(
+        default=None,
+        description="with `prediction`: tokens of it that were compared with the output in vain; not part of "
+        "`completion_tokens`",
     )
 
 

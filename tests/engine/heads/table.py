@@ -96,7 +96,7 @@ def page(found: list[Comparison]) -> str:
 
 def without_figures(text: str) -> str:
     """The page without what differs a little between processors."""
-    return re.sub(r"\d\.\de-\d\d", "…", text)
+    return re.sub(r"\d\.\de[+-]\d\d", "…", text)
 
 
 def first_round(case: Case) -> torch.Tensor:

@@ -158,6 +158,10 @@ class Engine:
             raise ModelLoadError(
                 f"a draft head reads the states {source.layer_ids}, and the model has layers 0 to {self.num_layers - 1}"
             )
+        if (
+            self.group is not None and self._device_steps is not None
+        ):  # the other ranks' graphs would not be captured anew
+            raise ModelLoadError("a draft head's features are kept on one GPU only: serve the target with one rank")
         num_slots = self._scratch_block_ids.stop * self.block_size
         self._source = source
         self.features = new_cache((num_slots, source.size), DTYPES[self.config.dtype], self.device)

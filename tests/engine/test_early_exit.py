@@ -61,6 +61,13 @@ def test_as_many_layers_as_there_are_are_refused_by_name() -> None:
         load_model(options)
 
 
+@pytest.mark.parametrize("num_layers", [0, -1])
+def test_no_layer_at_all_is_refused(num_layers: int) -> None:
+    options = models.engine_config(models.model_dir("llama"), early_exit_layer=num_layers)
+    with pytest.raises(ModelLoadError, match=rf"--early-exit-layer {num_layers}: at least one layer must run"):
+        load_model(options)
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_family_whose_layers_share_a_tensor_is_refused_by_name(key: str) -> None:
     with pytest.raises(ModelLoadError, match=r"--early-exit-layer: gemma4_text has one embedding for all layers"):

@@ -20,6 +20,8 @@ def exit_early(hf_config: Any, num_layers: int | None) -> None:
         return
     text_config = hf_config.get_text_config()
     all_layers: int = text_config.num_hidden_layers
+    if num_layers < 1:
+        raise ModelLoadError(f"--early-exit-layer {num_layers}: at least one layer must run")
     if num_layers >= all_layers:
         raise ModelLoadError(
             f"--early-exit-layer {num_layers} leaves nothing out: the model has {all_layers} layers; choose fewer"

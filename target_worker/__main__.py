@@ -23,6 +23,7 @@ from target_worker.limits import EngineName, SchedulerLimits, Service
 
 if TYPE_CHECKING:
     from outrider.engine.model import Engine
+    from target_worker.local_heads import LocalHead
 
 logger = logging.getLogger("target_worker")
 
@@ -50,33 +51,46 @@ def lead_and_test(engine: Engine) -> None:
         logger.warning("NOT batch-invariant here, output may depend on the batch composition: %s", "; ".join(failures))
 
 
-def tap_for_head(engine: Engine, arguments: argparse.Namespace) -> str:
-    """Makes the engine keep what the draft head reads; returns its fingerprint, empty without a head. Raises
-    ConfigurationError."""
-    from outrider.engine.heads.loading import feature_source
-    from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
+def leave_room(config: EngineOptions, service: Service) -> EngineOptions:
+    """Leaves memory for the draft head. Raises ModelLoadError where the head does not fit the model."""
+    if service.draft_head is None:
+        return config
+    from outrider.engine.heads.loading import head_memory
 
-    folder = arguments.draft_head
-    if folder is None:
-        return ""
-    engine.tap(feature_source(folder, arguments.model, engine.config.dtype, engine.device))
-    return checkpoint_fingerprint(folder)
+    memory = head_memory(service.draft_head, config.model, config.dtype, is_local=service.local_head)
+    return replace(config, beside_bytes=memory.fixed, beside_bytes_per_token=memory.per_token)
+
+
+def add_head(engine: Engine, service: Service, metrics: TargetMetrics) -> LocalHead | None:
+    """Makes the engine keep what the draft head reads; returns the head if it runs here. Raises ModelLoadError."""
+    if service.draft_head is None:
+        return None
+    from outrider.engine.heads.loading import feature_source
+    from target_worker.local_heads import load_local_head
+
+    folder, config = service.draft_head, engine.config
+    engine.tap(feature_source(folder, config.model, config.dtype, engine.device))
+    if not service.local_head:
+        return None
+    return load_local_head(folder, config.model, engine, metrics.head_ms.observe)
 
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
-    limits = from_flags(SchedulerLimits, arguments)
+    limits, service = from_flags(SchedulerLimits, arguments), from_flags(Service, arguments)
     name = arguments.served_model_name or arguments.model.resolve().name
     async with KIND.opened(arguments, partial(TargetMetrics, name, names=arguments.metrics_names)) as worker:
         process, metrics = worker.process, worker.metrics
-        engine = await worker.load()
+        engine = await worker.load(partial(leave_room, service=service))
         # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
+        from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
         from target_worker.runner import TargetCore
         from target_worker.scheduling.scheduler import Scheduler
         from target_worker.serving.server import TargetServicer
 
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
-        scheduler = Scheduler(limits, engine.allocator, engine.vocab_size)
+        head = await worker.beside(lambda: add_head(engine, service, metrics))
+        scheduler = Scheduler(limits, engine.allocator, engine.vocab_size, head)
         info = await worker.beside(
             lambda: worker_info(
                 *(engine, process.options, name, process.incarnation),
@@ -86,10 +100,10 @@ async def serve(arguments: argparse.Namespace) -> None:
             )
         )
         grammars = await worker.beside(lambda: grammar_compiler(engine, arguments.model))
-        head = await worker.beside(lambda: tap_for_head(engine, arguments))
         await worker.beside(lambda: lead_and_test(engine))
         servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=worker.tracing)
-        servicer.hints.use_head(head)
+        if service.draft_head is not None:
+            servicer.hints.use_head(checkpoint_fingerprint(service.draft_head))
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.services)
         hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, process.services)
 

@@ -32,9 +32,14 @@ class Service:
         None, "name that clients ask for", MODEL, "name", shows="the model folder's name"
     )
     draft_head: Path | None = setting(
-        None, "folder of a draft head (EAGLE-3) that draft workers run: what it reads of this model's hidden states is "
-        "sent to them with the committed tokens",
+        None, "folder of a draft head made for this model: EAGLE-3, Medusa, or --model itself where that has an MTP "
+        "layer. It drafts where no draft worker does; draft workers that run it, EAGLE-3 alone, get what it reads of "
+        "the hidden states with the committed tokens",
         MODEL, "folder", shows="none",
+    )  # fmt: skip
+    local_head: bool = setting(
+        True, "with --draft-head, also run the head in this process; without, draft workers alone do",
+        MODEL,
     )  # fmt: skip
     metrics_names: MetricsNames = setting(
         MetricsNames.BOTH, "names of the metrics that vLLM has, too: outrider_..., vllm:... or both; others have only "

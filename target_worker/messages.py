@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from outrider.engine.chunk_cost import Chunk
 from outrider.engine.kv.kv_cache import KVSequence
@@ -100,6 +101,14 @@ class PromptScored:
     logprobs: list[TokenLogprobs]
 
 
+class SourceCount(NamedTuple):
+    """Hints of one source that a step fed, and how many of them are in the output."""
+
+    source: common_pb2.HintSource
+    num_verified: int
+    num_accepted: int
+
+
 @dataclass(frozen=True, slots=True)
 class TokensCommitted:
     """One step's result for a session: the committed tokens, and how many hints were verified and accepted."""
@@ -111,9 +120,16 @@ class TokensCommitted:
     num_accepted_draft_tokens: int
     step_ms: float
     logprobs: list[TokenLogprobs] | None = None  # one per token, where requested
+    _: KW_ONLY
     num_prediction_tokens: int = 0  # verified hints of the client's prediction
     num_accepted_prediction_tokens: int = 0
+    sources: Sequence[SourceCount] = ()  # of the hints, in their order
     is_resting: bool = False  # as on the wire: hints are wanted but not accepted at present
+
+    @property
+    def hint_source(self) -> int:
+        """Source of the first hint, a value of HintSource; 0 without any."""
+        return self.sources[0].source if self.sources else common_pb2.HINT_SOURCE_UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +221,45 @@ class StepResult:
     verdicts: list[Verdict | None]  # one per item; None where nothing is decided
     step_ms: float
     prompt_logprobs: list[list[TokenLogprobs]] | None = None  # one list per item, for its prompt_targets
+
+
+@dataclass(frozen=True, slots=True)
+class HeadItem:
+    """One session's part in a turn of a draft head: the head runs the committed tokens [start, end), each on the
+    target's state of the token before it, and where `context` is set drafts what follows."""
+
+    session_id: str
+    token_ids: Sequence[int]  # all that are committed
+    start: int
+    end: int
+    kv: KVSequence | None  # of the head, with the entries before `start`; None for a head without attention
+    target_kv: KVSequence
+    context: LogitContext | None
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTurn:
+    """What a draft head does before the next step: `depth` is the most tokens drafted in a row."""
+
+    items: list[HeadItem]
+    depth: int
+
+
+class Drafted(NamedTuple):
+    """Tokens drafted for an item, and the confidence level of each (`confidence.confidence_level`)."""
+
+    token_ids: list[int]
+    levels: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadResult:
+    """The result of a turn."""
+
+    drafts: list[Drafted]  # one per item; empty where it does not draft
+    passes: list[tuple[int, float]]  # rows and milliseconds of each forward pass
 
 
 @dataclass(frozen=True, slots=True)

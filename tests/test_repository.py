@@ -76,7 +76,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "__main__",
         ),
     ),
-    "target_worker": ("limits", "hints", "messages", "scheduling", "runner", "serving", "vllm", "__main__"),
+    "target_worker": (
+        "limits",
+        "hints",
+        "messages",
+        "scheduling",
+        "local_heads",
+        "runner",
+        "serving",
+        "vllm",
+        "__main__",
+    ),
     "benchmarks": ("shared", "engine", "speculation", "sources", "peers", "serving", "scaling", "__main__"),
 }
 # `outrider simulate` runs the pure cores of the processes in virtual time. Only its command imports it, and only when

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.hints.hint_source import SOURCE_NAMES
 from protos.outrider.v1 import common_pb2
 
 
@@ -27,10 +28,17 @@ class SpeculationCounts:
     num_hint_bytes: int | None = None
     num_forced_tokens: int | None = None
     num_lookup_tokens: int | None = None
+    num_head_tokens: int | None = None  # accepted
     per_step: list[tuple[int, int]] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # HintSource of each step that verified hints of any source
 
-    def add_step(self, num_draft_tokens: int, num_accepted: int) -> None:
+    def add_step(
+        self, num_draft_tokens: int, num_accepted: int, source: int = common_pb2.HINT_SOURCE_UNSPECIFIED
+    ) -> None:
+        """Adds a step: a draft worker's hints verified and accepted, and the source of its first hint."""
         self.num_steps += 1
+        if source:
+            self.sources.append(source)
         if num_draft_tokens:
             self.per_step.append((num_draft_tokens, num_accepted))
 
@@ -46,6 +54,7 @@ class SpeculationCounts:
         if is_complete:
             self.num_hint_bytes, self.num_forced_tokens = stats.num_hint_bytes, stats.num_forced_tokens
             self.num_lookup_tokens = stats.num_lookup_tokens
+            self.num_head_tokens = stats.num_accepted_head_tokens
 
     @classmethod
     def merged(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
@@ -59,7 +68,9 @@ class SpeculationCounts:
             num_hint_bytes=_sum_if_known([part.num_hint_bytes for part in parts]),
             num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
             num_lookup_tokens=_sum_if_known([part.num_lookup_tokens for part in parts]),
+            num_head_tokens=_sum_if_known([part.num_head_tokens for part in parts]),
             per_step=[step for part in parts for step in part.per_step],
+            sources=[source for part in parts for source in part.sources],
         )
 
     @property
@@ -89,6 +100,7 @@ class SpeculationCounts:
             num_hint_bytes=self.num_hint_bytes or 0,
             num_forced_tokens=self.num_forced_tokens or 0,
             num_lookup_tokens=self.num_lookup_tokens or 0,
+            num_accepted_head_tokens=self.num_head_tokens or 0,
             num_prediction_tokens=self.num_prediction_tokens,
             num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
         )
@@ -119,6 +131,8 @@ class SpeculationCounts:
             "num_late_hints": self.num_late_hints,
             "num_forced_tokens": self.num_forced_tokens,
             "num_lookup_tokens": self.num_lookup_tokens,
+            "num_head_tokens": self.num_head_tokens,
+            "num_steps_by_source": dict(Counter(_source_name(source) for source in self.sources)),
             "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
             "num_rejected_prediction_tokens": self.num_rejected_prediction_tokens,
             "num_hint_bytes": self.num_hint_bytes,
@@ -132,6 +146,7 @@ class SpeculationCounts:
         if is_detailed:
             stats["per_step_accepted"] = [accepted for _, accepted in self.per_step]
             stats["per_step_drafted"] = [drafted for drafted, _ in self.per_step]
+            stats["per_step_source"] = [_source_name(source) for source in self.sources]
         return stats
 
 
@@ -208,6 +223,10 @@ def times_to_json(parts: Sequence[tuple[RequestTimes, int]]) -> dict[str, float 
         "time_per_output_token_ms": decode_ms / num_later_tokens if num_later_tokens else None,
         "tokens_per_second": 1000 * num_tokens / times.generation_ms if times.generation_ms > 0 else None,
     }
+
+
+def _source_name(source: int) -> str:
+    return SOURCE_NAMES.get(source, "other")  # a target's of a later release
 
 
 def _sum_if_known(values: Sequence[int | None]) -> int | None:

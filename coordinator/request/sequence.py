@@ -217,7 +217,7 @@ class SequenceMachine:
         gap_s = self.output.times.chunk(now_s)
         num_tokens = len(step.token_ids)
         num_draft, num_accepted = step.num_draft_tokens, step.num_accepted_draft_tokens
-        self.output.counts.add_step(num_draft, num_accepted)
+        self.output.counts.add_step(num_draft, num_accepted, step.hint_source)
         self.output.counts.add_predicted(step.num_prediction_tokens, step.num_accepted_prediction_tokens)
         actions: list[act.Action] = [act.CountStep(num_tokens, num_draft, num_accepted, gap_s)]
         visible = self.output.show(step)

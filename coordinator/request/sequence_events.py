@@ -50,6 +50,10 @@ class Step(Protocol):
     @property
     def num_accepted_prediction_tokens(self) -> int: ...
     @property
+    def hint_source(self) -> int:
+        """Source of the first hint verified, a value of HintSource; 0 without any."""
+
+    @property
     def is_resting(self) -> bool:
         """Whether the target accepts no hints at present, by its own choice."""
 

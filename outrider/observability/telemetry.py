@@ -157,6 +157,12 @@ class TargetMetrics(WorkerMetrics):
         self.num_rejected_prediction_tokens = self._counter(
             "prediction_rejected_tokens", "Tokens of clients' predictions that were verified and not accepted"
         )
+        self._source_steps = self._by_source("hint_source_steps", "Steps that verified hints of a source, by session")
+        self._source_verified = self._by_source("hint_source_verified", "Hints verified, by their source")
+        self._source_accepted = self._by_source(
+            "hint_source_accepted", "Hints that cost no step of their own, by their source; over its steps: its gain"
+        )
+        self.head_ms = self._histogram("head_milliseconds", "Turn of the draft head beside the model, before a step")
         self.num_outcomes = self._counter("outcomes", "Steps that verified hints and had a successor")
         self.num_predicted_outcomes = self._counter(
             "predicted_outcomes",
@@ -172,6 +178,15 @@ class TargetMetrics(WorkerMetrics):
         if self._own_speedup is None:  # looked up once, because this runs with every step and event
             self._own_speedup = self._estimated_speedup.labels(*self._values)
         self._own_speedup.set(speedup)
+
+    def _by_source(self, name: str, text: str) -> Counter:
+        return Counter(f"outrider_{name}", text, (*LABELS, "source"), registry=self.registry)
+
+    def observe_source(self, source: str, num_verified: int, num_accepted: int) -> None:
+        """Counts a step's hints of one source."""
+        self._source_steps.labels(*self._values, source).inc()
+        self._source_verified.labels(*self._values, source).inc(num_verified)
+        self._source_accepted.labels(*self._values, source).inc(num_accepted)
 
     def observe_accepted(self, num_accepted: int) -> None:
         for position in range(num_accepted):

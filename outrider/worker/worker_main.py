@@ -89,9 +89,12 @@ class OpenedWorker(Generic[MetricsT]):
     metrics: MetricsT
     metrics_port: int
 
-    async def load(self) -> Engine:
-        """Loads the model, after the device and Redis have been found. Raises OutriderError, and Stopped."""
-        return await self.load_with(self._load)
+    async def load(self, adapt: Callable[[EngineOptions], EngineOptions] = lambda config: config) -> Engine:
+        """Loads the model, after the device and Redis have been found. Raises OutriderError, and Stopped.
+
+        adapt: changes the options by what else the worker loads.
+        """
+        return await self.load_with(lambda config, device: self._load(adapt(config), device))
 
     async def load_with(self, load: Callable[[EngineOptions, str], ResultT]) -> ResultT:
         """As `load`, of what another function of the options and the device loads."""

@@ -1,9 +1,9 @@
 """The hints that a step may verify: a draft worker's, those of local sources, tokens that the grammar forces. Pure.
 
 Where a draft worker's hints end or are missing, the local source that promises the most continues the path. After a
-long match it may replace the draft's hints, if it promises more. That choice depends on the number of hints, on the
-match before the first of them, on the outcome of earlier ones, and in greedy and coupled mode on the draft's
-confidence; under rejection sampling never on a hint's token (invariant I4).
+long match, or with a head's draft, it may replace the draft's hints, if it promises more. That choice depends on the
+number of hints, on the match before the first of them, on the outcome of earlier ones, and in greedy and coupled mode
+on the draft's confidence; under rejection sampling never on a hint's token (invariant I4).
 
 Where the grammar permits only one token, that token is the hint, whatever the draft proposes. This choice ignores the
 draft's token, so it biases nothing (invariant I4). The draft's tree is followed as long as it agrees. Two kinds of
@@ -146,8 +146,7 @@ def _with_local_hints(
     match promises more."""
     local = best_proposal(sources.local, committed, [], max_local_len)
     if hints and not (
-        local.proposal.match_len >= CERTAIN_MATCH
-        and local.expected > expected_tokens(sources.remote_chances(hints)[: len(hints)])
+        _may_replace(local) and local.expected > expected_tokens(sources.remote_chances(hints)[: len(hints)])
     ):
         if len(hints) == max_len:
             return hints, NOTHING_LOCAL
@@ -155,6 +154,14 @@ def _with_local_hints(
         local = best_proposal(sources.local, committed, suffix, max_local_len - len(hints))
         return hints + local.hints(), local
     return local.hints(), local
+
+
+def _may_replace(local: LocalProposal) -> bool:
+    """Whether a local path may stand instead of a draft worker's. A short match promises more than it keeps; a head is
+    asked only where it promises more."""
+    return local.proposal.match_len >= CERTAIN_MATCH or (
+        local.source is not None and local.source.kind is HintKind.HEAD
+    )
 
 
 def _path_within(

@@ -2,7 +2,7 @@
 
 A source proposes tokens that may follow the committed ones, says how probable each is, and learns from what became of
 its proposals. `best_proposal` takes the source that promises the most. A source that knows only what follows the
-committed tokens, such as a head on the target's hidden states, proposes nothing behind other hints.
+committed tokens, such as a draft head (`head_hints`), proposes nothing behind other hints.
 
 A proposal is a function of the tokens before it, so its draft distribution is a single token, which is how verification
 reads a hint without a distribution. How much of it is verified may therefore depend on anything before it; here it
@@ -31,6 +31,7 @@ class HintKind(IntEnum):
     FORCED = -1  # the grammar permits nothing else
     LOOKUP = -2
     PREDICTION = -3
+    HEAD = -4
 
 
 class Proposal(NamedTuple):

@@ -46,16 +46,16 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
-from target_worker.scheduling.admission import check_request
+from target_worker.scheduling.admission import check_request, local_sources
 from target_worker.scheduling.background_turns import BackgroundTurns
 from target_worker.scheduling.batch_intake import BatchIntake
 from target_worker.scheduling.batch_slots import BatchSlots
 from target_worker.scheduling.early_events import EarlyEvents
 from target_worker.scheduling.forecast import Forecast
+from target_worker.scheduling.head_turns import DraftsLocally, HeadTurns
 from target_worker.scheduling.session import Session
-from target_worker.scheduling.session_sources import local_sources
 from target_worker.scheduling.session_statistics import add_up_to_limit
-from target_worker.scheduling.step_composition import compose
+from target_worker.scheduling.step_composition import compose, learn_chunks
 
 LOOK_EVERY_S = 0.05
 """Least time between two checks of the deadlines."""
@@ -64,7 +64,10 @@ LOOK_EVERY_S = 0.05
 class Scheduler:
     """Schedules all sessions of one worker. Every method returns at once; the caller runs the steps."""
 
-    def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator, vocab_size: int) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, allocator: BlockAllocator, vocab_size: int, head: DraftsLocally | None = None
+    ) -> None:
+        """head: a draft head that runs beside the model; called before steps, and so the one part that is not pure."""
         self.limits = limits
         self.allocator = allocator
         self.vocab_size = vocab_size
@@ -83,6 +86,7 @@ class Scheduler:
         self._next_deadline_check_s = -math.inf
         self._early = EarlyEvents(limits)
         self._calibrations = calibrations()
+        self._heads = HeadTurns(head)
 
     @property
     def num_running(self) -> int:
@@ -148,12 +152,14 @@ class Scheduler:
             check_request(event, self.limits.max_model_len, self.vocab_size)
             self._slots.check_fits(event)
             self.check_room(is_background=event.is_background)
+            head = self._heads.hints(event)
             session = Session.from_event(
                 event,
                 self.limits,
                 kv=KVSequence(self.allocator),
                 number=self._num_started,
-                local=local_sources(event, self.limits, self._recent),
+                local=local_sources(event, self.limits, self._recent, head),
+                head=head,
                 calibration=self._calibrations.get(event.sampling.decoding_mode),
                 now=now,
             )
@@ -177,6 +183,8 @@ class Scheduler:
         self._slots.remove(session)
         self._forecast.leave(session, now)
         session.kv.free()
+        if session.head is not None:
+            session.head.forget()
 
     def _cancel(self, session_id: str, now: float) -> list[Action]:
         self._early.take(session_id)
@@ -244,7 +252,8 @@ class Scheduler:
             self._wait.on_hints(session.timing, event.arrived_at, path_len, event.base_len)
 
     def next_step(self, now: float) -> Step | WaitForHints | None:
-        """Returns what to run now: a step, a wait until some moment, or None to wait for an event."""
+        """Returns what to run now: a step, a wait until some moment, or None to wait for an event. Where it pays, the
+        draft head runs before a step."""
         self._slots.promote(now)
         if not self._slots.running:
             self._pace.idle()
@@ -257,6 +266,7 @@ class Scheduler:
             self._pace.wait()
             return WaitForHints(wait_until)
         self._wait.end()
+        self._heads.draft(active, line, self.limits)
         self._turns.begin_step()
         room = self._slots.make_room().without(self._turns.is_left_out)
         return compose(room, self.limits, line, self._chunk_cost)
@@ -283,7 +293,7 @@ class Scheduler:
         hinted = self._intake.hinted(self._active())
         busy_ms = self._pace.busy_ms(result.step_ms, now)
         hint_price = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
-        self._learn_chunk_cost(step, result.step_ms)
+        learn_chunks(self._chunk_cost, self.cost, step, result.step_ms)
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
         if step.only_decodes:
             self._pace.commit(num_committed, len(step.items))
@@ -317,16 +327,6 @@ class Scheduler:
         line = self.cost.line(num_context)
         return line.token_ms * num_sessions / line.step_ms(num_sessions)
 
-    def _learn_chunk_cost(self, step: Step, step_ms: float) -> None:
-        chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]
-        if not chunks:
-            return
-        if self.cost.coefficients is not None:
-            decoding = [item for item in step.items if item.chunk is None]
-            line = self.cost.line(sum(item.kv.length for item in decoding))
-            step_ms -= line.step_ms(sum(len(item.token_ids) for item in decoding))
-        self._chunk_cost.observe(chunks, max(step_ms, 0.0))
-
     def _commit(
         self,
         session: Session,
@@ -352,8 +352,9 @@ class Scheduler:
                     outcome.num_accepted,
                     step_ms,
                     outcome.logprobs,
-                    outcome.num_prediction_tokens,
-                    outcome.num_accepted_prediction_tokens,
+                    num_prediction_tokens=outcome.num_prediction_tokens,
+                    num_accepted_prediction_tokens=outcome.num_accepted_prediction_tokens,
+                    sources=outcome.sources,
                     is_resting=session.wants_hints and session.intake.is_paused,
                 )
             )

@@ -20,6 +20,7 @@ from outrider.hints.hint_tree import Hint, HintTree
 from outrider.hints.speculation import HintTiming
 from outrider.sampling_params import BACKGROUND_PRIORITY, DecodingMode, SamplingParams, SpeculationSettings
 from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.hints.head_hints import HeadHints
 from target_worker.hints.hint_path import (
     CERTAIN_MATCH,
     HintPath,
@@ -30,7 +31,7 @@ from target_worker.hints.hint_path import (
 from target_worker.hints.local_source import LocalSource
 from target_worker.hints.subscribers import Subscriber, commits_for
 from target_worker.limits import SchedulerLimits
-from target_worker.messages import Action, PromptScored, StartSession, StreamId
+from target_worker.messages import Action, PromptScored, SourceCount, StartSession, StreamId
 from target_worker.scheduling.output_grammar import (
     advance,
     cost_refusal,
@@ -38,7 +39,13 @@ from target_worker.scheduling.output_grammar import (
     read_committed,
     up_to_completion,
 )
-from target_worker.scheduling.session_statistics import add_up_to_limit, count_outcome, count_sources, count_step
+from target_worker.scheduling.session_statistics import (
+    add_up_to_limit,
+    count_outcome,
+    count_sources,
+    count_step,
+    counts_by_source,
+)
 
 NO_PATH = HintPath([], 0)
 
@@ -53,6 +60,7 @@ class CommitOutcome:
     num_accepted: int  # those of them among the tokens
     num_prediction_tokens: int  # verified hints of the client's prediction
     num_accepted_prediction_tokens: int  # those of them among the tokens
+    sources: tuple[SourceCount, ...]
     num_verified: int  # verified hints of a draft worker, one that was not fed included
     num_matched: int  # the leading ones of them that were accepted
     logprobs: list[TokenLogprobs] | None
@@ -88,6 +96,7 @@ class Session:
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)
     local: Sequence[LocalSource] = ()
+    head: HeadHints | None = None  # one of `local`
     path: HintPath = NO_PATH  # used to compose the last step
     intake: SessionIntake = field(default_factory=SessionIntake)
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
@@ -108,6 +117,7 @@ class Session:
         kv: KVSequence,
         number: int,
         local: Sequence[LocalSource],
+        head: HeadHints | None,
         calibration: Calibration | None,
         now: float,
     ) -> Session:
@@ -135,6 +145,7 @@ class Session:
             deadline_at=event.deadline_at,
             calibration=calibration,
             local=local,
+            head=head,
         )
 
     @property
@@ -242,6 +253,8 @@ class Session:
     def preempt(self) -> None:
         """Returns its KV blocks. Its tokens and statistics stay, and its KV is recomputed later."""
         self.blocks.release()
+        if self.head is not None:
+            self.head.forget()
         self.path = NO_PATH
         self.num_preemptions += 1
 
@@ -297,7 +310,7 @@ class Session:
         """
         if not verdict.token_ids:
             self.kv.truncate(min(self.kv.length, self.committed_len - 1))
-            return CommitOutcome([], [], 0, 0, 0, 0, 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
+            return CommitOutcome([], [], 0, 0, 0, 0, (), 0, 0, None, target_pb2.FINISH_REASON_NO_TOKEN, None)
         num_verified, num_matched = self._learn(verdict, hints)
         token_ids: list[int] = []
         permitted = verdict.token_ids
@@ -331,6 +344,7 @@ class Session:
             num_draft_tokens,
             num_accepted,
             *predicted,
+            counts_by_source(hints[:num_fed_hints], len(held)),
             num_verified,
             num_matched,
             logprobs,

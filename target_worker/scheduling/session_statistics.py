@@ -9,6 +9,7 @@ from outrider.hints.hint_tree import Hint, HintTree
 from outrider.sampling_params import UINT32_MAX
 from protos.outrider.v1 import common_pb2
 from target_worker.hints.local_source import HintKind
+from target_worker.messages import SourceCount
 
 
 def count_step(stats: common_pb2.SpeculationStats, num_accepted: int, num_draft_tokens: int) -> None:
@@ -38,7 +39,29 @@ def count_sources(
     num_accepted = _num_of(HintKind.PREDICTION, matched)
     stats.num_prediction_tokens += num_predicted
     stats.num_accepted_prediction_tokens += num_accepted
+    stats.num_head_tokens += _num_of(HintKind.HEAD, hints)
+    stats.num_accepted_head_tokens += _num_of(HintKind.HEAD, matched)
     return num_predicted, num_accepted
+
+
+SOURCES = {
+    HintKind.FORCED: common_pb2.HINT_SOURCE_GRAMMAR,
+    HintKind.LOOKUP: common_pb2.HINT_SOURCE_LOOKUP,
+    HintKind.PREDICTION: common_pb2.HINT_SOURCE_PREDICTION,
+    HintKind.HEAD: common_pb2.HINT_SOURCE_HEAD,
+}
+
+
+def counts_by_source(fed: Sequence[Hint], num_held: int) -> tuple[SourceCount, ...]:
+    """Counts of the hints that a step fed, of which the first `num_held` are in the output, by source."""
+    found: dict[common_pb2.HintSource, list[int]] = {}
+    for position, hint in enumerate(fed):
+        kind = hint.node_id
+        source = common_pb2.HINT_SOURCE_DRAFT if kind >= 0 else SOURCES[HintKind(kind)]
+        counts = found.setdefault(source, [0, 0])
+        counts[0] += 1
+        counts[1] += position < num_held
+    return tuple(SourceCount(source, *counts) for source, counts in found.items())
 
 
 def _num_of(kind: HintKind, hints: Sequence[Hint]) -> int:

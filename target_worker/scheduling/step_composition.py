@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.engine.chunk_cost import Chunk, ChunkCost
 from outrider.hints.speculation import allot
-from outrider.hints.step_cost import StepLine
+from outrider.hints.step_cost import StepCost, StepLine
 from target_worker.hints.hint_path import HintPath
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import Step, StepItem
@@ -44,6 +44,18 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
         budget -= chunk.num_tokens
         budget_ms -= chunk_cost.ms(chunk)
     return Step(items)
+
+
+def learn_chunks(chunk_cost: ChunkCost, cost: StepCost, step: Step, step_ms: float) -> None:
+    """Learns from the time of a step what its prompt chunks cost beside the sessions that decoded."""
+    chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]
+    if not chunks:
+        return
+    if cost.coefficients is not None:
+        decoding = [item for item in step.items if item.chunk is None]
+        line = cost.line(sum(item.kv.length for item in decoding))
+        step_ms -= line.step_ms(sum(len(item.token_ids) for item in decoding))
+    chunk_cost.observe(chunks, max(step_ms, 0.0))
 
 
 def prefill_item(session: Session, max_tokens: int, limits: SchedulerLimits) -> StepItem:

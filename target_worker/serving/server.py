@@ -17,6 +17,7 @@ from outrider.errors import AnotherLife, InvalidRequest, NotFound, OutriderError
 from outrider.grammar import GrammarCompiler, GrammarState
 from outrider.hint_service.draft_streams import DraftStreams
 from outrider.hint_service.session_names import session_id_of
+from outrider.hints.hint_source import SOURCE_NAMES
 from outrider.observability.telemetry import TargetMetrics
 from outrider.observability.tracing import OFF, Tracing
 from outrider.sampling_params import GrammarSpec, SpeculationSettings
@@ -241,6 +242,8 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
                 num_accepted = action.num_accepted_prediction_tokens
                 self._metrics.num_accepted_prediction_tokens.inc(num_accepted)
                 self._metrics.num_rejected_prediction_tokens.inc(action.num_prediction_tokens - num_accepted)
+            for source, *counts in action.sources:
+                self._metrics.observe_source(SOURCE_NAMES[source], *counts)
             if action.num_draft_tokens:
                 self._metrics.num_drafts.inc()
                 self._metrics.num_draft_tokens.inc(action.num_draft_tokens)

@@ -33,6 +33,7 @@ from target_worker.messages import (
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
+    SourceCount,
     StartSession,
     TokensCommitted,
 )
@@ -288,9 +289,12 @@ class EngineSessions:
         if token_ids:
             origins = _origins(len(token_ids), num_hints, num_accepted)
             is_resting = self._hints.is_resting(name)
+            drafted = SourceCount(common_pb2.HINT_SOURCE_DRAFT, num_hints, num_accepted)
             actions.append(
                 TokensCommitted(
-                    name, token_ids, origins, num_hints, num_accepted, session.counts.step_ms, logprobs, is_resting
+                    *(name, token_ids, origins, num_hints, num_accepted, session.counts.step_ms, logprobs),
+                    sources=(drafted,) if num_hints else (),
+                    is_resting=is_resting,
                 )
             )
         if output.finish_reason is not None:

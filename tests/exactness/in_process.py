@@ -36,6 +36,7 @@ from protos.outrider.v1 import target_pb2
 from target_worker import messages as target_messages
 from target_worker.limits import SchedulerLimits
 from target_worker.runner import TargetCore
+from target_worker.scheduling.head_turns import DraftsLocally
 from target_worker.scheduling.scheduler import Scheduler
 from tests import models
 from tests.exactness.heads import head_engine
@@ -216,7 +217,9 @@ def ending(ended: target_messages.SessionEnded) -> Ending:
     return Ending(is_stuck=True)
 
 
-def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> TargetCore:
+def _target_core(
+    tiny: TinyModel, cost: StepCost, num_blocks: int | None, role: str, head: DraftsLocally | None
+) -> TargetCore:
     limits = SchedulerLimits(
         max_num_seqs=MAX_NUM_SEQS,
         max_num_waiting=4 * MAX_NUM_SEQS,
@@ -230,8 +233,8 @@ def _target_core(tiny: TinyModel, cost: StepCost, num_blocks: int | None) -> Tar
         may_pause=False,  # hostile hints are to be verified too
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
-    model = engine(tiny, "target")
-    scheduler = Scheduler(limits, _new_allocator(model, num_blocks), model.vocab_size)
+    model = engine(tiny, role)
+    scheduler = Scheduler(limits, _new_allocator(model, num_blocks), model.vocab_size, head)
     scheduler.cost = cost
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
@@ -440,13 +443,18 @@ class Bridge:
         luck: int,
         manner: Manner,
         num_blocks: int | None = None,
+        *,
+        role: str = "target",
+        local_head: DraftsLocally | None = None,
     ) -> None:
-        """`num_blocks`: of the target's KV cache, if not as many as anybody could want."""
+        """`num_blocks`: of the target's KV cache, if not as many as anybody could want. `role`: of the target's engine,
+        which `local_head` belongs to."""
         self._rng = random.Random(luck)
         self._manner = manner
         self._draft = draft
         self._cost = GivenCost()
-        self._target = _target_core(tiny, self._cost, num_blocks)
+        self._local_head = local_head
+        self._target = _target_core(tiny, self._cost, num_blocks, role, local_head)
         self._to_target: deque[target_messages.Event] = deque()
         self._to_draft: deque[FromTarget] = deque()
         self._requests: dict[str, Request] = {}
@@ -472,6 +480,8 @@ class Bridge:
             self._draft.close()
         assert self._target.scheduler.num_running == 0
         self._target.scheduler.allocator.check_integrity([])
+        if self._local_head is not None and self._local_head.allocator is not None:
+            self._local_head.allocator.check_integrity([])
         return [self._results[request.session_id] for request in requests]
 
     def _running(self) -> list[Result]:

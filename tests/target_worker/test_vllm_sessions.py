@@ -29,6 +29,7 @@ from target_worker.messages import (
     SessionAdmitted,
     SessionEnded,
     SessionRefused,
+    SourceCount,
     StartSession,
     TokensCommitted,
 )
@@ -143,8 +144,12 @@ async def test_a_sequence_is_admitted_generated_and_ended() -> None:
         TokensCommitted(
             "s", [5, 6, 7],
             [origin.TOKEN_ORIGIN_ACCEPTED, origin.TOKEN_ORIGIN_ACCEPTED, origin.TOKEN_ORIGIN_RECOVERED], 3, 2, 5.0,
+            sources=(SourceCount(common_pb2.HINT_SOURCE_DRAFT, 3, 2),),
         ),
-        TokensCommitted("s", [8], [origin.TOKEN_ORIGIN_ACCEPTED], 1, 1, 5.0),
+        TokensCommitted(
+            "s", [8], [origin.TOKEN_ORIGIN_ACCEPTED], 1, 1, 5.0,
+            sources=(SourceCount(common_pb2.HINT_SOURCE_DRAFT, 1, 1),),
+        ),
     ]  # fmt: skip
     assert (ended.reason, ended.stop_token_id) == (target_pb2.FINISH_REASON_STOP, 0)
     assert (ended.num_prompt_tokens, ended.num_output_tokens, ended.num_cached_tokens) == (3, 5, 2)
@@ -296,6 +301,23 @@ async def test_a_draft_worker_that_comes_first_is_told_the_session_when_it_begin
         assert (first.from_len, first.token_ids, first.accepts_hints) == (2, [3], True)
         worker.sessions.submit(CancelSession("s"))
         assert worker.commits[-1].is_finished
+
+
+async def test_the_caller_is_told_that_the_engine_has_paused_hints() -> None:
+    async with serving() as worker:
+        worker.sessions.submit(start())
+        request = worker.hints.named("s")
+        assert request is not None
+        worker.engine.outputs.put_nowait(EngineOutput([4], counts=counts(([], [4]))))
+        await worker.told(TokensCommitted)
+        request.is_paused = True
+        worker.engine.outputs.put_nowait(EngineOutput([5], counts=counts(([], [4]), ([], [5]), number=2)))
+        await worker.until(lambda: len(worker.actions) == 3)
+        steps = worker.actions[1:]
+    assert steps == [
+        TokensCommitted("s", [token_id], [common_pb2.TOKEN_ORIGIN_PLAIN], 0, 0, 5.0, is_resting=is_resting)
+        for token_id, is_resting in ((4, False), (5, True))
+    ]
 
 
 async def test_speculation_can_be_turned_off_and_on() -> None:

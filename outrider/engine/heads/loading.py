@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
+from torch import nn
 
 from outrider.engine.heads import eagle3, medusa, mtp
 from outrider.engine.heads.checkpoint import HeadKind, TargetShape, open_head, target_shape
@@ -16,7 +17,7 @@ from outrider.engine.heads.head import DraftHead
 from outrider.engine.heads.head_engine import HeadEngine, entry_bytes
 from outrider.engine.heads.medusa import MedusaHeads
 from outrider.engine.heads.tensors import TensorFiles
-from outrider.engine.kv.kv_plan import KvPlan, ModelLoadError, ModelMemory, plan_kv
+from outrider.engine.kv.kv_plan import GIB, KvPlan, ModelLoadError, ModelMemory, plan_kv
 from outrider.engine.layers.experts import run_in_blocks, split_experts
 from outrider.engine.layers.features import FeatureSource
 from outrider.engine.layers.linear import LinearForms, make_batch_invariant
@@ -53,6 +54,36 @@ def feature_shape(folder: Path, target_dir: Path) -> FeatureShape:
             return FeatureShape((), medusa.describe(head, target).hidden_size)
 
 
+class HeadMemory(NamedTuple):
+    """Bytes that a target needs for a draft head: in all, and for each KV entry."""
+
+    fixed: int
+    per_token: int
+
+
+def head_memory(folder: Path, target_dir: Path, dtype: str, *, is_local: bool) -> HeadMemory:
+    """Memory for the features that a target keeps for the head in `folder`, and for the head itself where it runs
+    beside the target. Raises ModelLoadError."""
+    head, target, item = open_head(folder), target_shape(target_dir), DTYPES[dtype].itemsize
+    shape = feature_shape(folder, target_dir)
+    built: nn.Module
+    match head.kind:
+        case HeadKind.EAGLE3:
+            described = eagle3.describe(head, target)
+            fixed = described.feature_inputs * described.hidden_size * item
+            built = eagle3.Eagle3Head(described, head, None)
+        case HeadKind.MTP:
+            fixed, built = 0, mtp.MtpHead(mtp.describe(head, target), head)
+        case HeadKind.MEDUSA:
+            fixed, built = 0, medusa.MedusaHeads(medusa.describe(head, target), None)
+    per_token = shape.feature_size * item
+    if is_local:
+        fixed += sum(parameter.numel() for parameter in built.parameters()) * item
+        if isinstance(built, DraftHead):
+            per_token += entry_bytes(built, built.layout, DTYPES[dtype])
+    return HeadMemory(fixed, per_token)
+
+
 def feature_source(folder: Path, target_dir: Path, dtype: str, device: str) -> FeatureSource:
     """The features that a target keeps for the head in `folder`. Raises ModelLoadError."""
     shape = feature_shape(folder, target_dir)
@@ -62,8 +93,10 @@ def feature_source(folder: Path, target_dir: Path, dtype: str, device: str) -> F
     return FeatureSource(shape.layer_ids, shape.feature_size, projection.project)
 
 
-def load_head(options: EngineOptions, target_dir: Path) -> HeadEngine:
+def load_head(options: EngineOptions, target_dir: Path, num_entries: int | None = None) -> HeadEngine:
     """A head with attention (EAGLE-3, MTP) from the folder `options.model`. Raises ModelLoadError with the cause.
+
+    num_entries: of its KV cache; None: as many as `options` leave memory for.
 
     An MTP layer is in the target's own folder. What EAGLE-3 shares with its target (embedding, output layer) is read
     from the target's folder.
@@ -82,7 +115,7 @@ def load_head(options: EngineOptions, target_dir: Path) -> HeadEngine:
             raise ModelLoadError(f"{options.model} has Medusa heads, which run beside the target's model alone")
     device = device_for(options.device)
     built.to(device)
-    kv = _plan_kv(built, options, target, device)
+    kv = _plan_kv(built, options, target, device, num_entries)
     output = built.output_layer()
     forms = LinearForms(options.quantization)
     split_experts(built, forms.build)
@@ -132,7 +165,9 @@ def _shared(names: Sequence[str], target: TargetShape) -> dict[str, torch.Tensor
     return files.read(found, published)
 
 
-def _plan_kv(head: DraftHead, options: EngineOptions, target: TargetShape, device: str) -> KvPlan:
+def _plan_kv(
+    head: DraftHead, options: EngineOptions, target: TargetShape, device: str, num_entries: int | None
+) -> KvPlan:
     """KV and features of the head, by the memory that the options permit. Raises ModelLoadError."""
     dtype = DTYPES[options.dtype]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
@@ -154,6 +189,8 @@ def _plan_kv(head: DraftHead, options: EngineOptions, target: TargetShape, devic
 
         free, total = torch.cuda.mem_get_info(device)
         budget = DeviceMemory(total, free, is_own=True).budget(options.memory_utilization)
+    if num_entries is not None:
+        options = replace(options, kv_cache_gib=num_entries * needs.kv_per_token / GIB)
     return plan_kv(needs, budget, options, torch.device(device).type)
 
 

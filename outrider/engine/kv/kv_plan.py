@@ -131,6 +131,11 @@ def plan_kv(needs: ModelMemory, budget: Budget, options: EngineOptions, device_t
     On a CPU there is at most the KV of `max_num_seqs` of the longest sequences; on a GPU all memory that is left is
     taken, where it keeps common prefixes.
     """
+    needs = replace(
+        needs,
+        weights=needs.weights + options.beside_bytes,
+        kv_per_token=needs.kv_per_token + options.beside_bytes_per_token,
+    )
     length = _wanted_len(needs, options)
     block_size = _block_size(options, device_type)
     num_scratch = _num_scratch_blocks(options, device_type)

@@ -37,6 +37,15 @@ class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOKEN_ORIGIN_ACCEPTED: _ClassVar[TokenOrigin]
     TOKEN_ORIGIN_RECOVERED: _ClassVar[TokenOrigin]
     TOKEN_ORIGIN_BONUS: _ClassVar[TokenOrigin]
+
+class HintSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_SOURCE_UNSPECIFIED: _ClassVar[HintSource]
+    HINT_SOURCE_DRAFT: _ClassVar[HintSource]
+    HINT_SOURCE_HEAD: _ClassVar[HintSource]
+    HINT_SOURCE_LOOKUP: _ClassVar[HintSource]
+    HINT_SOURCE_PREDICTION: _ClassVar[HintSource]
+    HINT_SOURCE_GRAMMAR: _ClassVar[HintSource]
 LOGPROBS_MODE_RAW: LogprobsMode
 LOGPROBS_MODE_PROCESSED: LogprobsMode
 ACCEPTANCE_RULE_BLOCK: AcceptanceRule
@@ -53,6 +62,12 @@ TOKEN_ORIGIN_PLAIN: TokenOrigin
 TOKEN_ORIGIN_ACCEPTED: TokenOrigin
 TOKEN_ORIGIN_RECOVERED: TokenOrigin
 TOKEN_ORIGIN_BONUS: TokenOrigin
+HINT_SOURCE_UNSPECIFIED: HintSource
+HINT_SOURCE_DRAFT: HintSource
+HINT_SOURCE_HEAD: HintSource
+HINT_SOURCE_LOOKUP: HintSource
+HINT_SOURCE_PREDICTION: HintSource
+HINT_SOURCE_GRAMMAR: HintSource
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "num_logprobs", "num_prompt_logprobs", "logprobs_mode", "grammar")
@@ -154,7 +169,7 @@ class SpeculationParams(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., acceptance_rule: _Optional[_Union[AcceptanceRule, str]] = ..., num_draft_probs: _Optional[int] = ..., draft_probs_bits: _Optional[int] = ..., plain: _Optional[bool] = ..., always: _Optional[bool] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens", "num_outcomes", "num_predicted_outcomes", "num_ready_outcomes", "num_late_hints", "num_prediction_tokens", "num_accepted_prediction_tokens")
+    __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens", "num_outcomes", "num_predicted_outcomes", "num_ready_outcomes", "num_late_hints", "num_prediction_tokens", "num_accepted_prediction_tokens", "num_head_tokens", "num_accepted_head_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +186,8 @@ class SpeculationStats(_message.Message):
     NUM_LATE_HINTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_HEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -187,7 +204,9 @@ class SpeculationStats(_message.Message):
     num_late_hints: int
     num_prediction_tokens: int
     num_accepted_prediction_tokens: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., num_outcomes: _Optional[int] = ..., num_predicted_outcomes: _Optional[int] = ..., num_ready_outcomes: _Optional[int] = ..., num_late_hints: _Optional[int] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ...) -> None: ...
+    num_head_tokens: int
+    num_accepted_head_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., num_outcomes: _Optional[int] = ..., num_predicted_outcomes: _Optional[int] = ..., num_ready_outcomes: _Optional[int] = ..., num_late_hints: _Optional[int] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., num_head_tokens: _Optional[int] = ..., num_accepted_head_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters", "max_num_waiting", "weights_fingerprint", "numerics", "stalled_ms", "num_speculative_tokens", "engine", "num_mask_tokens")

@@ -63,7 +63,7 @@ def load_local_head(folder: Path, target_dir: Path, engine: Engine, observe_ms: 
 
 @dataclass(slots=True)
 class _Draft:
-    """What is drafted for an item so far."""
+    """The tokens drafted for an item so far."""
 
     item: HeadItem
     token_ids: list[int] = field(default_factory=list)

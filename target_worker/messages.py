@@ -241,7 +241,7 @@ class HeadItem:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """What a draft head does before the next step: `depth` is the most tokens drafted in a row."""
+    """The work of a draft head before the next step: `depth` is the most tokens drafted in a row."""
 
     items: list[HeadItem]
     depth: int

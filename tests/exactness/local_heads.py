@@ -34,7 +34,7 @@ def make_local_head(kind: str, target: Engine, right: Mapping[str, Sequence[int]
             head.allocator.check_integrity([])
             return SteadyHead(AttentiveDrafter(target, head, _ignore))
         case "medusa":
-            return SteadyHead(MedusaDrafter(target, _medusa(target), _ignore))
+            return SteadyHead(MedusaDrafter(target, medusa_heads(target), _ignore))
     return GuessingHead(right, target.vocab_size, luck)
 
 
@@ -77,14 +77,14 @@ class GuessingHead:
 
 
 @functools.cache
-def _medusa(target: Engine) -> MedusaHeads:
+def medusa_heads(target: Engine) -> MedusaHeads:
     """Random heads of one block each."""
-    folder = _write_medusa(models.root_dir() / f"medusa-{target.vocab_size}", target.vocab_size)
+    folder = write_medusa(models.root_dir() / f"medusa-{target.vocab_size}", target.vocab_size)
     target.tap(feature_source(folder, target.config.model, "float32", "cpu"))
     return load_medusa(folder, target.config.model, torch.float32)
 
 
-def _write_medusa(folder: Path, vocab_size: int) -> Path:
+def write_medusa(folder: Path, vocab_size: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1}))
     generator = torch.Generator().manual_seed(4)

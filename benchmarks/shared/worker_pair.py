@@ -101,6 +101,7 @@ class WorkerPair:
     target_stub: target_pb2_grpc.TargetStub
     draft_stub: draft_pb2_grpc.DraftStub | None
     draft_dials: str | None = None  # instead of the target's own address
+    has_local_hints: bool = False  # without a draft worker requests take the target's own, instead of being plain
 
     async def generate(
         self,
@@ -121,7 +122,8 @@ class WorkerPair:
         """
         session_id = uuid.uuid4().hex
         use_draft = use_draft and self.draft_stub is not None
-        speculation = speculation or SpeculationSettings(enabled=use_draft, is_plain=not use_draft)
+        is_plain = not (use_draft or self.has_local_hints)
+        speculation = speculation or SpeculationSettings(enabled=use_draft, is_plain=is_plain)
         attachment = None
         if use_draft:
             is_attached = asyncio.Event()

@@ -1,8 +1,10 @@
-"""Compares draft models beside one target: the shipped one and one that reads mask tokens, unless told otherwise.
+"""Compares sources of hints beside one target: the shipped draft and one that reads mask tokens, unless told otherwise.
 
-Every draft has its own pair of workers with their default settings, and slices of load on each follow each other. A
-draft that reads mask tokens is measured once for each number of them (`--masks`). `over_first` is the ratio of speeds
-to the first draft, round by round.
+Every source has its own pair of workers with their default settings, and slices of load on each follow each other. A
+draft that reads mask tokens is measured once for each number of them (`--masks`). An EAGLE-3 head is measured on a
+draft worker (`remote`) and beside the target's model (`local`), other heads there alone. `--early-exit` measures the
+target's own first layers as a draft, and `lookup` the target without a draft worker. `over_first` is the ratio of
+speeds to the first source, round by round.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from benchmarks.speculation.modes import (
     step_figures,
     total,
 )
+from outrider.engine.heads.checkpoint import HeadKind, open_head
+from outrider.engine.kv.kv_plan import ModelLoadError
 from outrider.engine.model import MASK_TOKEN_KEYS
 
 PLAIN = "plain"
+LOOKUP = Mode("lookup", draft_arguments=None, has_local_hints=True)
 
 
 def reads_masks(draft: Path) -> bool:
@@ -39,22 +44,45 @@ def reads_masks(draft: Path) -> bool:
     return any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
 
 
-def modes(drafts: Sequence[Path], masks: Sequence[int]) -> list[Mode]:
-    """Plain decoding, then each draft."""
+def head_kind(draft: Path) -> HeadKind | None:
+    """The kind of draft head in a folder; None for a model."""
+    try:
+        return open_head(draft).kind
+    except ModelLoadError:
+        return None
+
+
+def head_modes(head: Path, kind: HeadKind, target_dir: Path) -> list[Mode]:
+    """A head where it can run."""
+    beside = ("--draft-head", str(head))
+    local = Mode(f"{head.name} local", beside, None, has_local_hints=True)
+    if kind is not HeadKind.EAGLE3:
+        return [local]
+    tokenizer = ("--target-tokenizer", str(target_dir))
+    return [Mode(f"{head.name} remote", (*beside, "--no-local-head"), tokenizer, draft=head), local]
+
+
+def modes(drafts: Sequence[Path], masks: Sequence[int], early_exit: Sequence[int], target_dir: Path) -> list[Mode]:
+    """Plain decoding, then each source."""
     wanted = [Mode(PLAIN, draft_arguments=None)]
     for draft in drafts:
-        if reads_masks(draft):
+        if (kind := head_kind(draft)) is not None:
+            wanted += head_modes(draft, kind, target_dir)
+        elif reads_masks(draft):
             wanted += [
                 Mode(f"{draft.name} {count}", draft_arguments=("--num-mask-tokens", str(count)), draft=draft)
                 for count in masks
             ]
         else:
             wanted.append(Mode(draft.name, draft=draft))
-    return wanted
+    for layer in early_exit:
+        arguments = ("--early-exit-layer", str(layer))
+        wanted.append(Mode(f"{layer} layers", draft_arguments=arguments, draft=target_dir))
+    return [*wanted, LOOKUP]
 
 
 def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
-    """Figures of one batch size by draft."""
+    """Figures of one batch size by source."""
     plain, first = slices[PLAIN], list(slices.values())[1]
     summary: dict[str, Any] = {PLAIN: speed_figures(plain, None) | step_figures(total(plain))}
     for name, own in slices.items():
@@ -65,8 +93,8 @@ def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    wanted = modes(arguments.drafts, arguments.masks)
     with target_model(arguments) as target_dir:
+        wanted = modes(arguments.drafts, arguments.masks, arguments.early_exit, target_dir)
         async with start_modes(wanted, target_dir, arguments.draft) as pairs:
             return await measure_batches(arguments, pairs, prompts_of(arguments, target_dir), summarize)
 
@@ -74,8 +102,13 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = load_parser(__doc__, batch=(1, 8), seconds=2.0, rounds=5)
     folders = [DEMO / "draft", DEMO / "parallel_draft"]
-    parser.add_argument("--drafts", type=Path, nargs="+", default=folders, help="model folders (default: the demo's)")
+    parser.add_argument(
+        "--drafts", type=Path, nargs="+", default=folders, help="model folders, or heads for the target (default: demo)"
+    )
     parser.add_argument("--masks", type=int, nargs="+", default=[3], help="mask tokens in a pass (default 3)")
+    parser.add_argument(
+        "--early-exit", type=int, nargs="+", default=[], metavar="N", help="the target's first N layers"
+    )
     arguments = parser.parse_args()
     report(arguments, asyncio.run(run(arguments)))
 

@@ -34,13 +34,15 @@ MAX_DRAFT_SESSIONS = "64"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Arguments of one pair of workers. Without `draft_arguments` there is no draft worker: plain decoding."""
+    """Arguments of one pair of workers. Without `draft_arguments` there is no draft worker: plain decoding, or with
+    `has_local_hints` the target's own hints."""
 
     name: str
     target_arguments: tuple[str, ...] = ()
     draft_arguments: tuple[str, ...] | None = ()
     round_trip_ms: float | None = None  # delay of a proxy between the workers; None: no proxy
     draft: Path | None = None  # model folder; None: the one of all modes
+    has_local_hints: bool = False
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +72,7 @@ async def start_modes(modes: Iterable[Mode], target_dir: Path, draft_dir: Path) 
                 )
                 stack.push_async_callback(proxy.stop)
                 dialled = proxy.address
-            pairs[mode.name] = replace(pair, draft_dials=dialled)
+            pairs[mode.name] = replace(pair, draft_dials=dialled, has_local_hints=mode.has_local_hints)
         yield pairs
 
 

@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.heads.eagle3 import Eagle3Head
+from outrider.engine.heads.fused_head import FusedHead
 from outrider.engine.heads.head import DraftHead, hides_first
 from outrider.engine.heads.waves import Run, plan_waves
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv.kv_plan import LOOKAHEAD_ENTRIES, KvPlan
-from outrider.engine.layers.attention import LayerCache, attending, padded_rows, plan_step
+from outrider.engine.layers.attention import LayerCache, QueryBlock, attending, padded_rows, plan_step
 from outrider.engine.layers.features import unpacked
 from outrider.engine.layers.kv_layout import LayerLayout, bytes_per_token
+from outrider.engine.layers.linear import LinearForms
 from outrider.engine.model import DTYPES, ModelLoadError, device_for, new_cache
 from outrider.engine.options import EngineOptions
 from outrider.engine.sequence_chunk import SequenceChunk
@@ -38,8 +41,10 @@ class HeadEngine:
         layers: tuple[LayerLayout, ...],
         kv: KvPlan,
         eos_token_ids: frozenset[int],
+        forms: LinearForms | None = None,
     ) -> None:
-        """layers: KV layout of the head's layers (`DraftHead.layout`). eos_token_ids: the target's."""
+        """layers: KV layout of the head's layers (`DraftHead.layout`). eos_token_ids: the target's. forms: of the
+        products of a head that is to be fused (`can_fuse`), None for others."""
         self.head = head
         self.config = config
         self.device = device_for(config.device)
@@ -66,6 +71,10 @@ class HeadEngine:
         ]
         self.features = new_cache((num_slots, 1, head.hidden_size), dtype, self.device)[:, 0]
         """By slot.  # [num_slots, feature_size]"""
+        self._fused: FusedHead | None = None
+        if forms is not None:
+            assert isinstance(head, Eagle3Head)
+            self._fused = FusedHead(head, self.caches[0], self.longest, forms)
 
     @property
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -143,11 +152,24 @@ class HeadEngine:
     def _run(self, wave: Sequence[Run], token_ids: torch.Tensor) -> torch.Tensor:
         """Runs the rows of a wave, in the order of its runs; returns their states after the norm and stores their
         features.  # [num_rows, hidden_size]"""
-        num_rows = token_ids.shape[0]
         before = np.concatenate([_slots(run.block.kv, run.previous) for run in wave])
         features = self.features.index_select(0, torch.from_numpy(np.maximum(before, 0)).to(self.device))
         features[torch.from_numpy(before < 0).to(self.device)] = 0
-        layout = plan_step([run.block for run in wave], self.layers)
+        states, normed = self._states(token_ids, features, [run.block for run in wave])
+        own = np.concatenate([_slots(run.block.kv, run.entries) for run in wave])
+        is_own = torch.from_numpy(~self.allocator.is_given[own]).to(self.device)
+        output = normed if self.head.feeds_normalized else states
+        self.features.index_copy_(0, torch.from_numpy(own).to(self.device)[is_own], output[is_own])
+        return normed
+
+    def _states(
+        self, token_ids: torch.Tensor, features: torch.Tensor, blocks: Sequence[QueryBlock]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows' states before the norm and after it."""
+        if self._fused is not None:
+            return self._fused.forward(token_ids, features, blocks)
+        num_rows = token_ids.shape[0]
+        layout = plan_step(blocks, self.layers)
         missing = padded_rows(num_rows) - num_rows  # padding repeats the first row
         token_ids = torch.cat([token_ids, token_ids[:1].expand(missing)])
         features = torch.cat([features, features[:1].expand(missing, -1)])
@@ -156,11 +178,7 @@ class HeadEngine:
         if layout.num_calls != self.num_layers:
             raise ModelLoadError(f"{layout.num_calls} of {self.num_layers} layers attended through the paged cache")
         normed: torch.Tensor = self.head.norm(states)[0, :num_rows]
-        own = np.concatenate([_slots(run.block.kv, run.entries) for run in wave])
-        is_own = torch.from_numpy(~self.allocator.is_given[own]).to(self.device)
-        output = normed if self.head.feeds_normalized else states[0, :num_rows]
-        self.features.index_copy_(0, torch.from_numpy(own).to(self.device)[is_own], output[is_own])
-        return normed
+        return states[0, :num_rows], normed
 
 
 class _FeatureAllocator(BlockAllocator):

@@ -13,6 +13,7 @@ from torch import nn
 from outrider.engine.heads import eagle3, medusa, mtp
 from outrider.engine.heads.checkpoint import HeadKind, TargetShape, open_head, target_shape
 from outrider.engine.heads.eagle3 import Eagle3Projection
+from outrider.engine.heads.fused_head import can_fuse
 from outrider.engine.heads.head import DraftHead
 from outrider.engine.heads.head_engine import HeadEngine, entry_bytes
 from outrider.engine.heads.medusa import MedusaHeads
@@ -118,10 +119,12 @@ def load_head(options: EngineOptions, target_dir: Path, num_entries: int | None 
     kv = _plan_kv(built, options, target, device, num_entries)
     output = built.output_layer()
     forms = LinearForms(options.quantization)
-    split_experts(built, forms.build)
-    run_in_blocks(built)
-    make_batch_invariant(built, forms, output)
-    return HeadEngine(built, options, built.layout, kv, _eos_token_ids(target_dir))
+    is_fused = not options.enforce_eager and can_fuse(built, dtype, device)
+    if not is_fused:
+        split_experts(built, forms.build)
+        run_in_blocks(built)
+        make_batch_invariant(built, forms, output)
+    return HeadEngine(built, options, built.layout, kv, _eos_token_ids(target_dir), forms if is_fused else None)
 
 
 def load_projection(folder: Path, target_dir: Path, dtype: torch.dtype, device: str = "cpu") -> Eagle3Projection:

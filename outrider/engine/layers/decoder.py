@@ -104,7 +104,7 @@ class RaggedStep:
 
 
 @dataclass(slots=True)
-class _Layer:
+class TakenLayer:
     """One layer's weights, and the addresses that its kernels are called with."""
 
     input_norm: torch.Tensor
@@ -160,7 +160,7 @@ class FusedDecoder:
         self._sines = sines[0, :, :half].float().contiguous()
         self._layers = []
         for index, (keys, values) in enumerate(caches):
-            self._layers.append(_take_layer(body.layers[index], keys, values, half, forms))
+            self._layers.append(take_layer(body.layers[index], keys, values, half, forms))
             body.layers[index] = nn.Identity()  # releases its weights
         model.lm_head = forms.build(model.lm_head, is_output=True)
         self._model = model
@@ -303,7 +303,10 @@ def _window(attention: Any) -> int | None:
     return found
 
 
-def _take_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, rotary_half: int, forms: LinearForms) -> _Layer:
+def take_layer(
+    layer: Any, keys: torch.Tensor, values: torch.Tensor, rotary_half: int, forms: LinearForms
+) -> TakenLayer:
+    """The layer's weights in the forms that `forms` builds, over its cache (keys and values)."""
     attention, mlp = layer.self_attn, layer.mlp
     num_kv_heads, head_dim = keys.shape[1], keys.shape[2]
     query_norm = getattr(attention, "q_norm", None)
@@ -318,7 +321,7 @@ def _take_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, rotary_hal
         softcap=0.0,
         norm_epsilon=0.0 if query_norm is None else query_norm.variance_epsilon,
     )
-    return _Layer(
+    return TakenLayer(
         input_norm=layer.input_layernorm.weight,
         attention_norm=layer.post_attention_layernorm.weight,
         query_norm=None if query_norm is None else query_norm.weight,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +51,13 @@ def test_what_has_another_shape_is_not_fused(name: str) -> None:
     assert not can_fuse(head_engine(name).head, torch.float32, "cpu")
 
 
-class Pair:
-    """A sequence in both forms of the head, fed alike."""
+class Forms:
+    """A sequence in several forms of the head, fed alike: fused, as modules, and as modules in float32."""
 
     def __init__(self, dtype: str) -> None:
-        self.engines = [engine(is_fused=is_fused, dtype=dtype) for is_fused in (True, False)]
+        self.engines = [
+            engine(is_fused=True, dtype=dtype), engine(is_fused=False, dtype=dtype), engine(is_fused=False)
+        ]  # fmt: skip
         self.kvs: list[KVSequence] = [each.new_sequence() for each in self.engines]
 
     def extend(self, count: int) -> None:
@@ -73,55 +77,60 @@ class Pair:
             kv.free()
 
 
-def both(pairs: list[Pair], token_ids: list[list[int]], **tree: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of all rows in one step of several sequences."""
+def run(sequences: list[Forms], token_ids: list[list[int]], **tree: Any) -> list[torch.Tensor]:
+    """Logits of all rows of one step of several sequences, in each form."""
     found = []
-    for index in range(2):
+    for index, head in enumerate(sequences[0].engines):
         chunks = [
-            SequenceChunk(pair.kvs[index], ids, len(ids), **tree) for pair, ids in zip(pairs, token_ids, strict=True)
+            SequenceChunk(each.kvs[index], ids, len(ids), **tree)
+            for each, ids in zip(sequences, token_ids, strict=True)
         ]
-        found.append(pairs[0].engines[index].forward(chunks))
-    return found[0], found[1]
+        found.append(head.forward(chunks))
+    return found
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.06)])
-def test_logits_are_those_of_the_modules(dtype: str, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_those_of_the_modules(dtype: str) -> None:
     """Prompts in parts, single tokens, features that are there or not, several sequences of different lengths.
 
-    Compared are means: rows on the head's own output differ more with every row.
+    In bfloat16 both round, and rows on the head's own output differ more with every row: neither is further from
+    float32 than the other. Medians: a random head amplifies a difference over a long draft of its own.
     """
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
-    pairs = [Pair(dtype) for _ in range(3)]
+    sequences = [Forms(dtype) for _ in range(3)]
+    off: list[float] = []
+    own: list[float] = []
     for step in range(12):
         ids = []
-        for pair in pairs:
+        for each in sequences:
             count = rng.choice([1, 1, 3, 20]) if step else rng.choice([1, 2, 7])
-            first = pair.kvs[0].length
-            pair.extend(count)
+            first = each.kvs[0].length
+            each.extend(count)
             ids.append([rng.randrange(VOCAB) for _ in range(count)])
             if rng.random() < 0.6:
-                given = torch.randn(rng.randrange(1, count + 1), WIDTH, generator=generator)
-                pair.set_features(first, given)
-        fused, plain = both(pairs, ids)
-        assert (fused - plain).abs().mean() <= tolerance * plain.std()
-        for pair in pairs:
-            if rng.random() < 0.3 and pair.kvs[0].length > 60:
-                pair.truncate(rng.randrange(30, 60))
-    for pair in pairs:
-        pair.free()
+                each.set_features(first, torch.randn(rng.randrange(1, count + 1), WIDTH, generator=generator))
+        fused, modules, exact = run(sequences, ids)
+        off.append(float((fused - exact).abs().mean()))
+        own.append(float((modules - exact).abs().mean()))
+        for each in sequences:
+            if rng.random() < 0.3 and each.kvs[0].length > 60:
+                each.truncate(rng.randrange(30, 60))
+    assert statistics.median(off) <= (1.3 * statistics.median(own) if dtype == "bfloat16" else 5e-6)
+    for each in sequences:
+        each.free()
 
 
 @pytest.mark.parametrize("committed", [1, 2, 9])
 def test_rows_of_a_tree_are_those_of_the_modules(committed: int) -> None:
     generator = torch.Generator().manual_seed(committed)
-    pair = Pair("float32")
+    pair = Forms("float32")
     pair.extend(committed)
     pair.set_features(0, torch.randn(committed, WIDTH, generator=generator))
-    both([pair], [list(range(committed))])
+    run([pair], [list(range(committed))])
     first = committed
     paths = [[first], [first, first + 1], [first, first + 2], [first, first + 1, first + 3]]
     pair.extend(len(paths))
-    fused, plain = both([pair], [[7, 8, 9, 10]], tree_start=committed, paths=paths)
+    fused, plain, _ = run([pair], [[7, 8, 9, 10]], tree_start=committed, paths=paths)
     assert torch.allclose(fused, plain, atol=1e-5 * max(float(plain.std()), 1.0))
     for head, kv in zip(pair.engines, pair.kvs, strict=True):
         assert head.features[torch.from_numpy(kv.slots(0, kv.length))].isfinite().all()
@@ -129,13 +138,13 @@ def test_rows_of_a_tree_are_those_of_the_modules(committed: int) -> None:
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    pairs = [Pair("bfloat16") for _ in range(4)]
+    pairs = [Forms("bfloat16") for _ in range(4)]
     for pair in pairs:
         pair.extend(20)
-    alone = both(pairs[:1], [list(range(20))])[0]
+    alone = run(pairs[:1], [list(range(20))])[0]
     pairs[0].truncate(0)
     pairs[0].extend(20)
-    together = both(pairs, [list(range(20))] * 4)[0]
+    together = run(pairs, [list(range(20))] * 4)[0]
     assert torch.equal(together[:20], alone)
     for pair in pairs:
         pair.free()

@@ -27,6 +27,7 @@ class SpeculationCounts:
     num_hint_bytes: int | None = None
     num_forced_tokens: int | None = None
     num_lookup_tokens: int | None = None
+    num_memory_tokens: int | None = None
     per_step: list[tuple[int, int]] = field(default_factory=list)
 
     def add_step(self, num_draft_tokens: int, num_accepted: int) -> None:
@@ -46,6 +47,7 @@ class SpeculationCounts:
         if is_complete:
             self.num_hint_bytes, self.num_forced_tokens = stats.num_hint_bytes, stats.num_forced_tokens
             self.num_lookup_tokens = stats.num_lookup_tokens
+            self.num_memory_tokens = stats.num_memory_tokens
 
     @classmethod
     def merged(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
@@ -59,6 +61,7 @@ class SpeculationCounts:
             num_hint_bytes=_sum_if_known([part.num_hint_bytes for part in parts]),
             num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
             num_lookup_tokens=_sum_if_known([part.num_lookup_tokens for part in parts]),
+            num_memory_tokens=_sum_if_known([part.num_memory_tokens for part in parts]),
             per_step=[step for part in parts for step in part.per_step],
         )
 
@@ -89,6 +92,7 @@ class SpeculationCounts:
             num_hint_bytes=self.num_hint_bytes or 0,
             num_forced_tokens=self.num_forced_tokens or 0,
             num_lookup_tokens=self.num_lookup_tokens or 0,
+            num_memory_tokens=self.num_memory_tokens or 0,
             num_prediction_tokens=self.num_prediction_tokens,
             num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
         )
@@ -119,6 +123,7 @@ class SpeculationCounts:
             "num_late_hints": self.num_late_hints,
             "num_forced_tokens": self.num_forced_tokens,
             "num_lookup_tokens": self.num_lookup_tokens,
+            "num_memory_tokens": self.num_memory_tokens,
             "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
             "num_rejected_prediction_tokens": self.num_rejected_prediction_tokens,
             "num_hint_bytes": self.num_hint_bytes,

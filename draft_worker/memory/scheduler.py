@@ -242,8 +242,10 @@ class MemoryScheduler:
         session.tree = tree
         session.num_roots += 1
         session.num_sent_nodes += len(tree.hints)
-        return [SendHints(session.target_address, session.session_id, session.attachment, tree.base_len, tree.hints)]
+        where = session.target_address, session.session_id, session.attachment
+        return [SendHints(*where, tree.base_len, tree.hints, match_len=match.length)]
 
 
 def _subscribe(session: MemorySession) -> Subscribe:
-    return Subscribe(session.target_address, session.session_id, session.attachment, session.committed_len)
+    where = session.target_address, session.session_id, session.attachment
+    return Subscribe(*where, session.committed_len, is_memory=True)

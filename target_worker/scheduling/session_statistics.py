@@ -34,6 +34,7 @@ def count_sources(
     free, matched = (hints[: min(num, num_committed)] for num in (verdict.num_accepted, verdict.num_matched))
     stats.num_forced_tokens += _num_of(HintKind.FORCED, free)
     stats.num_lookup_tokens += _num_of(HintKind.LOOKUP, free)
+    stats.num_memory_tokens += _num_of(HintKind.MEMORY, free)
     num_predicted = _num_of(HintKind.PREDICTION, hints)
     num_accepted = _num_of(HintKind.PREDICTION, matched)
     stats.num_prediction_tokens += num_predicted

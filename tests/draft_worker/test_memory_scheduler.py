@@ -189,6 +189,20 @@ def test_what_cannot_be_followed_is_refused_or_let_go_by_name() -> None:
     assert commit(made, "b", 3, 1 << 31) == [Unsubscribe("t:1", "b"), AttachmentEnded("b")]
 
 
+def test_a_session_in_the_background_gives_its_slot_to_another() -> None:
+    made = scheduler(max_num_seqs=1)
+    attach(made, "a", is_background=True)
+    assert made.num_background == 1
+    commit(made, "a", 3, *OUTPUT)
+    let_go, refused, accepted, *_ = attach(made, "b")
+    assert (let_go, accepted) == (Unsubscribe("t:1", "a"), AttachmentAccepted("b"))
+    assert isinstance(refused, AttachmentRefused)
+    assert isinstance(refused.error, Overloaded)
+    (refused,) = attach(made, "c", is_background=True)
+    assert isinstance(refused, AttachmentRefused)
+    assert tokens(commit(made, "b", 3, *OUTPUT[:4]))[:1] == OUTPUT[4:5], "what it generated stays"
+
+
 def test_hints_stop_where_the_output_must_end() -> None:
     made = scheduler()
     attach(made, "a")

@@ -221,12 +221,14 @@ class TargetLink:
                 known_len=action.known_len,
                 known_features=action.known_features,
                 head=action.head,
+                is_memory=action.is_memory,
                 channel=channel,
                 hint_token=self.hint_tokens.get(action.session_id, ""),
             )
         for channel, hints in self._hints:
             encoder = self._encoders.setdefault(channel, HintEncoder())
-            encoder.encode(frame.nodes.add(channel=channel), hints.base_len, hints.hints)
+            message = frame.nodes.add(channel=channel, match_len=hints.match_len)
+            encoder.encode(message, hints.base_len, hints.hints)
         self._forget_pending()
         return frame
 

@@ -101,6 +101,7 @@ class Subscribe:
     known_len: int
     head: str = ""  # fingerprint of the draft head, which takes features
     known_features: int = 0  # leading positions whose features it has
+    is_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class SendHints:
     base_len: int
     hints: list[Hint]
     is_urgent: bool = True  # whether the target's next step could verify some of them
+    match_len: int = 0  # of a memory: tokens before the root that the hints followed before
 
 
 Action = AttachmentAccepted | AttachmentRefused | AttachmentEnded | Subscribe | Unsubscribe | SendHints

@@ -3,8 +3,7 @@
 Each step feeds pending committed tokens (prefill) and the nodes most likely to be reached, over all sessions whose
 target accepts hints. A session whose tree has reached its bounds pauses until commits arrive.
 
-Sessions in the background, those of batches, are fed when no other can grow, and one gives its slot to another session
-that has none: they cost others no hints.
+Sessions in the background, those of batches, are fed when no other can grow: they cost others no hints.
 
 Sessions with a common prefix share KV blocks, as on a target worker: where a cache hit lets the target decode at once,
 hints are ready at once, too.
@@ -16,33 +15,25 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
+from draft_worker.attachments import Attachments
 from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import (
     Action,
-    AttachmentAccepted,
-    AttachmentEnded,
-    AttachmentRefused,
     AttachSession,
     CommitReceived,
-    DetachSession,
-    Event,
     Expansion,
     KVMove,
-    LinkOpened,
     SendHints,
     Step,
     StepItem,
     Subscribe,
-    Unsubscribe,
 )
 from draft_worker.session import DraftSession
 from draft_worker.step_items import Beyond, grow_item, prefill_item
-from outrider.concurrency.turnover import Turnover, retry_after_s
 from outrider.engine.chunk_cost import MIN_CHUNK_LEN, Chunk, ChunkCost
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
-from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.hints.confidence import calibrations
 from outrider.hints.hint_tree import Hint
 
@@ -52,7 +43,7 @@ PLAIN_DECAY = 0.9
 """Decay per step without prompts of the mean step time; it covers about the last ten."""
 
 
-class DraftScheduler:
+class DraftScheduler(Attachments[DraftSession]):
     """Schedules all sessions of one draft worker."""
 
     def __init__(
@@ -66,12 +57,14 @@ class DraftScheduler:
     ) -> None:
         """new_features: those of a new session, where the draft is a head. reads_masks: whether the draft model was
         trained for mask tokens."""
+        # Every admitted session can grow to its full length, so that a step never runs out of blocks.
+        entries_per_session = limits.max_model_len + limits.max_nodes
+        num_affordable = (allocator.num_blocks - 1) // allocator.blocks_for(entries_per_session)
+        super().__init__(min(limits.max_num_seqs, num_affordable), limits.max_model_len, vocab_size)
         self.limits = limits
         self._new_features = new_features
         self.allocator = allocator
-        self.vocab_size = vocab_size
         self._reads_masks = reads_masks and limits.num_mask_tokens > 0
-        self._sessions: dict[str, DraftSession] = {}
         self._moves: list[KVMove] = []
         self.num_cached_tokens = 0  # total whose KV was in the cache already
         self._chunk_cost = ChunkCost()
@@ -80,56 +73,8 @@ class DraftScheduler:
         self._num_sessions_of: Counter[str] = Counter()  # by target address
         # Targets with sessions whose last message said that they accept no hints.
         self._paused_targets: set[str] = set()
-        # Every admitted session can grow to its full length, so that a step never runs out of blocks.
-        entries_per_session = limits.max_model_len + limits.max_nodes
-        num_affordable = (allocator.num_blocks - 1) // allocator.blocks_for(entries_per_session)
-        self.num_slots = min(limits.max_num_seqs, num_affordable)
-        self._turnover = Turnover()
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
-    def progress(self, session_id: str) -> DraftSession | None:
-        """A session's progress for status reports, or None; callers must not change it."""
-        return self._sessions.get(session_id)
-
-    @property
-    def num_background(self) -> int:
-        """Sessions in the background. Safe to call from any thread."""
-        return sum(session.is_background for session in list(self._sessions.values()))
-
-    def check_room(self, *, is_background: bool = False) -> None:
-        """Raises Overloaded when all slots are taken. Safe to call from another thread."""
-        num_taken = len(self._sessions) - (0 if is_background else self.num_background)
-        if num_taken >= self.num_slots:
-            raise Overloaded(f"all {self.num_slots} draft slots are taken", self._retry_after_s())
-
-    def _retry_after_s(self) -> float:
-        return retry_after_s(self._turnover.stay_s() / max(self.num_slots, 1))
-
-    def handle(self, event: Event, now: float = 0.0) -> list[Action]:
-        """Handles one event. `now` is the shell's clock in seconds; only the retry time of a refusal depends on it."""
-        match event:
-            case AttachSession():
-                return self._attach(event, now)
-            case DetachSession():
-                session = self._sessions.get(event.session_id)
-                if session is not None and session.attachment == event.attachment:
-                    self._remove(session, now)
-                    return [Unsubscribe(session.target_address, session.session_id)]
-            case LinkOpened():
-                return self._introduce(event.target_address)
-            case CommitReceived():
-                return self._receive_commit(event, now)
-        return []
-
-    def _attach(self, event: AttachSession, now: float) -> list[Action]:
-        try:
-            self._check(event)
-        except OutriderError as error:
-            return [AttachmentRefused(event.session_id, event.attachment, error)]
-        actions = self._make_room(now)
+    def _admit(self, event: AttachSession, now: float) -> DraftSession:
         session = DraftSession(
             event.session_id,
             event.attachment,
@@ -146,94 +91,44 @@ class DraftScheduler:
             attached_at=now,
             is_background=event.is_background,
         )
-        self._sessions[event.session_id] = session
         self._num_sessions_of[session.target_address] += 1
         # While the target accepts no hints, a prefill would be wasted. When it does again, it says so at once.
         session.accepts_hints = session.target_address not in self._paused_targets
         session.features = None if self._new_features is None else self._new_features()
-        return [*actions, AttachmentAccepted(event.session_id), _subscribe(session)]
+        return session
 
-    def _make_room(self, now: float) -> list[Action]:
-        """Ends the attachment of the newest session in the background if there is no free slot."""
-        if len(self._sessions) < self.num_slots:
-            return []
-        session = next(each for each in reversed(self._sessions.values()) if each.is_background)
-        self._remove(session, now)
-        error = Overloaded("another session needs the draft slot", self._retry_after_s())
-        return [
-            Unsubscribe(session.target_address, session.session_id),
-            AttachmentRefused(session.session_id, session.attachment, error),
-        ]
-
-    def _check(self, event: AttachSession) -> None:
-        """Raises the error with which the session is refused."""
-        if event.session_id in self._sessions:
-            raise InvalidRequest("session_id", f"session {event.session_id} is already attached here")
-        if len(event.token_ids) >= self.limits.max_model_len:
-            raise InvalidRequest(
-                "token_ids",
-                f"{len(event.token_ids)} tokens exceed what this draft model can follow "
-                f"(at most {self.limits.max_model_len - 1})",
-            )
-        if not all(0 <= token_id < self.vocab_size for token_id in event.token_ids):
-            raise InvalidRequest("token_ids", f"a token id is outside the vocabulary of {self.vocab_size}")
-        self.check_room(is_background=event.is_background)
-
-    def _remove(self, session: DraftSession, now: float) -> None:
-        del self._sessions[session.session_id]
-        self._turnover.leave(now - session.attached_at)
+    def _forget(self, session: DraftSession) -> None:
         session.kv.free()
         self._num_sessions_of[session.target_address] -= 1
         if not self._num_sessions_of[session.target_address]:
             del self._num_sessions_of[session.target_address]
             self._paused_targets.discard(session.target_address)
 
-    def _introduce(self, target_address: str) -> list[Action]:
-        actions: list[Action] = []
-        for session in self._sessions.values():
-            if session.target_address == target_address:
-                actions += [_subscribe(session), *self._resend(session)]
-        return actions
+    def _subscribe(self, session: DraftSession) -> Subscribe:
+        features = session.features
+        wish = ("", 0) if features is None else (features.head, features.num_known)
+        return Subscribe(session.target_address, session.session_id, session.attachment, session.committed_len, *wish)
 
     def _resend(self, session: DraftSession) -> list[Action]:
         """Sends the whole tree again, below a root that refers to nothing sent before."""
         session.replant()
         return [self._send(session, session.live_hints())] if session.nodes else []
 
-    def _receive_commit(self, event: CommitReceived, now: float) -> list[Action]:
-        session = self._sessions.get(event.session_id)
-        if session is None:
-            return []
-        if event.is_finished:
-            self._remove(session, now)
-            return [AttachmentEnded(session.session_id)]
+    def _judge(self, session: DraftSession, num_matched: int, num_verified: int) -> None:
+        session.acceptance.observe(num_matched, num_verified)
+
+    def _commit(
+        self, session: DraftSession, event: CommitReceived, token_ids: list[int], *, is_resumed: bool
+    ) -> list[Action]:
         (self._paused_targets.discard if event.accepts_hints else self._paused_targets.add)(session.target_address)
-        if 0 <= event.num_matched <= event.num_verified and event.num_verified > 0:
-            session.acceptance.observe(event.num_matched, event.num_verified)
-        known_len = len(session.token_ids)
-        if event.from_len > known_len:  # a commit was missed: subscribe again from our length
-            return [_subscribe(session)]
-        new_token_ids = event.token_ids[known_len - event.from_len :]
-        if known_len + len(new_token_ids) >= self.limits.max_model_len or any(
-            token_id >= self.vocab_size for token_id in new_token_ids
-        ):
-            # The sequence is longer than this draft model can follow, or the target's vocabulary is larger
-            # and it generated a token that this model lacks.
-            self._remove(session, now)
-            return [
-                Unsubscribe(session.target_address, session.session_id),
-                AttachmentEnded(session.session_id),
-            ]
         is_gap = session.features is not None and not session.features.add(
-            event.features_from, event.features, known_len + len(new_token_ids) - 1
+            event.features_from, event.features, session.committed_len + len(token_ids) - 1
         )
-        if new_token_ids:
-            move = session.commit(new_token_ids)
+        if token_ids:
+            move = session.commit(token_ids)
             if move is not None:
                 self._moves.append(move)
-        is_resumed = event.accepts_hints and not session.accepts_hints
-        session.accepts_hints = event.accepts_hints
-        again: list[Action] = [_subscribe(session)] if is_gap else []
+        again: list[Action] = [self._subscribe(session)] if is_gap else []
         return again + (self._resend(session) if is_resumed else [])
 
     def next_step(self) -> Step | None:
@@ -370,10 +265,3 @@ class DraftScheduler:
             hints,
             is_urgent=session.could_be_verified_next(hints),
         )
-
-
-def _subscribe(session: DraftSession) -> Subscribe:
-    known_len = len(session.token_ids)
-    features = session.features
-    wish = ("", 0) if features is None else (features.head, features.num_known)
-    return Subscribe(session.target_address, session.session_id, session.attachment, known_len, *wish)

@@ -24,12 +24,12 @@ from itertools import islice
 
 import numpy as np
 
-from draft_worker import draft_node
-from draft_worker.candidates import Candidates
-from draft_worker.draft_node import MIN_CHANCE, DraftNode, primary_path
 from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.limits import DraftLimits
 from draft_worker.messages import Expansion, KVMove
+from draft_worker.tree import draft_node
+from draft_worker.tree.candidates import Candidates
+from draft_worker.tree.draft_node import MIN_CHANCE, DraftNode, primary_path
 from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.kv.prefix_cache import SequenceBlocks
 from outrider.grammar import GrammarState, GrammarViolation

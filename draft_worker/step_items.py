@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from draft_worker.draft_node import DraftNode
 from draft_worker.heads.arrived_features import ArrivedFeatures
 from draft_worker.messages import Chain, StepItem
 from draft_worker.session import DraftSession
+from draft_worker.tree.draft_node import DraftNode
 from outrider.engine.sampling.logit_context import LogitContext
 
 

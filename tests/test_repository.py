@@ -80,6 +80,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "limits",
         "hints",
         "messages",
+        "admission",
         "scheduling",
         "local_heads",
         "runner",

@@ -29,6 +29,7 @@ class SpeculationCounts:
     num_forced_tokens: int | None = None
     num_lookup_tokens: int | None = None
     num_head_tokens: int | None = None  # accepted
+    num_memory_tokens: int | None = None
     per_step: list[tuple[int, int]] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)  # HintSource of each step that verified hints of any source
 
@@ -55,6 +56,7 @@ class SpeculationCounts:
             self.num_hint_bytes, self.num_forced_tokens = stats.num_hint_bytes, stats.num_forced_tokens
             self.num_lookup_tokens = stats.num_lookup_tokens
             self.num_head_tokens = stats.num_accepted_head_tokens
+            self.num_memory_tokens = stats.num_memory_tokens
 
     @classmethod
     def merged(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
@@ -69,6 +71,7 @@ class SpeculationCounts:
             num_forced_tokens=_sum_if_known([part.num_forced_tokens for part in parts]),
             num_lookup_tokens=_sum_if_known([part.num_lookup_tokens for part in parts]),
             num_head_tokens=_sum_if_known([part.num_head_tokens for part in parts]),
+            num_memory_tokens=_sum_if_known([part.num_memory_tokens for part in parts]),
             per_step=[step for part in parts for step in part.per_step],
             sources=[source for part in parts for source in part.sources],
         )
@@ -101,6 +104,7 @@ class SpeculationCounts:
             num_forced_tokens=self.num_forced_tokens or 0,
             num_lookup_tokens=self.num_lookup_tokens or 0,
             num_accepted_head_tokens=self.num_head_tokens or 0,
+            num_memory_tokens=self.num_memory_tokens or 0,
             num_prediction_tokens=self.num_prediction_tokens,
             num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
         )
@@ -133,6 +137,7 @@ class SpeculationCounts:
             "num_lookup_tokens": self.num_lookup_tokens,
             "num_head_tokens": self.num_head_tokens,
             "num_steps_by_source": dict(Counter(_source_name(source) for source in self.sources)),
+            "num_memory_tokens": self.num_memory_tokens,
             "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
             "num_rejected_prediction_tokens": self.num_rejected_prediction_tokens,
             "num_hint_bytes": self.num_hint_bytes,

@@ -1,4 +1,4 @@
-"""One session at one target: the call, its draft worker, and changes of speculation meanwhile."""
+"""One session at one target: the call, its draft and memory workers, and changes of speculation meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 import grpc.aio
 
 from coordinator.placement.slot_queue import Slot
-from coordinator.request.draft_link import DraftLink, LinkedSession
+from coordinator.request.draft_link import DraftLink, LinkedSession, takes_both
 from coordinator.request.environment import Environment
 from coordinator.request.target_call import TargetCall
 from coordinator.speculation.fallback import FallbackAction
@@ -24,8 +24,10 @@ _SET_SPECULATION_TIMEOUT_S: Final = 2.0
 
 
 class Attempt:
-    """An attempt to generate a sequence at one target, open from construction to `leave`; `close` waits until the draft
-    worker's attachment has ended."""
+    """An attempt to generate a sequence at one target, open from construction to `leave`; `close` waits until the
+    attachments of draft and memory workers have ended.
+
+    A memory worker follows the session from its beginning to its end, whatever becomes of the draft worker."""
 
     def __init__(
         self,
@@ -43,7 +45,13 @@ class Attempt:
         self._session = session
         self._speculation = speculation
         self._call = TargetCall(environment, session)
-        self._link = DraftLink(environment, session, on_no_draft=on_no_draft)
+        has_both = takes_both(session.target)
+        self._link = DraftLink(environment, session, on_no_draft, is_memory=False if has_both else None)
+        self._memory_link = DraftLink(environment, session, is_memory=True)
+        request = session.spec.request
+        is_wanted = request.speculation.enabled and not request.speculation.is_plain
+        if has_both and is_wanted and environment.settings.may_remember(request.tenant):
+            self._memory_link.attach()
         self._background: set[asyncio.Task[None]] = set()
         self._is_open = True
 
@@ -65,10 +73,12 @@ class Attempt:
             for task in self._background:
                 task.cancel()
             self._link.detach()
+            self._memory_link.detach()
 
     async def close(self) -> None:
-        """Waits, after `leave`, until the cancellation has been sent to the draft worker."""
+        """Waits, after `leave`, until the cancellations have been sent to the draft and the memory worker."""
         await self._link.close()
+        await self._memory_link.close()
 
     def apply(self, actions: Sequence[FallbackAction]) -> None:
         """Performs the controller's actions."""

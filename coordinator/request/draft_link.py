@@ -1,4 +1,4 @@
-"""The draft side of one session at one target: attach, watch, try another draft worker, detach.
+"""The draft side of one session at one target: attach, watch, try another draft or memory worker, detach.
 
 Invariant: at most one attachment is open, and one slot is counted at its worker while it is. A failure here costs speed
 only, so none is raised into the request: the owner is told when no draft worker is left.
@@ -26,6 +26,7 @@ from protos.outrider.v1 import common_pb2, draft_pb2, target_pb2
 _log = logging.getLogger(__name__)
 VLLM: Final = "vllm"
 """`WorkerRecord.engine` of a target whose model vLLM runs."""
+_OURS: Final = frozenset({"", "outrider"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,26 @@ def drafting(sampling: common_pb2.SamplingParams, engine: str) -> common_pb2.Sam
     return greedy
 
 
+def takes_both(target: WorkerRecord) -> bool:
+    """Whether a session at this target may have a memory worker beside its draft worker. Other engines than ours have
+    one hint tree for each request."""
+    return target.engine in _OURS
+
+
 class DraftLink:
     """Attaches and detaches draft workers on command. `on_no_draft` is called on the event loop, at most once per
     `attach`, and not after `release`."""
 
-    def __init__(self, environment: Environment, session: LinkedSession, on_no_draft: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        session: LinkedSession,
+        on_no_draft: Callable[[], None] = lambda: None,
+        *,
+        is_memory: bool | None,
+    ) -> None:
+        """is_memory: whether it attaches memory workers; None: one of either kind."""
+        self._is_memory = is_memory
         self._environment = environment
         self._session = session
         self._on_no_draft = on_no_draft
@@ -129,9 +145,9 @@ class DraftLink:
 
     def _admits(self, worker: WorkerRecord) -> bool:
         """Whether a draft worker may see the session's tokens and send hints for it."""
-        spec = self._session.spec
-        is_permitted = worker.engine != MEMORY or self._environment.settings.may_remember(spec.request.tenant)
-        return is_permitted and spec.served.admits_draft(worker)
+        spec, is_memory = self._session.spec, worker.engine == MEMORY
+        is_permitted = not is_memory or self._environment.settings.may_remember(spec.request.tenant)
+        return is_permitted and self._is_memory in (None, is_memory) and spec.served.admits_draft(worker)
 
     async def _follow_one(self, worker: WorkerRecord) -> bool:
         """Follows one attachment to its end. True if the session ended, False if the worker ended the attachment."""

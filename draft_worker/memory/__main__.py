@@ -100,7 +100,9 @@ async def serve(arguments: argparse.Namespace) -> None:
         thread.start()
 
         def load() -> WorkerLoad:
-            return WorkerLoad(scheduler.num_sessions, round_trips=servicer.round_trips)
+            return WorkerLoad(
+                scheduler.num_sessions, round_trips=servicer.round_trips, num_background=scheduler.num_background
+            )
 
         try:
             facts = {"metrics_port": worker.metrics_port, **identity(info)}

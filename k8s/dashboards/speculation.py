@@ -144,12 +144,13 @@ DASHBOARD: Final = Dashboard(
                     "Accepted tokens by source, per second",
                     "short",
                     "Tokens accepted without a forward pass of their own, by their source: a draft worker, a lookup "
-                    "in an earlier sequence, or a grammar that permits one token only. The latter two are counted "
-                    "when a session ends. If lookup accounts for many, outputs repeat themselves and a draft worker "
-                    "adds less.",
+                    "in an earlier sequence, a memory worker, or a grammar that permits one token only. The latter "
+                    "three are counted when a session ends. If lookup and memory account for many, outputs repeat "
+                    "themselves and a draft worker adds less.",
                     (
                         Query(f"sum(rate({_ACCEPTED}{{$target}}[$range]))", "draft workers"),
                         Query("sum(rate(outrider_lookup_accepted_tokens_total{$target}[$range]))", "lookup"),
+                        Query("sum(rate(outrider_memory_accepted_tokens_total{$target}[$range]))", "memory workers"),
                         Query("sum(rate(outrider_grammar_forced_tokens_total{$target}[$range]))", "grammar"),
                     ),
                 ),

@@ -54,6 +54,7 @@ class HintChannel:
 
     name: str  # `session_name`
     attachment: int
+    is_memory: bool
     decoder: HintDecoder = field(default_factory=HintDecoder)
 
 
@@ -81,7 +82,7 @@ class DraftStream:
             if self.followed.get(session_id) == number:
                 del self.followed[session_id]  # its commits would be taken for the new session's
                 left = before.name if before.name != name else None
-        self.channels[number] = HintChannel(name, subscribe.attachment)
+        self.channels[number] = HintChannel(name, subscribe.attachment, subscribe.is_memory)
         self.followed[subscribe.session_id] = number
         return name, left
 
@@ -260,8 +261,8 @@ class DraftStreams(hints_pb2_grpc.HintsServicer):
                 name, left = stream.follow(subscribe)
                 if left is not None:
                     self._submit(UnsubscribeDraft(stream.stream_id, left), is_from_peer=True)
-                counts = subscribe.known_len, self._num_features(subscribe)
-                self._submit(SubscribeDraft(stream.stream_id, name, *counts), is_from_peer=True)
+                told = subscribe.known_len, self._num_features(subscribe), subscribe.is_memory
+                self._submit(SubscribeDraft(stream.stream_id, name, *told), is_from_peer=True)
         for nodes in frame.nodes:
             channel = stream.channels.get(nodes.channel)
             event = None
@@ -298,6 +299,8 @@ def parse_hints(
         hints,
         arrived_at,
         message.ByteSize(),
+        channel.is_memory,
+        message.match_len,
     )
 
 

@@ -23,6 +23,7 @@ class SubscribeDraft:
     session_id: str
     known_len: int
     num_features: int | None = None
+    is_memory: bool = False  # it is a memory worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class HintsArrived:
     hints: list[Hint]
     arrived_at: float  # shell's clock, seconds; the event may be handled a whole step later
     num_bytes: int = 0  # size of the message
+    is_memory: bool = False  # they are a memory worker's
+    match_len: int = 0  # of a memory worker: tokens before the root that its hints followed before
 
 
 @dataclass(frozen=True, slots=True)

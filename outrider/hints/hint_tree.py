@@ -151,11 +151,11 @@ class HintTree:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Moves the cursor along newly committed tokens and drops nodes that contradict them."""
         for token_id in token_ids:
+            if self._cursor is None:
+                break
             self._commit_one(token_id)
 
     def _commit_one(self, token_id: int) -> None:
-        if self._cursor is None:
-            return
         following = [child for child in self._cursor_children if self._nodes[child].hint.token_id == token_id]
         if not following:
             self.num_stale += len(self._nodes)
@@ -185,6 +185,11 @@ class HintTree:
             path.append(following)
             following = self.primary_child(following.node_id)
         return path
+
+    @property
+    def root(self) -> tuple[int, int]:
+        """Attachment and `base_len` of the tree; a greater pair starts a new one."""
+        return self._attachment, self._base_len
 
     @property
     def cursor(self) -> int | None:

@@ -151,6 +151,9 @@ class TargetMetrics(WorkerMetrics):
         self.num_lookup_tokens = self._counter(
             "lookup_accepted_tokens", "Tokens found by lookup that cost no step of their own"
         )
+        self.num_memory_tokens = self._counter(
+            "memory_accepted_tokens", "Tokens that a memory worker hinted at and that cost no step of their own"
+        )
         self.num_accepted_prediction_tokens = self._counter(
             "prediction_accepted_tokens", "Tokens of clients' predictions that were verified and accepted"
         )

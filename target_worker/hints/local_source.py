@@ -32,6 +32,7 @@ class HintKind(IntEnum):
     LOOKUP = -2
     PREDICTION = -3
     HEAD = -4
+    MEMORY = -5
 
 
 class Proposal(NamedTuple):
@@ -40,6 +41,7 @@ class Proposal(NamedTuple):
     token_ids: list[int]
     match_len: int  # tokens before the first of token_ids; 0 without any
     is_recent: bool = False  # found in recent outputs instead of the session's own tokens
+    confidences: Sequence[int] = ()  # in each token, where the source has any (`outrider.hints.confidence`)
 
 
 NO_PROPOSAL = Proposal([], 0)

@@ -15,11 +15,12 @@ FEATURES_PER_COMMIT: Final = 32
 
 @dataclass(slots=True)
 class Subscriber:
-    """A draft worker's stream that follows a session."""
+    """A draft or memory worker's stream that follows a session."""
 
     sent_len: int  # committed tokens sent to it
     is_paused: bool
     num_features: int | None = None  # leading positions whose features were sent; None: it wants none
+    is_memory: bool = False  # it is never paused
 
 
 class Followed(Protocol):
@@ -39,24 +40,24 @@ def commits_for(
     session: Followed,
     stream_id: StreamId,
     subscriber: Subscriber,
+    outcome: tuple[int, int] = (0, 0),
     *,
     is_finished: bool = False,
-    num_verified: int = 0,
-    num_matched: int = 0,
 ) -> list[CommitPublished]:
-    """The messages that bring a draft worker up to date: one with the new tokens, and more for features that do not fit
-    into it."""
+    """The messages that bring a worker up to date: one with the new tokens, and more for features that do not fit into
+    it. outcome: how many of its hints were verified, and how many of these accepted."""
     from_len, committed_len = subscriber.sent_len, len(session.token_ids)
-    subscriber.sent_len, subscriber.is_paused = committed_len, not session.accepts_hints
+    accepts_hints = subscriber.is_memory or session.accepts_hints
+    subscriber.sent_len, subscriber.is_paused = committed_len, not accepts_hints
     commit = CommitPublished(
         stream_id,
         session.session_id,
         from_len,
         session.token_ids[from_len:],
-        session.accepts_hints,
+        accepts_hints,
         is_finished=is_finished,
-        num_verified=num_verified,
-        num_matched=num_matched,
+        num_verified=outcome[0],
+        num_matched=outcome[1],
     )
     if subscriber.num_features is None or is_finished or not session.accepts_hints:
         return [commit]

@@ -43,7 +43,7 @@ class BatchIntake:
 
     def hinted(self, running: Iterable[Session]) -> HintedSessions:
         """The sessions of a batch that could have hints, and their shares of it."""
-        followed = [session for session in running if session.subscribers and session.wants_hints]
+        followed = [session for session in running if session.is_drafted and session.wants_hints]
         sessions = [session for session in followed if self._may_pause_session(session)]
         return HintedSessions(sessions, _shares(sessions), has_always=len(sessions) < len(followed))
 

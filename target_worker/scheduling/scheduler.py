@@ -23,6 +23,7 @@ from outrider.hints.hint_wait import Expecting, HintWait
 from outrider.hints.pace import Pace
 from outrider.hints.step_cost import StepCost, StepLine
 from protos.outrider.v1 import target_pb2
+from target_worker.admission import check_request
 from target_worker.hints.lookup import RecentOutputs
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
@@ -46,7 +47,6 @@ from target_worker.messages import (
     UnsubscribeDraft,
     WaitForHints,
 )
-from target_worker.scheduling.admission import check_request, local_sources
 from target_worker.scheduling.background_turns import BackgroundTurns
 from target_worker.scheduling.batch_intake import BatchIntake
 from target_worker.scheduling.batch_slots import BatchSlots
@@ -54,7 +54,7 @@ from target_worker.scheduling.early_events import EarlyEvents
 from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.head_turns import DraftsLocally, HeadTurns
 from target_worker.scheduling.session import Session
-from target_worker.scheduling.session_statistics import add_up_to_limit
+from target_worker.scheduling.session_sources import add_memory, local_sources, take_hints
 from target_worker.scheduling.step_composition import compose, learn_chunks
 
 LOOK_EVERY_S = 0.05
@@ -87,6 +87,7 @@ class Scheduler:
         self._early = EarlyEvents(limits)
         self._calibrations = calibrations()
         self._heads = HeadTurns(head)
+        self._memory_calibrations = calibrations()
 
     @property
     def num_running(self) -> int:
@@ -227,10 +228,12 @@ class Scheduler:
         if session is None:
             self._early.keep(event.session_id, event, now)
             return []
-        if not session.subscribers:
+        if event.is_memory:
+            add_memory(session, self._memory_calibrations)
+        elif not session.is_drafted:
             session.reset_draft_statistics(now, self._wait.usual_timing)
             session.intake = self._intake.start(session, len(self._active()))
-        return session.subscribe(event.stream_id, event.known_len, event.num_features)
+        return session.subscribe(event)
 
     def _unsubscribe(self, stream_id: StreamId, session_id: str) -> None:
         session = self._sessions.get(session_id)
@@ -242,13 +245,8 @@ class Scheduler:
         session = self._sessions.get(event.session_id)
         if session is None:
             self._early.keep(event.session_id, event, now)
-        elif not session.accepts_hints:
-            session.tree.num_stale += len(event.hints)
-        else:
-            add_up_to_limit(session.stats, "num_hint_bytes", event.num_bytes)
-            session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
-            limit = self.limits.num_speculative_tokens
-            path_len = len(session.tree.primary_path(limit))
+        elif take_hints(session, event):
+            path_len = len(session.tree.primary_path(self.limits.num_speculative_tokens))
             self._wait.on_hints(session.timing, event.arrived_at, path_len, event.base_len)
 
     def next_step(self, now: float) -> Step | WaitForHints | None:
@@ -338,8 +336,8 @@ class Scheduler:
     ) -> list[Action]:
         actions: list[Action] = []
         outcome = session.commit(verdict, item.hints, item.num_fed_hints)
-        if hint_price is not None:
-            self._intake.judge(session, outcome.num_accepted - item.num_fed_hints * hint_price)
+        if hint_price is not None and (outcome.num_draft_tokens or not item.num_fed_hints):
+            self._intake.judge(session, outcome.num_accepted - outcome.num_draft_tokens * hint_price)
         if session.first_token_at is None:
             session.first_token_at = now
         if outcome.token_ids:

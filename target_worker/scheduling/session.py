@@ -29,9 +29,10 @@ from target_worker.hints.hint_path import (
     is_remote,
 )
 from target_worker.hints.local_source import LocalSource
+from target_worker.hints.memory import MemoryHints
 from target_worker.hints.subscribers import Subscriber, commits_for
 from target_worker.limits import SchedulerLimits
-from target_worker.messages import Action, PromptScored, SourceCount, StartSession, StreamId
+from target_worker.messages import Action, PromptScored, SourceCount, StartSession, StreamId, SubscribeDraft
 from target_worker.scheduling.output_grammar import (
     advance,
     cost_refusal,
@@ -97,6 +98,7 @@ class Session:
     timing: HintTiming = field(default_factory=HintTiming)
     local: Sequence[LocalSource] = ()
     head: HeadHints | None = None  # one of `local`
+    memory: MemoryHints | None = None  # one of them, once a memory worker has come
     path: HintPath = NO_PATH  # used to compose the last step
     intake: SessionIntake = field(default_factory=SessionIntake)
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)
@@ -258,9 +260,14 @@ class Session:
         self.path = NO_PATH
         self.num_preemptions += 1
 
+    @property
+    def is_drafted(self) -> bool:
+        """Whether a draft worker follows it."""
+        return not all(each.is_memory for each in self.subscribers.values())
+
     def can_expect_hints(self) -> bool:
         """Whether a draft worker follows the session and its hints are accepted."""
-        return self.accepts_hints and bool(self.subscribers)
+        return self.accepts_hints and self.is_drafted
 
     def hint_limit(self, num_speculative_tokens: int) -> int:
         """Most hints worth feeding now: the least of the request's limit, the worker's limit and the remaining
@@ -280,25 +287,25 @@ class Session:
         self.acceptance = BlockAcceptance()
         self.timing = usual.fresh(now)
 
-    def subscribe(self, stream_id: StreamId, known_len: int, num_features: int | None = None) -> list[Action]:
-        """Adds a draft worker's stream that knows the first `known_len` tokens, and the features of `num_features`
-        positions if it wants these."""
-        subscriber = Subscriber(min(known_len, self.committed_len), is_paused=False, num_features=num_features)
-        self.subscribers[stream_id] = subscriber
-        return [*commits_for(self, stream_id, subscriber)]
+    def subscribe(self, event: SubscribeDraft) -> list[Action]:
+        """Adds a worker's stream; returns the messages that bring it up to date."""
+        known_len = min(event.known_len, self.committed_len)
+        subscriber = Subscriber(known_len, False, event.num_features, event.is_memory)
+        self.subscribers[event.stream_id] = subscriber
+        return [*commits_for(self, event.stream_id, subscriber)]
 
     def publish(self, *, is_finished: bool = False, num_verified: int = 0, num_matched: int = 0) -> list[Action]:
         """Returns the messages due to its subscribers. A paused one gets none until that changes."""
         accepts_hints = self.accepts_hints
+        outcomes = {False: (num_verified, num_matched), True: (0, 0)}  # by whether it is a memory worker's
+        if self.memory is not None:
+            outcomes[True] = self.memory.take_outcome()
         return [
             commit
             for stream_id, subscriber in self.subscribers.items()
             if accepts_hints or is_finished or not subscriber.is_paused
             for commit in commits_for(
-                *(self, stream_id, subscriber),
-                is_finished=is_finished,
-                num_verified=num_verified,
-                num_matched=num_matched,
+                self, stream_id, subscriber, outcomes[subscriber.is_memory], is_finished=is_finished
             )
         ]
 

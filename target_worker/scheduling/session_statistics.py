@@ -35,6 +35,7 @@ def count_sources(
     free, matched = (hints[: min(num, num_committed)] for num in (verdict.num_accepted, verdict.num_matched))
     stats.num_forced_tokens += _num_of(HintKind.FORCED, free)
     stats.num_lookup_tokens += _num_of(HintKind.LOOKUP, free)
+    stats.num_memory_tokens += _num_of(HintKind.MEMORY, free)
     num_predicted = _num_of(HintKind.PREDICTION, hints)
     num_accepted = _num_of(HintKind.PREDICTION, matched)
     stats.num_prediction_tokens += num_predicted
@@ -49,6 +50,7 @@ SOURCES = {
     HintKind.LOOKUP: common_pb2.HINT_SOURCE_LOOKUP,
     HintKind.PREDICTION: common_pb2.HINT_SOURCE_PREDICTION,
     HintKind.HEAD: common_pb2.HINT_SOURCE_HEAD,
+    HintKind.MEMORY: common_pb2.HINT_SOURCE_MEMORY,
 }
 
 

@@ -254,6 +254,7 @@ class TargetServicer(WorkerServicer[Event, Action], target_pb2_grpc.TargetServic
             self._metrics.num_cached_tokens.inc(action.num_cached_tokens)
             self._metrics.num_forced_tokens.inc(action.stats.num_forced_tokens)
             self._metrics.num_lookup_tokens.inc(action.stats.num_lookup_tokens)
+            self._metrics.num_memory_tokens.inc(action.stats.num_memory_tokens)
             self._metrics.num_stale_hints.inc(action.stats.num_stale_hints)
             self._metrics.num_late_hints.inc(action.stats.num_late_hints)
             self._metrics.num_outcomes.inc(action.stats.num_outcomes)

@@ -23,6 +23,7 @@ from outrider.observability.telemetry import TargetMetrics
 from outrider.registry.worker_record import WorkerLoad
 from outrider.sampling_params import DecodingMode, Exactness
 from protos.outrider.v1 import common_pb2, target_pb2
+from target_worker.admission import check_request
 from target_worker.messages import (
     Action,
     CancelSession,
@@ -37,7 +38,6 @@ from target_worker.messages import (
     StartSession,
     TokensCommitted,
 )
-from target_worker.scheduling.admission import check_request
 from target_worker.vllm.engine import EngineDescription, EngineLoad, EngineLost, EngineOutput, EngineRequest
 from target_worker.vllm.hints import SessionHints
 from target_worker.vllm.parameters import vllm_parameters

@@ -85,7 +85,10 @@ class ClusterFactory:
                 fingerprint = self.tokenizer.fingerprint
                 return tuple(
                     record_of(
-                        pool, address, worker.fingerprint or fingerprint, **({"model_name": worker.model_name} | record)
+                        pool,
+                        address,
+                        worker.fingerprint or fingerprint,
+                        **({"model_name": worker.model_name, "engine": worker.engine} | record),
                     )
                     for address, worker in zip(addresses, workers, strict=True)
                 )

@@ -55,6 +55,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     waits_s: float = 0.0  # until the first step, saying so
     is_hung: bool = False  # takes calls and says nothing at all
     model_name: str = "demo"  # as registered
+    engine: str = ""  # as registered
     fingerprint: str | None = None  # as registered; None: the cluster's
     may_step: Callable[[int], bool] = lambda num_tokens: True  # after so many tokens; it waits until it may
     held_s_max: float = 5.0  # that it waits for it
@@ -183,6 +184,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     lets_go_after_s: float | None = None
     is_mute: bool = False  # accepts the call and never reports
     model_name: str = "demo"  # as registered
+    engine: str = ""  # as registered
     fingerprint: str | None = None  # as registered; None: the cluster's
     requests: list[draft_pb2.AttachRequest] = field(default_factory=list)
     num_open: int = 0

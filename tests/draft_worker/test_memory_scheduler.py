@@ -51,7 +51,7 @@ def tokens(actions: list[Action]) -> list[int]:
 
 def test_what_a_session_generated_is_hinted_at_in_the_next_from_its_first_token_on() -> None:
     made = scheduler()
-    assert attach(made, "a")[:2] == [AttachmentAccepted("a"), Subscribe("t:1", "a", 1, 3)]
+    assert attach(made, "a")[:2] == [AttachmentAccepted("a"), Subscribe("t:1", "a", 1, 3, is_memory=True)]
     commit(made, "a", 3, *OUTPUT)
     assert commit(made, "a", 33, is_finished=True) == [AttachmentEnded("a")]
     assert tokens(attach(made, "b")) == OUTPUT[: len(tokens(attach(made, "c")))]
@@ -93,6 +93,7 @@ def test_a_session_that_leaves_its_tree_gets_a_new_one_below_a_newer_root() -> N
     (sent,) = commit(made, "b", 4, *OUTPUT[:5])
     assert isinstance(sent, SendHints)
     assert (sent.base_len, sent.hints[0].token_id) == (9, OUTPUT[5])
+    assert sent.match_len == 4, "five tokens agree, which count as four"
 
 
 def test_a_paused_session_is_remembered_and_gets_no_hints() -> None:
@@ -129,7 +130,7 @@ def test_a_reopened_stream_gets_subscriptions_and_trees_again() -> None:
 def test_a_missed_commit_is_asked_for() -> None:
     made = scheduler()
     attach(made, "a")
-    assert commit(made, "a", 5, 1, 2) == [Subscribe("t:1", "a", 1, 3)]
+    assert commit(made, "a", 5, 1, 2) == [Subscribe("t:1", "a", 1, 3, is_memory=True)]
     commit(made, "a", 3, 10, 11, 1, 2)
     assert not commit(made, "a", 5, 1, 2), "told twice, remembered once"
     assert made.memory.num_tokens == 4 + 32
@@ -186,6 +187,20 @@ def test_what_cannot_be_followed_is_refused_or_let_go_by_name() -> None:
     assert commit(made, "a", 3, *range(7)) == [Unsubscribe("t:1", "a"), AttachmentEnded("a")]
     attach(made, "b")
     assert commit(made, "b", 3, 1 << 31) == [Unsubscribe("t:1", "b"), AttachmentEnded("b")]
+
+
+def test_a_session_in_the_background_gives_its_slot_to_another() -> None:
+    made = scheduler(max_num_seqs=1)
+    attach(made, "a", is_background=True)
+    assert made.num_background == 1
+    commit(made, "a", 3, *OUTPUT)
+    let_go, refused, accepted, *_ = attach(made, "b")
+    assert (let_go, accepted) == (Unsubscribe("t:1", "a"), AttachmentAccepted("b"))
+    assert isinstance(refused, AttachmentRefused)
+    assert isinstance(refused.error, Overloaded)
+    (refused,) = attach(made, "c", is_background=True)
+    assert isinstance(refused, AttachmentRefused)
+    assert tokens(commit(made, "b", 3, *OUTPUT[:4]))[:1] == OUTPUT[4:5], "what it generated stays"
 
 
 def test_hints_stop_where_the_output_must_end() -> None:

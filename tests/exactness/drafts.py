@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from draft_worker import messages as draft_messages
 from draft_worker.memory.options import MemoryLimits
@@ -18,6 +19,8 @@ from outrider.hints.hint_tree import WEIGHT_TOTAL_MAX, DraftDistribution, Hint
 from outrider.sampling_params import DecodingMode
 from target_worker import messages as target_messages
 from tests.exactness.in_process import (
+    MEMORY_STREAM_ID,
+    STREAM_ID,
     Draft,
     ModelDraft,
     Request,
@@ -32,7 +35,9 @@ from tests.exactness.in_process import (
 class HostileDraft:
     """Everything it does follows from `luck`."""
 
-    def __init__(self, vocab_size: int, luck: int) -> None:
+    def __init__(self, vocab_size: int, luck: int, *, is_memory: bool = False) -> None:
+        """is_memory: whether it claims to be a memory worker."""
+        self._is_memory = is_memory
         self._vocab_size = vocab_size
         self._rng = random.Random(luck)
         self._requests: dict[str, Request] = {}
@@ -48,7 +53,7 @@ class HostileDraft:
         self._texts[session_id] = list(known)
         self._sent[session_id] = []
         known_len = self._rng.choice([len(known), len(known), 0, len(known) + 50])
-        return [subscription(session_id, known_len)]
+        return [subscription(session_id, known_len, is_memory=self._is_memory)]
 
     def hear(self, commit: target_messages.CommitPublished) -> list[target_messages.Event]:
         if commit.session_id in self._texts and commit.from_len <= len(self._texts[commit.session_id]):
@@ -95,11 +100,13 @@ class HostileDraft:
         hints = self._tree(request, text, base_len, follow=follow)
         if kind == "nonsense":
             hints = self._garbled(hints)
-        messages = [hints_arrived(request.session_id, attachment, base_len, hints)]
+        match_len = self._rng.choice([0, 3, 24, 2**32 - 1]) if self._is_memory else 0
+        told: dict[str, Any] = {"is_memory": self._is_memory, "match_len": match_len}
+        messages = [hints_arrived(request.session_id, attachment, base_len, hints, **told)]
         if len(hints) > 2 and self._rng.random() < 0.3:  # in pieces, of which one may be lost
             cut = self._rng.randrange(1, len(hints))
             messages = [
-                hints_arrived(request.session_id, attachment, base_len, part)
+                hints_arrived(request.session_id, attachment, base_len, part, **told)
                 for part in (hints[:cut], hints[cut:])
                 if self._rng.random() < 0.85
             ]
@@ -184,8 +191,10 @@ class LyingDraft(HostileDraft):
 class MemoryDraft(ModelDraft):
     """A memory worker's scheduler: what one session was given is a hint for the next ones and those beside it."""
 
-    def __init__(self, luck: int) -> None:
-        self._scheduler = MemoryScheduler(MemoryLimits())
+    is_memory = True
+
+    def __init__(self, luck: int, max_num_seqs: int = 1024) -> None:
+        self._scheduler = MemoryScheduler(MemoryLimits(max_num_seqs=max_num_seqs))
         self._rng = random.Random(luck)
         self._requests = {}
 
@@ -199,6 +208,56 @@ class MemoryDraft(ModelDraft):
         return self._events(self._scheduler.handle(event, 0.0))
 
 
+class DraftAndMemory:
+    """A draft worker and a memory worker beside it. Streams are cut and opened again, each for itself, and the memory
+    is full at times."""
+
+    def __init__(self, draft: ModelDraft, memory: MemoryDraft | HostileDraft, luck: int) -> None:
+        self._workers: dict[int, ModelDraft | MemoryDraft | HostileDraft] = {STREAM_ID: draft, MEMORY_STREAM_ID: memory}
+        self._rng = random.Random(luck)
+        self._cut: set[int] = set()
+
+    def _sent(self, stream_id: int, events: list[target_messages.Event] | None) -> list[target_messages.Event]:
+        return [] if events is None or stream_id in self._cut else events
+
+    def attach(self, request: Request, known: Sequence[int]) -> list[target_messages.Event]:
+        order = self._rng.sample(list(self._workers.items()), len(self._workers))
+        return [event for stream, worker in order for event in self._sent(stream, worker.attach(request, known))]
+
+    def hear(self, commit: target_messages.CommitPublished) -> list[target_messages.Event]:
+        stream = commit.stream_id
+        return [] if stream in self._cut else self._sent(stream, self._workers[stream].hear(commit))
+
+    def detach(self, session_id: str) -> list[target_messages.Event]:
+        return [
+            event for stream, each in self._workers.items() for event in self._sent(stream, each.detach(session_id))
+        ]
+
+    def run(self) -> list[target_messages.Event] | None:
+        events = self._upset()
+        for stream, worker in self._workers.items():
+            found = worker.run()
+            if found is not None:
+                events = (events or []) + self._sent(stream, found)
+        return events
+
+    def _upset(self) -> list[target_messages.Event] | None:
+        """Cuts a stream, or opens it again."""
+        stream = self._rng.choice(list(self._workers))
+        if stream in self._cut and self._rng.random() < 0.2:
+            self._cut.discard(stream)
+            worker = self._workers[stream]
+            return worker.reopen() if isinstance(worker, ModelDraft) else None
+        if stream not in self._cut and self._rng.random() < 0.01:
+            self._cut.add(stream)
+            return [target_messages.CloseStream(stream)]
+        return None
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+
 def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDistribution:
     """Proportional to `weights`, roughly where these add up to more than can travel."""
     total = sum(weights)
@@ -208,7 +267,7 @@ def distribution_of(token_ids: Sequence[int], weights: Sequence[int]) -> DraftDi
     return DraftDistribution(tuple(token_ids), tuple(weights))
 
 
-DRAFTS = ("none", "good", "masks", "hostile", "self", "head", "memory")
+DRAFTS = ("none", "good", "masks", "hostile", "self", "head", "memory", "good+memory", "good+hostile-memory")
 
 
 def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
@@ -226,4 +285,10 @@ def make_draft(name: str, target: TinyModel, luck: int) -> Draft | None:
             return ModelDraft(target, luck, is_head=True)
         case "memory":
             return MemoryDraft(luck)
+        case "good+memory":
+            memory = MemoryDraft(luck, max_num_seqs=1024 if luck % 4 else 4)  # full at times
+            return DraftAndMemory(ModelDraft(draft_of(target), luck), memory, luck)
+        case "good+hostile-memory":
+            hostile = HostileDraft(target.vocab_size, luck, is_memory=True)
+            return DraftAndMemory(ModelDraft(draft_of(target), luck), hostile, luck)
     return HostileDraft(target.vocab_size, luck)

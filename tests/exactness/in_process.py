@@ -44,6 +44,7 @@ from tests.exactness.reference import Ending, Reference
 from tests.models import root_dir
 
 STREAM_ID = 1
+MEMORY_STREAM_ID = 2
 TARGET_ADDRESS = "target:1"
 MAX_MODEL_LEN = 192
 MAX_NUM_SEQS = 48
@@ -191,15 +192,30 @@ def attach_session(
     )
 
 
-def subscription(session_id: str, known_len: int, num_features: int | None = None) -> target_messages.SubscribeDraft:
-    return target_messages.SubscribeDraft(STREAM_ID, session_id, known_len, num_features)
+def subscription(
+    session_id: str, known_len: int, num_features: int | None = None, *, is_memory: bool = False
+) -> target_messages.SubscribeDraft:
+    stream_id = MEMORY_STREAM_ID if is_memory else STREAM_ID
+    return target_messages.SubscribeDraft(stream_id, session_id, known_len, num_features, is_memory)
 
 
 def hints_arrived(
-    session_id: str, attachment: int, base_len: int, hints: Sequence[Hint]
+    session_id: str,
+    attachment: int,
+    base_len: int,
+    hints: Sequence[Hint],
+    *,
+    is_memory: bool = False,
+    match_len: int = 0,
 ) -> target_messages.HintsArrived:
     return target_messages.HintsArrived(
-        session_id=session_id, attachment=attachment, base_len=base_len, hints=list(hints), arrived_at=0.0
+        session_id=session_id,
+        attachment=attachment,
+        base_len=base_len,
+        hints=list(hints),
+        arrived_at=0.0,
+        is_memory=is_memory,
+        match_len=match_len,
     )
 
 
@@ -340,6 +356,8 @@ class Draft(Protocol):
 class ModelDraft:
     """A real `DraftCore`. Its `luck` decides the seeds of sampled hints, and which session is attached anew."""
 
+    is_memory = False
+
     def __init__(self, tiny: TinyModel, luck: int, mask_token_id: int | None = None, *, is_head: bool = False) -> None:
         """`mask_token_id`: of a draft that guesses several tokens in one pass; any token serves, rightly or wrongly.
         `is_head`: whether it runs a draft head of `tiny`."""
@@ -386,6 +404,10 @@ class ModelDraft:
         _, attachment = self._requests.pop(session_id)
         return self._handle(draft_messages.DetachSession(session_id, attachment))
 
+    def reopen(self) -> list[target_messages.Event]:
+        """Opens its stream again after it was cut."""
+        return self._handle(draft_messages.LinkOpened(TARGET_ADDRESS))
+
     def run(self) -> list[target_messages.Event] | None:
         actions, until = self.core.run_next(0.0)
         return None if until is None else self._events(actions)
@@ -410,12 +432,15 @@ class ModelDraft:
         for action in actions:
             match action:
                 case draft_messages.SendHints():
-                    events.append(hints_arrived(action.session_id, action.attachment, action.base_len, action.hints))
+                    told = action.session_id, action.attachment, action.base_len, action.hints
+                    events.append(hints_arrived(*told, is_memory=self.is_memory, match_len=action.match_len))
                 case draft_messages.Subscribe():
                     num_features = action.known_features if action.head else None
-                    events.append(subscription(action.session_id, action.known_len, num_features))
+                    is_memory = action.is_memory
+                    events.append(subscription(action.session_id, action.known_len, num_features, is_memory=is_memory))
                 case draft_messages.Unsubscribe():
-                    events.append(target_messages.UnsubscribeDraft(STREAM_ID, action.session_id))
+                    stream_id = MEMORY_STREAM_ID if self.is_memory else STREAM_ID
+                    events.append(target_messages.UnsubscribeDraft(stream_id, action.session_id))
                 case draft_messages.AttachmentRefused():
                     # It has not heard yet that others have ended. This session goes without.
                     assert isinstance(action.error, Overloaded), action.error

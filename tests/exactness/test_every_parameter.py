@@ -170,6 +170,16 @@ def test_a_good_draft_is_right_mostly_and_wrong_at_times(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_draft_worker_and_a_memory_worker_are_both_of_use(mode: str) -> None:
+    """Some session uses both at once, or the tests above would show little."""
+    ended = [result.ended for result in run_texts("ignore-eos", mode, "good+memory", Manner(on_time=1.0))]
+    counts = [
+        (each.stats.num_accepted_draft_tokens, each.stats.num_memory_tokens) for each in ended if each is not None
+    ]
+    assert any(drafted and remembered for drafted, remembered in counts), counts
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", LARGE_CASES)
 def test_every_parameter_matters(case: str, mode: str) -> None:
     """A parameter that changed no text would be tested by nobody."""
@@ -219,8 +229,9 @@ def draw(
         for result in Bridge(SMALL, make(batch), batch, Manner(on_time, unrest=0.01)).run(requests):
             assert result.ended is not None
             drawn.counts[tuple(result.token_ids), result.ending] += 1
-            drawn.verified += result.ended.stats.num_draft_tokens
-            drawn.accepted += result.ended.stats.num_accepted_draft_tokens
+            stats = result.ended.stats
+            drawn.verified += stats.num_draft_tokens + stats.num_memory_tokens
+            drawn.accepted += stats.num_accepted_draft_tokens + stats.num_memory_tokens
     assert drawn.counts.total() == num_sessions
     return drawn
 

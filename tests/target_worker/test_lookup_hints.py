@@ -14,6 +14,7 @@ from target_worker.hints.hint_path import CERTAIN_MATCH, HintSources, choose_pat
 from target_worker.hints.lookup import LookupHints
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
+    Action,
     HintsArrived,
     SessionEnded,
     StartSession,
@@ -78,12 +79,15 @@ class World:
             verdicts.append(verify_choices(rows, item.hints) if item.num_decided else None)
         self.now += 0.01
         self.num_steps += 1
-        for action in self.scheduler.finish_step(decision, StepResult(verdicts, 10.0), self.now):
+        for action in self.finish_step(decision, StepResult(verdicts, 10.0)):
             if isinstance(action, TokensCommitted):
                 self.texts[action.session_id] += action.token_ids
             elif isinstance(action, SessionEnded):
                 self.ended[action.session_id] = action
         return True
+
+    def finish_step(self, step: Step, result: StepResult) -> list[Action]:
+        return self.scheduler.finish_step(step, result, self.now)
 
     def run(self) -> None:
         while self.turn():

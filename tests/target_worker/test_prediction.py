@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidRequest
 from outrider.hints.hint_tree import Hint, HintTree
 from outrider.sampling_params import SamplingParams, SpeculationSettings
+from target_worker.admission import check_request
 from target_worker.hints.hint_path import HintSources, choose_path
 from target_worker.hints.local_source import MAX_READ, NO_PROPOSAL, HintKind, LocalSource, Proposal
 from target_worker.hints.prediction import (
@@ -24,7 +25,6 @@ from target_worker.hints.prediction import (
 )
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import SessionRefused, StartSession
-from target_worker.scheduling.admission import check_request
 from tests.target_worker.test_lookup_hints import PROMPT, VOCAB_SIZE, World, expected
 
 PROMPT_LEN = 3

@@ -46,6 +46,7 @@ class HintSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HINT_SOURCE_LOOKUP: _ClassVar[HintSource]
     HINT_SOURCE_PREDICTION: _ClassVar[HintSource]
     HINT_SOURCE_GRAMMAR: _ClassVar[HintSource]
+    HINT_SOURCE_MEMORY: _ClassVar[HintSource]
 LOGPROBS_MODE_RAW: LogprobsMode
 LOGPROBS_MODE_PROCESSED: LogprobsMode
 ACCEPTANCE_RULE_BLOCK: AcceptanceRule
@@ -68,6 +69,7 @@ HINT_SOURCE_HEAD: HintSource
 HINT_SOURCE_LOOKUP: HintSource
 HINT_SOURCE_PREDICTION: HintSource
 HINT_SOURCE_GRAMMAR: HintSource
+HINT_SOURCE_MEMORY: HintSource
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "num_logprobs", "num_prompt_logprobs", "logprobs_mode", "grammar")
@@ -169,7 +171,7 @@ class SpeculationParams(_message.Message):
     def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., acceptance_rule: _Optional[_Union[AcceptanceRule, str]] = ..., num_draft_probs: _Optional[int] = ..., draft_probs_bits: _Optional[int] = ..., plain: _Optional[bool] = ..., always: _Optional[bool] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens", "num_outcomes", "num_predicted_outcomes", "num_ready_outcomes", "num_late_hints", "num_prediction_tokens", "num_accepted_prediction_tokens", "num_head_tokens", "num_accepted_head_tokens")
+    __slots__ = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_stale_hints", "acceptance_histogram", "draft_length_histogram", "num_hint_bytes", "num_forced_tokens", "num_lookup_tokens", "num_outcomes", "num_predicted_outcomes", "num_ready_outcomes", "num_late_hints", "num_prediction_tokens", "num_accepted_prediction_tokens", "num_head_tokens", "num_accepted_head_tokens", "num_memory_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_SPEC_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +190,7 @@ class SpeculationStats(_message.Message):
     NUM_ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_HEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_HEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MEMORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -206,7 +209,8 @@ class SpeculationStats(_message.Message):
     num_accepted_prediction_tokens: int
     num_head_tokens: int
     num_accepted_head_tokens: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., num_outcomes: _Optional[int] = ..., num_predicted_outcomes: _Optional[int] = ..., num_ready_outcomes: _Optional[int] = ..., num_late_hints: _Optional[int] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., num_head_tokens: _Optional[int] = ..., num_accepted_head_tokens: _Optional[int] = ...) -> None: ...
+    num_memory_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., num_outcomes: _Optional[int] = ..., num_predicted_outcomes: _Optional[int] = ..., num_ready_outcomes: _Optional[int] = ..., num_late_hints: _Optional[int] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., num_head_tokens: _Optional[int] = ..., num_accepted_head_tokens: _Optional[int] = ..., num_memory_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters", "max_num_waiting", "weights_fingerprint", "numerics", "stalled_ms", "num_speculative_tokens", "engine", "num_mask_tokens")

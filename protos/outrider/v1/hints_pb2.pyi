@@ -19,7 +19,7 @@ class HintFrame(_message.Message):
     def __init__(self, subscribe: _Optional[_Iterable[_Union[Subscribe, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[HintNodes, _Mapping]]] = ..., unsubscribe: _Optional[_Iterable[str]] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("session_id", "attachment", "known_len", "channel", "hint_token", "head", "known_features")
+    __slots__ = ("session_id", "attachment", "known_len", "channel", "hint_token", "head", "known_features", "is_memory")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class Subscribe(_message.Message):
     HINT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    IS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     attachment: int
     known_len: int
@@ -34,10 +35,11 @@ class Subscribe(_message.Message):
     hint_token: str
     head: str
     known_features: int
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ..., hint_token: _Optional[str] = ..., head: _Optional[str] = ..., known_features: _Optional[int] = ...) -> None: ...
+    is_memory: bool
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., known_len: _Optional[int] = ..., channel: _Optional[int] = ..., hint_token: _Optional[str] = ..., head: _Optional[str] = ..., known_features: _Optional[int] = ..., is_memory: _Optional[bool] = ...) -> None: ...
 
 class HintNodes(_message.Message):
-    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences", "promoted_ids")
+    __slots__ = ("channel", "base_len", "first_node_id", "node_ids", "parent_ids", "token_ids", "support_sizes", "support_token_ids", "support_weights", "confidences", "promoted_ids", "match_len")
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,7 @@ class HintNodes(_message.Message):
     SUPPORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_IDS_FIELD_NUMBER: _ClassVar[int]
+    MATCH_LEN_FIELD_NUMBER: _ClassVar[int]
     channel: int
     base_len: int
     first_node_id: int
@@ -60,7 +63,8 @@ class HintNodes(_message.Message):
     support_weights: _containers.RepeatedScalarFieldContainer[int]
     confidences: _containers.RepeatedScalarFieldContainer[int]
     promoted_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[int]] = ..., promoted_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    match_len: int
+    def __init__(self, channel: _Optional[int] = ..., base_len: _Optional[int] = ..., first_node_id: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., support_sizes: _Optional[_Iterable[int]] = ..., support_token_ids: _Optional[_Iterable[int]] = ..., support_weights: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[int]] = ..., promoted_ids: _Optional[_Iterable[int]] = ..., match_len: _Optional[int] = ...) -> None: ...
 
 class CommitFrame(_message.Message):
     __slots__ = ("commits", "pong")

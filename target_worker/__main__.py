@@ -87,6 +87,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         )
         grammars = await worker.beside(lambda: grammar_compiler(engine, arguments.model))
         head = await worker.beside(lambda: tap_for_head(engine, arguments))
+        info.head_fingerprint = head
         await worker.beside(lambda: lead_and_test(engine))
         servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=worker.tracing)
         servicer.hints.use_head(head)

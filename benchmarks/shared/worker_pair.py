@@ -101,6 +101,7 @@ class WorkerPair:
     target_stub: target_pb2_grpc.TargetStub
     draft_stub: draft_pb2_grpc.DraftStub | None
     draft_dials: str | None = None  # instead of the target's own address
+    head_fingerprint: str = ""  # of the draft head whose features the target sends
 
     async def generate(
         self,
@@ -173,6 +174,7 @@ class WorkerPair:
             token_ids=token_ids,
             sampling=sampling.to_proto(),
             speculation=speculation.to_proto(),
+            head_fingerprint=self.head_fingerprint,
         )
         async for _ in self.draft_stub.Attach(request, timeout=600.0):
             is_attached.set()
@@ -220,4 +222,5 @@ async def worker_pair(
             handles[1] if draft_dir is not None else None,
             target_pb2_grpc.TargetStub(channels[0]),
             draft_pb2_grpc.DraftStub(channels[1]) if draft_dir is not None else None,
+            head_fingerprint=str(handles[0].facts.get("head_fingerprint", "")),
         )

@@ -107,6 +107,8 @@ async def serve(arguments: argparse.Namespace) -> None:
                 num_mask_tokens=limits.num_mask_tokens,
             )
         )
+        if new_features is not None:
+            info.head_fingerprint = info.weights_fingerprint
         grammars = await worker.beside(lambda: grammar_compiler(engine, tokenizer_dir))
         await worker.beside(engine.lead)
         servicer = DraftServicer(info, scheduler, metrics, grammars, TargetDialer(process.dialer), worker.tracing)

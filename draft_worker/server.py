@@ -24,6 +24,7 @@ from draft_worker.messages import (
 from outrider.addresses import split_address
 from outrider.errors import (
     DeadlineExceeded,
+    HeadMismatch,
     InvalidRequest,
     OutriderError,
     TokenizerMismatch,
@@ -194,6 +195,8 @@ class DraftServicer(WorkerServicer[Event, Action], draft_pb2_grpc.DraftServicer)
         ours, theirs = self.info.tokenizer_fingerprint, request.tokenizer_fingerprint
         if theirs and theirs != ours:
             raise TokenizerMismatch(ours, theirs, "the target")
+        if (head := self.info.head_fingerprint) and head != request.head_fingerprint:
+            raise HeadMismatch(head, request.head_fingerprint)
         sampling = SamplingParams.from_proto(request.sampling)
         return AttachSession(
             request.session_id,

@@ -28,7 +28,8 @@ OutriderError                     500  INTERNAL
 ├── ClientLeft                    499  CANCELLED            the caller left before it had sent its request
 ├── DeadlineExceeded              504  DEADLINE_EXCEEDED    the request's deadline passed
 └── ConfigurationError            500  FAILED_PRECONDITION  the operator can fix it, at start
-    └── TokenizerMismatch                                   two workers have different token ids
+    ├── TokenizerMismatch                                   two workers have different token ids
+    └── HeadMismatch                                        a draft head's target does not send what it reads
 
 Each class carries its HTTP status, the name of its `grpc.StatusCode` and the `type` of an OpenAI error body, so that
 the servers translate without a table of their own. The module imports nothing of ours, so that anything may import it.
@@ -306,3 +307,15 @@ class TokenizerMismatch(ConfigurationError):
         )
         self.ours = ours
         self.theirs = theirs
+
+
+class HeadMismatch(ConfigurationError):
+    """A draft worker runs a draft head, and a target keeps no features for it."""
+
+    def __init__(self, ours: str, theirs: str) -> None:
+        """Fingerprints of the draft worker's head, and of the target's; empty: it has none."""
+        kept = f"it keeps those of the head {theirs[:16]}" if theirs else "it keeps none"
+        super().__init__(
+            f"this draft worker runs the draft head {ours[:16]}, and the target sends no features for it ({kept}); "
+            "start the target, on Outrider's own engine, with --draft-head and the folder of this head"
+        )

@@ -100,10 +100,11 @@ async def serve(arguments: argparse.Namespace) -> None:
             )
         )
         grammars = await worker.beside(lambda: grammar_compiler(engine, arguments.model))
+        if (folder := service.draft_head) is not None:
+            info.head_fingerprint = await worker.beside(partial(checkpoint_fingerprint, folder))
         await worker.beside(lambda: lead_and_test(engine))
         servicer = TargetServicer(info, metrics, grammars, scheduler.check_room, tracing=worker.tracing)
-        if service.draft_head is not None:
-            servicer.hints.use_head(checkpoint_fingerprint(service.draft_head))
+        servicer.hints.use_head(info.head_fingerprint)
         target_pb2_grpc.add_TargetServicer_to_server(servicer, process.services)
         hints_pb2_grpc.add_HintsServicer_to_server(servicer.hints, process.services)
 

@@ -13,6 +13,7 @@ from outrider.errors import ConfigurationError
 from outrider.settings import from_flags
 from target_worker import __main__ as target_worker
 from target_worker.limits import SchedulerLimits
+from target_worker.vllm import worker
 
 
 def test_without_flags_a_worker_has_the_limits_that_the_code_has() -> None:
@@ -49,3 +50,10 @@ def test_a_bad_flag_is_refused_before_a_model_is_looked_for(worker: Any, flag: s
     arguments = worker.parse_arguments(["--model", "/nowhere", flag, value])
     with pytest.raises(ConfigurationError, match=flag):
         asyncio.run(worker.serve(arguments))
+
+
+def test_vllm_keeps_no_features_for_a_draft_head() -> None:
+    kind = worker.kind(target_worker.PERMITTED)
+    arguments = kind.parse_arguments(["--model", "/nowhere", "--draft-head", "/heads/mine"])
+    with pytest.raises(ConfigurationError, match=r"--draft-head /heads/mine: vLLM keeps no features"):
+        asyncio.run(worker.serve(kind, (), arguments))

@@ -102,6 +102,7 @@ class WorkerPair:
     draft_stub: draft_pb2_grpc.DraftStub | None
     draft_dials: str | None = None  # instead of the target's own address
     has_local_hints: bool = False  # without a draft worker requests take the target's own, instead of being plain
+    head_fingerprint: str = ""  # of the draft head whose features the target sends
 
     async def generate(
         self,
@@ -175,6 +176,7 @@ class WorkerPair:
             token_ids=token_ids,
             sampling=sampling.to_proto(),
             speculation=speculation.to_proto(),
+            head_fingerprint=self.head_fingerprint,
         )
         async for _ in self.draft_stub.Attach(request, timeout=600.0):
             is_attached.set()
@@ -222,4 +224,5 @@ async def worker_pair(
             handles[1] if draft_dir is not None else None,
             target_pb2_grpc.TargetStub(channels[0]),
             draft_pb2_grpc.DraftStub(channels[1]) if draft_dir is not None else None,
+            head_fingerprint=str(handles[0].facts.get("head_fingerprint", "")),
         )

@@ -147,6 +147,12 @@ class CoordinatorMetrics:
         self.models_file_degraded = self._gauge(
             "models_file_degraded", "1 while the file of models is wrong, so that its last change has no effect"
         )
+        self.unpaired_workers = self._gauge(
+            "draft_head_unpaired_workers",
+            "Pairs of draft and target workers that are not made because the target keeps no features for the draft "
+            "worker's draft head",
+            *_LABELS,
+        )
         self.attach_failures = self._counter("draft_attach_failures", "Attachments that a draft worker ended")
         self.poisonous_prompt = self._gauge(
             "poisonous_prompt",
@@ -252,6 +258,11 @@ class CoordinatorMetrics:
         self.draft_acceptance_alarm.clear()
         for worker_id, model in alarms:
             self.draft_acceptance_alarm.labels(model, _ENGINE, worker_id).set(1)
+
+    def show_unpaired(self, num_pairs: Mapping[str, int]) -> None:
+        """Exports pairs of workers that draft heads rule out, by model."""
+        for model, num in num_pairs.items():
+            self.unpaired_workers.labels(model, _ENGINE).set(num)
 
     def show_poison(self, prompt_digests: Iterable[str]) -> None:
         """Exports the prompts that are refused because workers were lost to them."""

@@ -93,7 +93,8 @@ class Router:
     """Picks workers for one replica of the coordinator.
 
     A target must serve the model under the name asked for, with the request's tokenizer. A draft worker needs the
-    target's tokenizer; its model's name is a limit only where the served model, or a canary, names its draft models.
+    target's tokenizer, and with a draft head a target that keeps features for it; its model's name is a limit only
+    where the served model, or a canary, names its draft models.
     """
 
     def __init__(
@@ -210,6 +211,7 @@ class Router:
             if (
                 self._reason_against(worker, now_s) is None
                 and admits(worker)
+                and (target is None or worker.can_read(target))
                 and choice.admits(worker.model_name)
                 and worker.max_model_len >= num_tokens
                 and self.has_room(worker, is_background=is_background)

@@ -161,6 +161,7 @@ class DraftLink:
             token_ids=session.committed(),
             sampling=drafting(session.request.sampling, session.target.engine),
             tokenizer_fingerprint=session.target.tokenizer_fingerprint,
+            head_fingerprint=session.target.head_fingerprint,
             num_prompt_tokens=session.request.num_prompt_tokens,
             speculation=session.spec.request.speculation.to_proto(),
             deadline_ms=remaining_ms(session.deadline_s, environment.now_s()),

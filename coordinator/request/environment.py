@@ -16,6 +16,7 @@ from coordinator.access.concurrency_limits import ConcurrencyLimits
 from coordinator.access.rate_limits import RateLimits
 from coordinator.models.models_file import ServedModels, open_models
 from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.placement import draft_heads
 from coordinator.placement.admission import Admission
 from coordinator.placement.reservations import Reservations
 from coordinator.placement.routing import Router
@@ -165,7 +166,10 @@ class Environment:
         self.models, self.channels, self.new_id = outside.models, outside.channels, outside.new_id
         self.metrics, self.tracing = outside.metrics, outside.tracing
         router = Router(
-            lambda worker: outside.models.current().reason_against(worker),
+            lambda worker: (
+                outside.models.current().reason_against(worker)
+                or draft_heads.reason_against(worker, self.snapshot().targets)
+            ),
             outside.chance,
             settings.quarantine_s,
             reason_against,

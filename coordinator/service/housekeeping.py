@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +28,7 @@ class Housekeeping:
     _catalog: ModelCatalog
     _degraded: Mapping[Gauge, Callable[[], bool]]  # whether the part of each gauge is
     _reported: set[Exclusion] = field(default_factory=set)
+    _unpaired: set[tuple[str, ...]] = field(default_factory=set)  # kinds of pairs that have been reported
 
     async def keep(self) -> None:
         """Runs until it is cancelled."""
@@ -50,8 +52,10 @@ class Housekeeping:
         for pool, workers in (("target", snapshot.targets), ("draft", snapshot.drafts)):
             usable, _ = environment.placement.router.usable(workers, environment.now_s())
             metrics.live_workers.labels(pool).set(len(usable))
-        for model in self._catalog.served():
+        served = self._catalog.served()
+        for model in served:
             metrics.know(model.model)
+        self._tell_unpaired([model.model for model in served])
         learned.watch.keep(snapshot.drafts)
         metrics.show_draft_alarms(learned.watch.alarms)
         poison.look(snapshot.targets, environment.now_s())
@@ -61,3 +65,14 @@ class Housekeeping:
         metrics.registry_degraded.set(snapshot.degraded)
         for gauge, is_degraded in self._degraded.items():
             gauge.set(is_degraded())
+
+    def _tell_unpaired(self, models: Sequence[str]) -> None:
+        """Exports the pairs of workers that draft heads rule out, and logs each kind of pair once."""
+        found = self._catalog.unpaired()
+        num_pairs = Counter(dict.fromkeys(models, 0))
+        for each in found:
+            num_pairs[each.model] += each.num_pairs
+            if each.kind not in self._unpaired:
+                _log.warning("%s", each)
+        self._unpaired = {each.kind for each in found}
+        self._environment.metrics.show_unpaired(num_pairs)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from coordinator.models.model_table import ModelTable
 from coordinator.models.models_file import ServedModels
 from coordinator.models.served_model import ServedModel
+from coordinator.placement.draft_heads import UnpairedWorkers, unpaired
 from coordinator.placement.routing import Exclusion, Router
 from outrider.errors import InvalidRequest, ModelNotFound, Unavailable
 from outrider.registry.worker_record import Pool, Snapshot, WorkerRecord
@@ -54,7 +55,7 @@ class ModelCatalog:
                 name,
                 max(target.max_model_len for target in targets),
                 len(targets),
-                sum(map(served.admits_draft, drafts)),
+                sum(served.admits_draft(each) and any(map(each.can_read, targets)) for each in drafts),
                 served.tokenizer.has_chat_template,
             )
             for served, name, targets in self._live(self._models.current()).values()
@@ -74,6 +75,17 @@ class ModelCatalog:
         snapshot, now_s = self._snapshot(), self._now_s()
         _, excluded = self._router.usable((*snapshot.targets, *snapshot.drafts), now_s)
         return excluded
+
+    def unpaired(self) -> list[UnpairedWorkers]:
+        """Usable workers that are not paired because of their draft heads."""
+        snapshot, now_s, table = self._snapshot(), self._now_s(), self._models.current()
+        drafts, targets = (self._router.usable(each, now_s)[0] for each in (snapshot.drafts, snapshot.targets))
+
+        def admits(model: str, draft: WorkerRecord) -> bool:
+            served = table.get(model)
+            return served is not None and served.admits_draft(draft)
+
+        return unpaired(drafts, targets, admits)
 
     def tokenizer_of(self, asked: str) -> tuple[Tokenizer, int | None]:
         """The tokenizer of a model, which need not have a target, and its longest context, in tokens, if it has one. An

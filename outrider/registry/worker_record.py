@@ -17,7 +17,7 @@ MEMORY: Final = "memory"
 """`WorkerRecord.engine` of a draft worker that has no model: its hints are what was generated before."""
 _ABSENT_BEFORE: Final = frozenset({"weights_fingerprint", "numerics"})
 """Fields missing from records of the previous release, which have no checksum either."""
-_ADDED: Final = frozenset({"num_speculative_tokens", "num_background", "engine"})
+_ADDED: Final = frozenset({"num_speculative_tokens", "num_background", "engine", "head_fingerprint"})
 """Fields missing from records of the previous release that have a checksum."""
 _CHECK: Final = "check"
 """Name of the checksum over all fields. A damaged record could read as another model or another address."""
@@ -56,6 +56,8 @@ class WorkerRecord:
     numerics: str = ""  # outrider.engine.compiled.numerics: dtype, quantization, kernels, ranks, versions
     num_speculative_tokens: int = 0  # of a target: most hints verified per step; 0: unknown, or none
     engine: str = ""  # that computes its model; empty: ours; MEMORY: none does
+    # Of a draft worker: the draft head that it runs; of a target: the one whose features it sends; empty: none.
+    head_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.worker_id) <= 64:
@@ -70,6 +72,11 @@ class WorkerRecord:
             raise ValueError(f"address must be host:port: {error}") from error
         if self.max_num_seqs < 1 or self.max_model_len < 1:
             raise ValueError("max_num_seqs and max_model_len must be at least 1")
+
+    def can_read(self, target: WorkerRecord) -> bool:
+        """Whether a target sends what this draft worker drafts from; a draft worker without a draft head needs nothing
+        but the tokens."""
+        return self.head_fingerprint in ("", target.head_fingerprint)
 
     @classmethod
     def from_fields(cls, stored: Mapping[str, str]) -> Self:

@@ -49,12 +49,14 @@ def worker_info(
 
 
 def identity(info: common_pb2.WorkerInfo) -> dict[str, str]:
-    """Identifies what determines a worker's output, for its ready line."""
+    """Identifies what determines a worker's output, and its draft head if it has one, for its ready line."""
+    head = {"head_fingerprint": info.head_fingerprint} if info.head_fingerprint else {}
     return {
         "model": info.model_name,
         "dtype": info.dtype,
         "weights_fingerprint": info.weights_fingerprint,
         "numerics": info.numerics,
+        **head,
     }
 
 

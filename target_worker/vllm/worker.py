@@ -48,6 +48,11 @@ async def serve(kind: WorkerKind, vllm_flags: tuple[str, ...], arguments: argpar
     """Starts vLLM and serves until told to stop. Raises OutriderError when it cannot start, or vLLM ends."""
     options = from_flags(VllmOptions, arguments, vllm_flags=vllm_flags)
     service = from_flags(Service, arguments)
+    if service.draft_head is not None:
+        raise ConfigurationError(
+            f"--draft-head {service.draft_head}: vLLM keeps no features for draft workers; draft with a model instead, "
+            "or leave --engine out"
+        )
     name = service.served_model_name or Path(options.model).name
     make_metrics = partial(TargetMetrics, name, names=MetricsNames.OUTRIDER)
     async with kind.opened(arguments, make_metrics) as worker:

@@ -345,6 +345,13 @@ class TestDraftChoice:
         busy, idle = draft(0, zone="a", num_running=7), draft(1, zone="b")
         assert self.ranked(router(), here, busy, idle) == [idle, busy]
 
+    def test_one_with_a_draft_head_goes_to_targets_that_keep_features_for_it_alone(self) -> None:
+        model, head = draft(0), draft(1, head_fingerprint="a")
+        made = router()
+        for kept, expected in (("a", {model, head}), ("b", {model}), ("", {model})):
+            here = target(0, head_fingerprint=kept)
+            assert set(map(key_of, self.ranked(made, here, model, head))) == set(map(key_of, expected))
+
     def test_nonsense_in_the_record_counts_as_nothing(self) -> None:
         here = target(0)
         odd = draft(0, round_trips=f"{here.address}=soon = x=1=2 \x00=3 {here.address}=-4")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from draft_worker.links import MAX_FRAME_COMMITS
+from outrider.errors import HeadMismatch
 from outrider.worker.rpc import MAX_MESSAGE_BYTES
 from protos.outrider.v1 import common_pb2, draft_pb2, hints_pb2
 from tests.hostile import EFFORTS, MANY, WAIT_S, mangled, messages, try_out
@@ -287,6 +288,19 @@ def test_an_attachment_has_the_salt_and_the_owner_that_its_coordinator_sent(stag
     assert (attached.cache_salt, attached.owner) == ("search", "search's")
 
 
+@pytest.mark.parametrize(("sent", "kept"), [("", "it keeps none"), ("cd" * 16, "of the head cdcdcdcdcdcdcdcd)")])
+def test_a_target_that_sends_no_features_for_the_head_is_refused_by_name(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, sent: str, kept: str
+) -> None:
+    info = common_pb2.WorkerInfo(head_fingerprint="ab" * 16)
+    monkeypatch.setattr(stage.draft.servicer, "info", info)
+    with pytest.raises(HeadMismatch, match="--draft-head") as refusal:
+        stage.draft.servicer._parse(stage.attach("blind", stage.honest, head_fingerprint=sent))
+    assert "runs the draft head abababababababab," in refusal.value.message
+    assert kept in refusal.value.message
+    stage.draft.servicer._parse(stage.attach("seeing", stage.honest, head_fingerprint="ab" * 16))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -297,6 +311,7 @@ def test_an_attachment_has_the_salt_and_the_owner_that_its_coordinator_sent(stag
         {"owner": "x" * 65},
         {"target_address": "\U0001f600" * 500_000},
         {"tokenizer_fingerprint": "x" * 3_000_000},
+        {"head_fingerprint": "x" * 3_000_000, "token_ids": [VOCAB_SIZE]},
         {"sampling": common_pb2.SamplingParams(top_p=1, max_tokens=1, allowed_token_ids=range(MANY))},
         {"sampling": common_pb2.SamplingParams(top_p=1, max_tokens=1, grammar=common_pb2.Grammar(lark="&" * MANY))},
     ],

@@ -17,13 +17,14 @@ from tests import models
 WIDTH, INNER, NUM_HEADS, HEAD_DIM = 32, 64, 2, 16
 
 
-def write_head(folder: Path, vocab_size: int, longest: int) -> Path:
-    """A head in the original layout, for a target of two layers."""
+def write_head(folder: Path, vocab_size: int, longest: int, target_width: int = WIDTH, seed: int = 9) -> Path:
+    """A head in the original layout, for a target of two layers or more."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": WIDTH,
+        "target_hidden_size": target_width,
         "intermediate_size": INNER,
         "num_hidden_layers": 1,
         "num_attention_heads": NUM_HEADS,
@@ -37,7 +38,7 @@ def write_head(folder: Path, vocab_size: int, longest: int) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {
-        "fc.weight": (WIDTH, 3 * WIDTH),
+        "fc.weight": (WIDTH, 3 * target_width),
         "embed_tokens.weight": (vocab_size, WIDTH),
         "lm_head.weight": (vocab_size, WIDTH),
         "midlayer.self_attn.q_proj.weight": (NUM_HEADS * HEAD_DIM, 2 * WIDTH),
@@ -49,7 +50,7 @@ def write_head(folder: Path, vocab_size: int, longest: int) -> Path:
         "midlayer.mlp.down_proj.weight": (WIDTH, INNER),
     }
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
-    generator = torch.Generator().manual_seed(9)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors |= {f"{name}.weight": torch.ones(WIDTH) for name in norms}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

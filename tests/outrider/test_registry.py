@@ -72,7 +72,10 @@ class TestWorkerRecord:
             RECORD, weights_fingerprint="", numerics="", num_speculative_tokens=0
         )
 
-    @pytest.mark.parametrize(("name", "absent"), [("num_speculative_tokens", 0), ("num_background", 0), ("engine", "")])
+    @pytest.mark.parametrize(
+        ("name", "absent"),
+        [("num_speculative_tokens", 0), ("num_background", 0), ("engine", ""), ("head_fingerprint", "")],
+    )
     def test_a_record_without_a_field_that_came_later_has_a_checksum_of_the_rest(self, name: str, absent: Any) -> None:
         stored = RECORD.to_fields()
         del stored[name], stored["check"]
@@ -85,7 +88,15 @@ class TestWorkerRecord:
             WorkerRecord.from_fields(lost)
 
     def test_a_record_without_any_other_field_is_refused(self) -> None:
-        may_lack = {"weights_fingerprint", "numerics", "num_speculative_tokens", "num_background", "engine", "check"}
+        may_lack = {
+            "weights_fingerprint",
+            "numerics",
+            "num_speculative_tokens",
+            "num_background",
+            "engine",
+            "head_fingerprint",
+            "check",
+        }
         for name in RECORD.to_fields().keys() - may_lack:
             stored = RECORD.to_fields()
             del stored[name]

@@ -82,6 +82,17 @@ class HttpApi:
                 {"worker_id": each.worker_id, "pool": each.pool, "reason": each.reason}
                 for each in self._service.catalog.exclusions()
             ],
+            "unpaired_workers": [
+                {
+                    "model": each.model,
+                    "draft_head": each.draft_head,
+                    "target_head": each.target_head,
+                    "num_draft_workers": len(each.draft_ids),
+                    "num_target_workers": len(each.target_ids),
+                    "reason": str(each),
+                }
+                for each in self._service.catalog.unpaired()
+            ],
             "useless_drafts": [
                 {"worker_id": worker_id, "model": model}
                 for worker_id, model in self._service.environment.speculation.watch.alarms

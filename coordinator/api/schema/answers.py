@@ -140,6 +140,17 @@ class ExcludedWorker(BaseModel):
     reason: str = Field(description="why it is not used")
 
 
+class UnpairedWorkers(BaseModel):
+    """Draft workers and targets that are not paired, because the targets keep no features for their draft head."""
+
+    model: str = Field(description="the target model")
+    draft_head: str = Field(description="fingerprint of the draft head that the draft workers run")
+    target_head: str = Field(description="that of the head that the targets keep features for; empty: for none")
+    num_draft_workers: Count = Field(description="usable now")
+    num_target_workers: Count = Field(description="usable now")
+    reason: str = Field(description="names of the workers, and the way out")
+
+
 class UselessDraft(BaseModel):
     """A draft worker whose hints are hardly ever accepted."""
 
@@ -156,6 +167,7 @@ class Health(BaseModel):
     num_draft_workers: Count = Field(description="usable now")
     target_weights: list[TargetWeights] = Field(description="live targets by weights and numerics")
     excluded_workers: list[ExcludedWorker] = Field(description="registered workers that are not used")
+    unpaired_workers: list[UnpairedWorkers] = Field(description="pairs that draft heads rule out")
     useless_drafts: list[UselessDraft] = Field(description="draft workers with an acceptance alarm")
 
 

@@ -213,7 +213,7 @@ class SpeculationStats(_message.Message):
     def __init__(self, num_steps: _Optional[int] = ..., num_spec_steps: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_stale_hints: _Optional[int] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., draft_length_histogram: _Optional[_Iterable[int]] = ..., num_hint_bytes: _Optional[int] = ..., num_forced_tokens: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., num_outcomes: _Optional[int] = ..., num_predicted_outcomes: _Optional[int] = ..., num_ready_outcomes: _Optional[int] = ..., num_late_hints: _Optional[int] = ..., num_prediction_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ..., num_head_tokens: _Optional[int] = ..., num_accepted_head_tokens: _Optional[int] = ..., num_memory_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters", "max_num_waiting", "weights_fingerprint", "numerics", "stalled_ms", "num_speculative_tokens", "engine", "num_mask_tokens")
+    __slots__ = ("worker_id", "model_name", "tokenizer_fingerprint", "vocab_size", "max_model_len", "max_num_seqs", "dtype", "incarnation", "num_model_parameters", "max_num_waiting", "weights_fingerprint", "numerics", "stalled_ms", "num_speculative_tokens", "engine", "num_mask_tokens", "head_fingerprint")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class WorkerInfo(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     NUM_MASK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_name: str
     tokenizer_fingerprint: str
@@ -246,7 +247,8 @@ class WorkerInfo(_message.Message):
     num_speculative_tokens: int
     engine: str
     num_mask_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_model_parameters: _Optional[int] = ..., max_num_waiting: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., stalled_ms: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., engine: _Optional[str] = ..., num_mask_tokens: _Optional[int] = ...) -> None: ...
+    head_fingerprint: str
+    def __init__(self, worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_model_parameters: _Optional[int] = ..., max_num_waiting: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., stalled_ms: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., engine: _Optional[str] = ..., num_mask_tokens: _Optional[int] = ..., head_fingerprint: _Optional[str] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.outrider.v1 import common_pb2 as protos_dot_outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x1fprotos/outrider/v1/common.proto\"\xe2\x02\n\rAttachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x16\n\x0etarget_address\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x1d\n\x15tokenizer_fingerprint\x18\x06 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x12\n\nhint_token\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\r\n\x05owner\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x05\"e\n\x0c\x41ttachStatus\x12\x16\n\x0enum_sent_nodes\x18\x01 \x01(\r\x12\x11\n\tnum_roots\x18\x02 \x01(\r\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\x32\x8b\x01\n\x05\x44raft\x12\x41\n\x06\x41ttach\x12\x1a.outrider.v1.AttachRequest\x1a\x19.outrider.v1.AttachStatus0\x01\x12?\n\x07GetInfo\x12\x1b.outrider.v1.GetInfoRequest\x1a\x17.outrider.v1.WorkerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x1fprotos/outrider/v1/common.proto\"\xfc\x02\n\rAttachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x16\n\x0etarget_address\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x1d\n\x15tokenizer_fingerprint\x18\x06 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\r\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x12\n\nhint_token\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\r\n\x05owner\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x18\n\x10head_fingerprint\x18\x0e \x01(\t\"e\n\x0c\x41ttachStatus\x12\x16\n\x0enum_sent_nodes\x18\x01 \x01(\r\x12\x11\n\tnum_roots\x18\x02 \x01(\r\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\x12\x13\n\x0bis_finished\x18\x04 \x01(\x08\x32\x8b\x01\n\x05\x44raft\x12\x41\n\x06\x41ttach\x12\x1a.outrider.v1.AttachRequest\x1a\x19.outrider.v1.AttachStatus0\x01\x12?\n\x07GetInfo\x12\x1b.outrider.v1.GetInfoRequest\x1a\x17.outrider.v1.WorkerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_ATTACHREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_ATTACHREQUEST']._serialized_start=81
-  _globals['_ATTACHREQUEST']._serialized_end=435
-  _globals['_ATTACHSTATUS']._serialized_start=437
-  _globals['_ATTACHSTATUS']._serialized_end=538
-  _globals['_DRAFT']._serialized_start=541
-  _globals['_DRAFT']._serialized_end=680
+  _globals['_ATTACHREQUEST']._serialized_end=461
+  _globals['_ATTACHSTATUS']._serialized_start=463
+  _globals['_ATTACHSTATUS']._serialized_end=564
+  _globals['_DRAFT']._serialized_start=567
+  _globals['_DRAFT']._serialized_end=706
 # @@protoc_insertion_point(module_scope)

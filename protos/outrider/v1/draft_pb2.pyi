@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_id", "attachment", "target_address", "token_ids", "sampling", "tokenizer_fingerprint", "num_prompt_tokens", "speculation", "deadline_ms", "hint_token", "cache_salt", "owner", "priority")
+    __slots__ = ("session_id", "attachment", "target_address", "token_ids", "sampling", "tokenizer_fingerprint", "num_prompt_tokens", "speculation", "deadline_ms", "hint_token", "cache_salt", "owner", "priority", "head_fingerprint")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class AttachRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     attachment: int
     target_address: str
@@ -35,7 +36,8 @@ class AttachRequest(_message.Message):
     cache_salt: str
     owner: str
     priority: int
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tokenizer_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., hint_token: _Optional[str] = ..., cache_salt: _Optional[str] = ..., owner: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    head_fingerprint: str
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., target_address: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., tokenizer_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., hint_token: _Optional[str] = ..., cache_salt: _Optional[str] = ..., owner: _Optional[str] = ..., priority: _Optional[int] = ..., head_fingerprint: _Optional[str] = ...) -> None: ...
 
 class AttachStatus(_message.Message):
     __slots__ = ("num_sent_nodes", "num_roots", "committed_len", "is_finished")

@@ -53,7 +53,8 @@ class DraftServicer:
     def Attach(self, request, context):
         """Follows one session while the call is open. Cancelling it detaches and frees the slot, and so does its deadline,
         with DEADLINE_EXCEEDED.
-        RESOURCE_EXHAUSTED before any work when full; FAILED_PRECONDITION when the tokenizers differ.
+        RESOURCE_EXHAUSTED before any work when full; FAILED_PRECONDITION when the tokenizers differ, or the worker runs a
+        draft head and the target sends no features for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

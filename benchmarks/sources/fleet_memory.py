@@ -6,6 +6,10 @@ before. Recorded tokens are replayed on two targets: real schedulers of targets 
 and commits, and only the model is replaced by what it generated. Hints arrive before the next step, or with --late one
 step later. Nobody is faster for what nobody has generated yet: requests that start together and generate the same gain
 nothing, so they start some steps apart. The memory's own time is processor time of its thread per committed token.
+
+The draft worker of two arms is no model: it hints at the next tokens, each of which is right with a given probability
+as long as those before it are. What a draft model of that acceptance would add to a memory, and a memory to it, is a
+matter of these figures alone.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from draft_worker.memory.options import MemoryLimits
 from draft_worker.memory.scheduler import MemoryScheduler
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.verification import Verdict
+from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.text.tokenizer import Tokenizer
 from target_worker import messages as target_messages
@@ -37,8 +42,28 @@ STEP_S = 0.01
 EDITED_SHARE = 0.05  # of a file's lines, in every turn of every attempt
 OWN_SHARE = 0.02  # of its lines, edited in one attempt alone
 LOOKUP, RECENT, MEMORY = "lookup", "lookup with recent outputs", "lookup and memory"
-ARMS = {LOOKUP: (0, False), RECENT: (65536, False), MEMORY: (0, True)}
-"""By name: tokens of recent outputs that each target keeps, and whether a memory worker follows its sessions."""
+DRAFT, BOTH = "lookup and draft", "lookup, draft and memory"
+DRAFT_STREAM, MEMORY_STREAM = 1, 2
+ToTarget = target_messages.SubscribeDraft | target_messages.HintsArrived
+WRONG = 0  # a token that a draft hints at where it is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Sources of hints beside lookup in the session's own tokens."""
+
+    recent_tokens: int = 0  # of recent outputs, which each target keeps
+    has_memory: bool = False
+    has_draft: bool = False
+
+
+ARMS = {
+    LOOKUP: Arm(),
+    RECENT: Arm(recent_tokens=65536),
+    MEMORY: Arm(has_memory=True),
+    DRAFT: Arm(has_draft=True),
+    BOTH: Arm(has_memory=True, has_draft=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +88,8 @@ class Replay:
 
     clients: Sequence[Client]
     num_speculative_tokens: int
-    recent_tokens: int
-    has_memory: bool
+    arm: Arm
+    draft_rate: float = 0.7  # probability that a hint of the draft worker is right, if those before it are
     is_late: bool = False
     num_steps: int = 0  # of sessions, those of a prompt not counted
     num_tokens: int = 0
@@ -73,7 +98,8 @@ class Replay:
     _targets: list[Scheduler] = field(init=False)
     _memory: MemoryScheduler = field(default_factory=lambda: MemoryScheduler(MemoryLimits()))
     _running: dict[str, tuple[int, Turn, list[int]]] = field(default_factory=dict)  # target, turn, generated so far
-    _on_the_way: list[draft_messages.Action] = field(default_factory=list)
+    _on_the_way: list[tuple[int, ToTarget]] = field(default_factory=list)  # to a target
+    _luck: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         longest = max(len(turn.prompt) + len(turn.output) for client in self.clients for turn in client.turns)
@@ -81,7 +107,7 @@ class Replay:
             max_num_seqs=len(self.clients),
             max_model_len=longest + 1,
             num_speculative_tokens=self.num_speculative_tokens,
-            max_lookup_tokens=self.recent_tokens,
+            max_lookup_tokens=self.arm.recent_tokens,
             may_pause=False,
             hint_wait_ms_max=0.0,
         )
@@ -111,30 +137,47 @@ class Replay:
     def _start(self, name: str, target: int, turn: Turn) -> None:
         self._running[name] = (target, turn, [])
         sampling = SamplingParams(temperature=0.0, max_tokens=len(turn.output), ignore_eos=True)
-        settings = SpeculationSettings(enabled=self.has_memory)
+        settings = SpeculationSettings()
         prompt = turn.prompt
         event = target_messages.StartSession(name, list(prompt), len(prompt), sampling, settings, 0)
         self._targets[target].handle(event, self.now)
-        if self.has_memory:
+        if self.arm.has_memory:
             self._tell_memory(draft_messages.AttachSession(name, 1, str(target), list(prompt), sampling, 0))
+        if self.arm.has_draft:
+            self._on_the_way.append((target, target_messages.SubscribeDraft(DRAFT_STREAM, name, len(prompt))))
+            self._draft(name)
 
     def _tell_memory(self, event: draft_messages.Event) -> None:
         began = time.thread_time()
-        self._on_the_way += self._memory.handle(event)
+        actions = self._memory.handle(event)
         self.memory_s += time.thread_time() - began
-
-    def _deliver(self, actions: Sequence[draft_messages.Action]) -> None:
         for action in actions:
-            if not isinstance(action, draft_messages.Subscribe | draft_messages.SendHints):
-                continue
-            name = action.session_id
-            event: target_messages.Event = (
-                target_messages.SubscribeDraft(1, name, action.known_len)
-                if isinstance(action, draft_messages.Subscribe)
-                else target_messages.HintsArrived(name, 1, action.base_len, action.hints, self.now)
-            )
-            if name in self._running:
-                self._publish(self._targets[int(action.target_address)].handle(event, self.now))
+            match action:
+                case draft_messages.Subscribe():
+                    told: ToTarget = target_messages.SubscribeDraft(
+                        MEMORY_STREAM, action.session_id, action.known_len, is_memory=True
+                    )
+                case draft_messages.SendHints():
+                    hints = action.session_id, 1, action.base_len, action.hints, self.now
+                    told = target_messages.HintsArrived(*hints, is_memory=True, match_len=action.match_len)
+                case _:
+                    continue
+            self._on_the_way.append((int(action.target_address), told))
+
+    def _draft(self, name: str) -> None:
+        """Sends the draft worker's hints below what a session has committed."""
+        target, turn, generated = self._running[name]
+        hints, is_right = list[Hint](), True
+        for node_id, token_id in enumerate(turn.output[len(generated) :][: self.num_speculative_tokens + 1], 1):
+            is_right = is_right and self._luck.random() < self.draft_rate
+            hints.append(Hint(node_id, node_id - 1, token_id if is_right else WRONG))
+        base_len = len(turn.prompt) + len(generated)
+        self._on_the_way.append((target, target_messages.HintsArrived(name, 1, base_len, hints, self.now)))
+
+    def _deliver(self, messages: Sequence[tuple[int, ToTarget]]) -> None:
+        for target, event in messages:
+            if event.session_id in self._running:
+                self._publish(self._targets[target].handle(event, self.now))
 
     def _step(self, target: int) -> None:
         scheduler = self._targets[target]
@@ -156,10 +199,12 @@ class Replay:
             if isinstance(action, target_messages.TokensCommitted):
                 self.num_tokens += len(action.token_ids)
                 self._running[action.session_id][2].extend(action.token_ids)
+                if self.arm.has_draft:
+                    self._draft(action.session_id)
             elif isinstance(action, target_messages.SessionEnded):
                 _, turn, generated = self._running.pop(action.session_id)
                 assert generated == turn.output, "the output is that of the recording"
-            elif isinstance(action, target_messages.CommitPublished):
+            elif isinstance(action, target_messages.CommitPublished) and action.stream_id == MEMORY_STREAM:
                 self._tell_memory(
                     draft_messages.CommitReceived(
                         session_id=action.session_id,
@@ -183,16 +228,19 @@ def _verified(rest: list[int], item: target_messages.StepItem) -> Verdict:
     return Verdict(choices[: num_accepted + 1], num_accepted, num_matched)
 
 
-def compare(clients: Sequence[Client], num_speculative_tokens: int, *, is_late: bool = False) -> dict[str, Any]:
+def compare(
+    clients: Sequence[Client], num_speculative_tokens: int, *, draft_rate: float = 0.7, is_late: bool = False
+) -> dict[str, Any]:
     """Tokens per step of each arm, and what the memory costs."""
     found: dict[str, Any] = {}
-    for name, (recent_tokens, has_memory) in ARMS.items():
-        replay = Replay(clients, num_speculative_tokens, recent_tokens, has_memory, is_late)
+    for name, arm in ARMS.items():
+        replay = Replay(clients, num_speculative_tokens, arm, draft_rate, is_late)
         replay.run()
         found[name] = round(replay.num_tokens / replay.num_steps, 3)
-        if has_memory:
+        if name == MEMORY:
             found["memory_us_per_token"] = round(replay.memory_s / replay.num_tokens * 1e6, 1)
     found["memory_over_lookup"] = round(found[MEMORY] / found[LOOKUP], 3)
+    found["memory_over_draft"] = round(found[BOTH] / found[DRAFT], 3)
     return found
 
 
@@ -247,10 +295,11 @@ def agent_loop(tokenizer: Tokenizer, file: str, num_attempts: int, num_turns: in
 
 def table(result: Mapping[str, Any]) -> str:
     """Tokens per step, one line per workload."""
-    lines = [f"{'workload':28}{'lookup':>8}{'recent':>8}{'memory':>8}{'gain':>7}{'µs/token':>10}"]
+    heads = ("lookup", "recent", "memory", "gain", "draft", "both", "gain", "µs/token")
+    columns = (LOOKUP, RECENT, MEMORY, "memory_over_lookup", DRAFT, BOTH, "memory_over_draft", "memory_us_per_token")
+    lines = [f"{'workload':28}" + "".join(f"{head:>9}" for head in heads)]
     for name, each in result["workloads"].items():
-        figures = [each[LOOKUP], each[RECENT], each[MEMORY], each["memory_over_lookup"], each["memory_us_per_token"]]
-        lines.append(f"{name:28}{figures[0]:8.2f}{figures[1]:8.2f}{figures[2]:8.2f}{figures[3]:7.2f}{figures[4]:10.1f}")
+        lines.append(f"{name:28}" + "".join(f"{each[column]:9.2f}" for column in columns))
     return "\n".join(lines)
 
 
@@ -264,6 +313,7 @@ def main() -> None:
     parser.add_argument("--stagger", type=int, default=20, help="steps between two rollouts (default %(default)s)")
     parser.add_argument("--attempt-stagger", type=int, default=400, help="and two attempts (default %(default)s)")
     parser.add_argument("--hints", type=int, default=7, help="most verified per step (default %(default)s)")
+    parser.add_argument("--draft-rate", type=float, default=0.7, help="of right hints of a draft (default %(default)s)")
     parser.add_argument("--late", action="store_true", help="hints arrive one step late")
     arguments = parser.parse_args()
     workloads: dict[str, Any] = {}
@@ -283,11 +333,11 @@ def main() -> None:
                     Client([Turn(prompt, output)], first + number * arguments.stagger)
                     for number, output in enumerate(outputs)
                 ]
-            found = compare(clients, arguments.hints, is_late=arguments.late)
+            found = compare(clients, arguments.hints, draft_rate=arguments.draft_rate, is_late=arguments.late)
             workloads[f"rollouts, temperature {temperature:g}"] = found
     file = min((each.text for each in held_out_files() if len(each.text) > 2000), key=len)
     loop = agent_loop(tokenizer, file, arguments.rollouts, arguments.turns, arguments.attempt_stagger)
-    workloads["agent loop"] = compare(loop, arguments.hints, is_late=arguments.late)
+    workloads["agent loop"] = compare(loop, arguments.hints, draft_rate=arguments.draft_rate, is_late=arguments.late)
     report(arguments, {"machine": machine(), "workloads": workloads}, table=table)
 
 

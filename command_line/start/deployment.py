@@ -82,8 +82,8 @@ class Deployment:
     num_target_workers: int = setting(1, "target workers", CAPACITY, "workers", at_least=1, at_most=64)
     num_draft_workers: int = setting(1, "draft workers", CAPACITY, "workers", at_least=1, at_most=64)
     num_memory_workers: int = setting(
-        0, "memory workers, which remember what was generated for each tenant and hint at it when it comes again; they "
-        "send hints where no draft worker does",
+        0, "memory workers, which remember what was generated for each tenant and hint at it when it comes again, "
+        "beside draft workers or without any",
         CAPACITY, "workers", at_least=0, at_most=64,
     )  # fmt: skip
     tensor_parallel_size: int = setting(

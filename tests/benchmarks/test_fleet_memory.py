@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from benchmarks.sources.fleet_memory import LOOKUP, MEMORY, RECENT, Client, Turn, compare, edited
+import pytest
+
+from benchmarks.sources.fleet_memory import BOTH, DRAFT, LOOKUP, MEMORY, RECENT, Client, Turn, compare, edited
 
 PROMPT = [1, 2, 3, 4]
 
@@ -17,6 +19,9 @@ def test_what_another_target_generated_is_found_by_the_memory_alone() -> None:
     assert found[MEMORY] > 1.6  # the first takes 200 steps, the second about 25
     assert found["memory_over_lookup"] == found[MEMORY]
     assert found["memory_us_per_token"] > 0
+    assert found[DRAFT] > 2.0  # most tokens, but not all, are guessed one by one
+    assert found["memory_over_draft"] == pytest.approx(found[BOTH] / found[DRAFT], abs=0.01)
+    assert found["memory_over_draft"] > 1.3  # the second takes a few steps
 
 
 def test_requests_that_start_together_gain_nothing_and_late_hints_gain_less() -> None:

@@ -205,4 +205,4 @@ def test_serve_starts_draft_and_memory_workers_and_a_request_has_both(tmp_path: 
             return found
 
         eventually(accepted, lambda both: min(both.values()) > 0, "hints of both workers are accepted", 60.0)
-        assert system.metric("target-0", "outrider_memory_accepted_tokens_total") == found["num_memory_tokens"]
+        assert system.metric("target-0", "outrider_memory_accepted_tokens_total") >= found["num_memory_tokens"]

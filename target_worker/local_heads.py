@@ -56,7 +56,9 @@ def load_local_head(folder: Path, target_dir: Path, engine: Engine, observe_ms: 
         return MedusaDrafter(
             engine, load_medusa(folder, target_dir, DTYPES[engine.config.dtype], engine.device), observe_ms
         )
-    options = replace(engine.config, model=folder, max_model_len=engine.max_model_len)
+    options = replace(
+        engine.config, model=folder, max_model_len=engine.max_model_len, beside_bytes=0, beside_bytes_per_token=0
+    )
     num_entries = engine.allocator.num_blocks * engine.block_size
     return AttentiveDrafter(engine, load_head(options, target_dir, num_entries), observe_ms)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.sampling.randomness import mix
 from outrider.engine.sampling.verification import Verdict
 from outrider.sampling_params import DecodingMode, SamplingParams, SpeculationSettings
-from target_worker.messages import StartSession, Step, StepResult
+from target_worker.messages import Drafted, HeadResult, HeadTurn, StartSession, Step, StepResult
 
 VOCAB_SIZE = 5
 END = 4
@@ -117,3 +119,34 @@ def start(
         text.append(next_token(text))
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 20} | sampling))  # type: ignore[arg-type]
     return StartSession(session_id, text, len(prompt), params, speculation or SpeculationSettings(), 7)
+
+
+class FakeHead:
+    """A draft head with KV of its own: right always or never, or with `luck` at times; a pass takes `pass_ms`."""
+
+    max_depth = 8
+
+    def __init__(
+        self, *, is_right: bool = True, pass_ms: float = 0.5, num_blocks: int = 400, luck: int | None = None
+    ) -> None:
+        self.allocator: BlockAllocator | None = BlockAllocator(num_blocks, 4)
+        self.is_right, self.pass_ms = is_right, pass_ms
+        self._rng = None if luck is None else random.Random(luck)
+        self.turns: list[HeadTurn] = []
+
+    def draft(self, turn: HeadTurn) -> HeadResult:
+        self.turns.append(turn)
+        drafts, num_rows = [], 0
+        for item in turn.items:
+            assert item.kv is not None
+            assert item.kv.length == item.start < item.end <= len(item.token_ids)
+            assert item.target_kv.length >= item.end - 1, "the target's states are not there yet"
+            item.kv.extend(item.end - item.start)
+            num_rows += item.end - item.start
+            token_ids: list[int] = []
+            while item.context is not None and len(token_ids) < turn.depth:
+                right = next_token([*item.token_ids, *token_ids], seed_of(item.sampling, item.seed))
+                is_right = self.is_right if self._rng is None else self._rng.random() < 0.7
+                token_ids.append(right if is_right else (right + 1) % VOCAB_SIZE)
+            drafts.append(Drafted(token_ids, [100] * len(token_ids)))
+        return HeadResult(drafts, [(num_rows, self.pass_ms), *[(len(turn.items), self.pass_ms)] * (turn.depth - 1)])

@@ -19,9 +19,6 @@ from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
     Action,
     CloseStream,
-    Drafted,
-    HeadResult,
-    HeadTurn,
     HintsArrived,
     SessionEnded,
     StartSession,
@@ -32,7 +29,7 @@ from target_worker.messages import (
 )
 from target_worker.scheduling.head_turns import MAX_ROWS, NUM_MEASURED_TURNS, Asking, best_depth
 from target_worker.scheduling.scheduler import Scheduler
-from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, greedy_text, next_token, start
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeHead, FakeModel, greedy_text, next_token, start
 
 LIMITS = SchedulerLimits(
     has_lookup=False,
@@ -45,33 +42,6 @@ LIMITS = SchedulerLimits(
 )
 STEP = StepLine(10.0, 0.1)
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
-
-
-class FakeHead:
-    """A head with KV of its own: right always or never, and each pass takes `pass_ms`."""
-
-    max_depth = 8
-
-    def __init__(self, *, is_right: bool = True, pass_ms: float = 0.5, num_blocks: int = 400) -> None:
-        self.allocator: BlockAllocator | None = BlockAllocator(num_blocks, 4)
-        self.is_right, self.pass_ms = is_right, pass_ms
-        self.turns: list[HeadTurn] = []
-
-    def draft(self, turn: HeadTurn) -> HeadResult:
-        self.turns.append(turn)
-        drafts, num_rows = [], 0
-        for item in turn.items:
-            assert item.kv is not None
-            assert item.kv.length == item.start < item.end <= len(item.token_ids)
-            assert item.target_kv.length >= item.end - 1, "the target's states are not there yet"
-            item.kv.extend(item.end - item.start)
-            num_rows += item.end - item.start
-            token_ids: list[int] = []
-            while item.context is not None and len(token_ids) < turn.depth:
-                right = next_token([*item.token_ids, *token_ids])
-                token_ids.append(right if self.is_right else (right + 1) % VOCAB_SIZE)
-            drafts.append(Drafted(token_ids, [100] * len(token_ids)))
-        return HeadResult(drafts, [(num_rows, self.pass_ms), *[(len(turn.items), self.pass_ms)] * (turn.depth - 1)])
 
 
 class World:

@@ -38,7 +38,7 @@ from target_worker.messages import (
     WaitForHints,
 )
 from target_worker.scheduling.scheduler import Scheduler
-from tests.target_worker.fakes import END, VOCAB_SIZE, FakeModel, greedy_text, next_token, start
+from tests.target_worker.fakes import END, VOCAB_SIZE, FakeHead, FakeModel, greedy_text, next_token, start
 
 LIMITS = SchedulerLimits(
     may_pause=False,
@@ -58,10 +58,16 @@ LIMITS = SchedulerLimits(
 class World:
     """A scheduler, a fake model, and a record of everything that was said to callers and draft workers."""
 
-    def __init__(self, limits: SchedulerLimits = LIMITS, num_blocks: int = 49, block_size: int = 4) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        limits: SchedulerLimits = LIMITS,
+        num_blocks: int = 49,
+        block_size: int = 4,
+        head: FakeHead | None = None,
+    ) -> None:
+        self.limits, self.head = limits, head
         self.allocator = BlockAllocator(num_blocks, block_size)
-        self.scheduler = Scheduler(limits, self.allocator, VOCAB_SIZE)
+        self.scheduler = Scheduler(limits, self.allocator, VOCAB_SIZE, head)
         self.model = FakeModel(num_blocks * block_size)
         self.now = 100.0
         self.starts: dict[str, StartSession] = {}
@@ -185,7 +191,11 @@ class World:
         early = self.scheduler._early._kept
         assert len(early) <= self.limits.max_early_sessions
         assert all(len(one.events) <= self.limits.max_early_events for one in early.values())
-        self.allocator.check_integrity([session.kv for session in self.scheduler._sessions.values()])
+        sessions = self.scheduler._sessions.values()
+        self.allocator.check_integrity([session.kv for session in sessions])
+        if self.head is not None and self.head.allocator is not None:
+            owned = [each.head.kv for each in sessions if each.head is not None and each.head.kv is not None]
+            self.head.allocator.check_integrity(owned)
 
     def check_is_empty(self) -> None:
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.kv_usage) == (
@@ -343,8 +353,18 @@ class RandomLife(RuleBasedStateMachine):
         self.world.check_is_empty()
 
 
+class RandomLifeBesideAHead(RandomLife):
+    """The same, with a draft head of the worker's own, whose KV is at times too small for all sessions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(head=FakeHead(pass_ms=0.2, num_blocks=30, luck=7))
+
+
 TestRandomLife = RandomLife.TestCase
+TestRandomLifeBesideAHead = RandomLifeBesideAHead.TestCase
 TestRandomLife.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestRandomLifeBesideAHead.settings = settings(TestRandomLife.settings, max_examples=60)
 
 
 def run_alone(event: StartSession, limits: SchedulerLimits = LIMITS) -> World:

@@ -54,8 +54,13 @@ from target_worker.scheduling.early_events import EarlyEvents
 from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.head_turns import DraftsLocally, HeadTurns
 from target_worker.scheduling.session import Session
+<<<<<<< HEAD
 from target_worker.scheduling.session_sources import add_memory, local_sources, take_hints
 from target_worker.scheduling.step_composition import compose, learn_chunks
+=======
+from target_worker.scheduling.session_sources import local_sources, take_hints
+from target_worker.scheduling.step_composition import compose
+>>>>>>> memory
 
 LOOK_EVERY_S = 0.05
 """Least time between two checks of the deadlines."""
@@ -228,9 +233,7 @@ class Scheduler:
         if session is None:
             self._early.keep(event.session_id, event, now)
             return []
-        if event.is_memory:
-            add_memory(session, self._memory_calibrations)
-        elif not session.is_drafted:
+        if not event.is_memory and not session.is_drafted:
             session.reset_draft_statistics(now, self._wait.usual_timing)
             session.intake = self._intake.start(session, len(self._active()))
         return session.subscribe(event)
@@ -245,7 +248,7 @@ class Scheduler:
         session = self._sessions.get(event.session_id)
         if session is None:
             self._early.keep(event.session_id, event, now)
-        elif take_hints(session, event):
+        elif take_hints(session, event, self._memory_calibrations):
             path_len = len(session.tree.primary_path(self.limits.num_speculative_tokens))
             self._wait.on_hints(session.timing, event.arrived_at, path_len, event.base_len)
 

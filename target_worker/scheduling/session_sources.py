@@ -33,19 +33,12 @@ def local_sources(
     return sources
 
 
-def add_memory(session: Session, calibrations: Mapping[DecodingMode, Calibration]) -> None:
-    """Gives a session that a memory worker follows a source for its hints, unless it has one."""
-    if session.memory is None and not session.speculation.is_plain:
-        session.memory = MemoryHints(session.committed_len, calibrations.get(session.decoding_mode))
-        session.local = [*session.local, session.memory]
-
-
-def take_hints(session: Session, event: HintsArrived) -> bool:
-    """Adds hints that arrived to a session's tree for them; returns whether they were a draft worker's and are
-    accepted."""
+def take_hints(session: Session, event: HintsArrived, calibrations: Mapping[DecodingMode, Calibration]) -> bool:
+    """Adds hints that arrived to a session's tree for them; returns whether a draft worker sent them and they are
+    accepted. calibrations: of memory workers' confidence."""
     if event.is_memory:
-        if session.memory is not None:
-            session.memory.add(session.token_ids, event)
+        if not session.speculation.is_plain:
+            _memory_of(session, calibrations).add(session.token_ids, event)
     elif session.accepts_hints:
         session.tree.add(session.token_ids, event.attachment, event.base_len, event.hints)
     else:
@@ -53,3 +46,11 @@ def take_hints(session: Session, event: HintsArrived) -> bool:
         return False
     add_up_to_limit(session.stats, "num_hint_bytes", event.num_bytes)
     return not event.is_memory
+
+
+def _memory_of(session: Session, calibrations: Mapping[DecodingMode, Calibration]) -> MemoryHints:
+    """The session's source of memory workers' hints, which it gets with the first of them."""
+    if session.memory is None:
+        session.memory = MemoryHints(session.committed_len, calibrations.get(session.decoding_mode))
+        session.local = [*session.local, session.memory]
+    return session.memory

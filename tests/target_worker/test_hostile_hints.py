@@ -101,6 +101,7 @@ def nodes(draw: st.DrawFn) -> hints_pb2.HintNodes:
     message = hints_pb2.HintNodes(channel=draw(CHANNELS))
     base_len = KNOWN.num_prompt[name] + draw(st.integers(-2, NUM_TOKENS + 2))
     message.base_len = draw(st.sampled_from([base_len, base_len, base_len, 0, 1, UINT32_MAX]))
+    message.match_len = draw(st.sampled_from([0, 3, 24, UINT32_MAX]))
     if draw(st.booleans()):
         message.first_node_id = draw(st.sampled_from([1, 1, 1, 2, 200, UINT32_MAX - 1, UINT32_MAX]))
     num_nodes = draw(st.sampled_from([0, 1, 2, 5, 12, 40, MAX_NODES_PER_MESSAGE, MAX_NODES_PER_MESSAGE + 1]))
@@ -171,11 +172,12 @@ def frames() -> SearchStrategy[bytes]:
     return (frame | frame | frame | anything).map(lambda each: each.SerializeToString()) | mangled(frame)
 
 
-def welcome(channel_of: dict[str, int]) -> bytes:
-    """The first message of an honest draft worker: its subscriptions."""
+def welcome(channel_of: dict[str, int], *, is_memory: bool = False) -> bytes:
+    """The first message of an honest draft or memory worker: its subscriptions."""
     return hints_pb2.HintFrame(
         subscribe=[
-            hints_pb2.Subscribe(session_id=name, attachment=1, channel=channel) for name, channel in channel_of.items()
+            hints_pb2.Subscribe(session_id=name, attachment=1, channel=channel, is_memory=is_memory)
+            for name, channel in channel_of.items()
         ]
     ).SerializeToString()
 
@@ -211,8 +213,9 @@ def check_bounds(target: ServedTarget) -> None:
         assert len(kept.events) <= limits.max_early_events
         assert kept.num_hints <= limits.max_early_hints
     for session in list(target.scheduler._sessions.values()):
-        assert len(session.tree) <= session.tree.max_nodes
-        assert len(session.tree._path) <= MAX_PATH_KEPT + 1
+        for tree in [session.tree, *([] if session.memory is None else [session.memory._tree])]:
+            assert len(tree) <= tree.max_nodes
+            assert len(tree._path) <= MAX_PATH_KEPT + 1
         assert len(session.subscribers) <= len(target.servicer.hints) + 2  # and some that are being closed
 
 
@@ -237,22 +240,24 @@ def run(target: ServedTarget, streams: Sequence[Sequence[bytes]], pause_s: float
 @pytest.mark.thorough
 @EFFORTS
 def test_no_lie_changes_a_text(target: ServedTarget, effort: int) -> None:
-    first = welcome({name: channel for channel, name in enumerate(NAMES)})
+    channel_of = {name: channel for channel, name in enumerate(NAMES)}
+    firsts = {"draft": [welcome(channel_of)], "memory": [welcome(channel_of, is_memory=True)], "stranger": []}
 
-    def check(streams: list[list[bytes]], is_introduced: bool, pause_s: float) -> None:
-        run(target, [[first, *said] if is_introduced else said for said in streams], pause_s)
+    def check(streams: list[list[bytes]], introduced: list[str], pause_s: float) -> None:
+        run(target, [[*firsts[as_whom], *said] for as_whom, said in zip(introduced, streams, strict=False)], pause_s)
 
     try_out(
         check,
         effort,
         50,
         streams=st.lists(st.lists(frames(), max_size=12), min_size=1, max_size=2),
-        is_introduced=st.sampled_from([True, True, False]),
+        introduced=st.lists(st.sampled_from(sorted(firsts)), min_size=2, max_size=2),
         pause_s=st.sampled_from([0.0, 0.001, 0.004]),
     )
 
 
-def test_these_lies_are_tried(target: ServedTarget) -> None:
+@pytest.mark.parametrize("is_memory", [False, True], ids=["draft", "memory"])
+def test_these_lies_are_tried(target: ServedTarget, is_memory: bool) -> None:
     """Hints of the kind that the test above sends are verified, and some of them hold."""
     name = NAMES[0]
     truth, start = KNOWN.texts[name], KNOWN.num_prompt[name]
@@ -262,7 +267,7 @@ def test_these_lies_are_tried(target: ServedTarget) -> None:
     frame = hints_pb2.HintFrame(nodes=[hints]).SerializeToString()
 
     async def both() -> list[target_pb2.GenerateEvent]:
-        lying = asyncio.create_task(lie(target, [welcome({name: 1}), frame], 0.0))
+        lying = asyncio.create_task(lie(target, [welcome({name: 1}, is_memory=is_memory), frame], 0.0))
         kept = target.scheduler._early._kept  # they are there before the session is
         async with asyncio.timeout(WAIT_S):
             while not any(each.num_hints for each in list(kept.values())):  # noqa: ASYNC110 - the model's thread owns it
@@ -273,7 +278,8 @@ def test_these_lies_are_tried(target: ServedTarget) -> None:
         return [target_pb2.GenerateEvent.FromString(answer) for answer in answers]
 
     events = target.runner.run(both())
-    assert sum(event.step.num_accepted_draft_tokens for event in events) >= 10
+    num_drafted = sum(event.step.num_accepted_draft_tokens for event in events)
+    assert (events[-1].finished.stats.num_memory_tokens if is_memory else num_drafted) >= 10
 
 
 @pytest.mark.parametrize(

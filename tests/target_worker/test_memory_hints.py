@@ -357,8 +357,9 @@ class TestSessions:
         assert world.num_steps == 120
         assert world.ended["a"].stats.num_memory_tokens == 0
 
-    def test_hints_without_a_subscription_are_dropped(self) -> None:
+    def test_a_memory_that_finds_nothing_costs_nothing(self) -> None:
         pair = Pair()
-        pair.tell(arrived(chain(pair.right[5:9]), base_len=5))
+        pair.subscribe(MEMORY)
+        pair.turn()
         assert pair.session.memory is None
         assert pair.finish().num_memory_tokens == 0

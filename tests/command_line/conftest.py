@@ -42,8 +42,11 @@ def write_head(folder: Path, kind: str = "eagle3", **config: Any) -> Path:
     """A draft head's folder, as far as anybody reads it before it is loaded."""
     folder.mkdir()
     names = {"eagle3": ("fc.weight", "midlayer.hidden_norm.weight"), "medusa": ("0.0.linear.weight",)}[kind]
-    described: dict[str, Any] = {"eagle3": {"architectures": ["LlamaForCausalLMEagle3"]}, "medusa": {"medusa_num_heads": 1}}[kind]
-    (folder / "config.json").write_text(json.dumps(described | config))
+    kinds: dict[str, dict[str, Any]] = {
+        "eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
+        "medusa": {"medusa_num_heads": 1},
+    }
+    (folder / "config.json").write_text(json.dumps(kinds[kind] | config))
     tensors = {name: {"dtype": "BF16", "shape": [10, 10], "data_offsets": [0, 200]} for name in names}
     header = json.dumps(tensors).encode()
     (folder / f"{kind}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

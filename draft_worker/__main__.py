@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from draft_worker.limits import DraftLimits, DraftModel
+from outrider.engine.heads.kind import is_head
 from outrider.engine.options import EngineOptions
 from outrider.errors import TokenizerMismatch
 from outrider.observability.telemetry import DraftMetrics
@@ -81,7 +82,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
         engine: Engine | HeadEngine
         new_features = None
-        if await worker.beside(lambda: draft_heads.is_head(arguments.model)):
+        if await worker.beside(lambda: is_head(arguments.model)):
             tokenizer_dir = draft_heads.target_of(arguments.model, arguments.target_tokenizer)
             engine = head = await worker.load_with(partial(draft_heads.load, tokenizer_dir))
             new_features = draft_heads.features_of(head)

@@ -10,11 +10,13 @@ from typing import Annotated, Any, Final
 import typer
 
 from command_line.plan.chart_values import PoolPlan, Wanted, document, plan_pool
-from command_line.plan.device_plan import decide, device_memory, load_of
+from command_line.plan.device_plan import Workers, decide, device_memory, load_of, loads_of
 from command_line.plan.gpus import is_gpu, parse_memory
 from command_line.plan.report import as_json, report
 from command_line.profile import DtypeChoice, QuantizationChoice
 from command_line.settings import reader
+from command_line.start.preflight import kind_of_draft
+from outrider.engine.heads.kind import HeadKind
 from outrider.engine.kv.kv_plan import ALL_SHARE, SHARED_SHARE, ModelMemory, in_words
 from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
 from outrider.settings import settings_of
@@ -34,7 +36,11 @@ def _check_memory(text: str | None) -> str | None:
 
 
 Draft = Annotated[
-    Path | None, typer.Option(help="Model folder of a draft model on the same device.", show_default=False)
+    Path | None,
+    typer.Option(help="Folder of a draft model on the same device, or of a draft head.", show_default=False),
+]
+DraftHead = Annotated[
+    Path | None, typer.Option(help="Folder of a draft head that runs beside the target.", show_default=False)
 ]
 Memory = Annotated[
     str | None,
@@ -106,6 +112,7 @@ def plan(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
     draft: Draft = None,
+    draft_head: DraftHead = None,
     memory: Memory = None,
     device: DeviceType = Device.AUTO,
     memory_utilization: Utilization = None,
@@ -145,6 +152,7 @@ def plan(
         max_model_len=max_model_len,
         memory_utilization=memory_utilization,
     )
+    draft, draft_head = _draft_and_head(model, draft, draft_head, prints_values=prints_values)
     draft_options = None if draft is None else _draft_options(options, draft, draft_quantization, early_exit_layer)
     if prints_values:
         if device_type != "cuda":
@@ -156,11 +164,11 @@ def plan(
             draft_pool = _pool(draft_options, *of_draft, longest=target.kv.max_model_len)
         print(document(target, draft_pool, Wanted(gpus_per_node, sessions, session_tokens)), end="")
         return
-    ranks = num_target_workers, tensor_parallel_size or 1
-    loads = {"target": load_of(options, *ranks, device_type, is_shared=is_shared)}
+    targets = Workers(options, num_target_workers, tensor_parallel_size or 1)
+    drafts = None
     if draft_options is not None:
-        ranks = num_draft_workers, draft_tensor_parallel_size or 1
-        loads["draft"] = load_of(draft_options, *ranks, device_type, is_shared=is_shared)
+        drafts = Workers(draft_options, num_draft_workers, draft_tensor_parallel_size or 1)
+    loads = loads_of(targets, drafts, draft_head, device_type, is_shared=is_shared)
     is_one = draft is None and num_target_workers == 1
     share = found_memory.share(memory_utilization, SHARED_SHARE if is_one else ALL_SHARE)
     found = decide(loads, found_memory, share, device_type, is_one=is_one)
@@ -179,6 +187,20 @@ def _refuse_what_has_no_effect(context: typer.Context, *, prints_values: bool) -
         if source is not None and source.name != "DEFAULT":
             flag = next(each.opts[0] for each in context.command.params if each.name == name)
             raise typer.BadParameter(f"{flag} has no effect {'with' if prints_values else 'without'} --values")
+
+
+def _draft_and_head(
+    model: Path, draft: Path | None, draft_head: Path | None, *, prints_values: bool
+) -> tuple[Path | None, Path | None]:
+    """Folders of what draft workers run and of the draft head that the target knows of. Raises BadParameter."""
+    kind = None if draft is None else kind_of_draft(model, draft)
+    if draft is not None and draft_head is not None:
+        raise typer.BadParameter("--draft and --draft-head exclude each other")
+    if kind is not None:
+        draft, draft_head = draft if kind is HeadKind.EAGLE3 else None, draft
+    if prints_values and draft_head is not None:
+        raise typer.BadParameter("--values plans draft models, and no draft heads: see docs/guides/draft-heads.md")
+    return draft, draft_head
 
 
 def _device_type(device: str) -> str:

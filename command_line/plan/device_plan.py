@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import typer
 
 from command_line.plan.gpus import parse_memory
+from command_line.plan.head_plan import head_load, with_head
 from outrider.engine.kv.kv_plan import DeviceMemory, KvPlan, Load, ModelLoadError, divide, plan_kv
 from outrider.engine.loading.machine import machine_memory
 from outrider.engine.options import AUTO, EngineOptions
@@ -56,6 +58,35 @@ def load_of(options: EngineOptions, num_workers: int, num_ranks: int, device_typ
 
     needs = plan_memory(options.model, ServingShape.of(options, num_ranks, device_type))
     return Load(needs, options, num_workers * (num_ranks if is_shared else 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Workers of one role."""
+
+    options: EngineOptions
+    num_workers: int
+    num_ranks: int  # of each
+
+
+def loads_of(
+    target: Workers, draft: Workers | None, head: Path | None, device_type: str, *, is_shared: bool
+) -> dict[str, Load]:
+    """All workers by role. `head`: folder of a draft head, which draft workers run where there are some, else the
+    target. Raises ConfigurationError."""
+
+    def load(each: Workers) -> Load:
+        return load_of(each.options, each.num_workers, each.num_ranks, device_type, is_shared=is_shared)
+
+    loads = {"target": load(target)}
+    if head is not None:
+        loads["target"] = with_head(loads["target"], head, is_beside=draft is None)
+    if draft is not None:
+        is_model = head is None
+        loads["draft"] = (
+            load(draft) if is_model else head_load(draft.options, target.options.model, draft.num_workers, device_type)
+        )
+    return loads
 
 
 def device_memory(device_type: str, given: str | None) -> DeviceMemory:

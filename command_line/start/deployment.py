@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from command_line.checkout import ROOT, module
+from command_line.start.cores import plan_cores
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from coordinator.settings import ALL_TENANTS, CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
 from draft_worker.limits import DraftModel
@@ -61,6 +62,11 @@ class Deployment:
     vllm_args: str = setting(
         "", "with --engine vllm: flags of vLLM's own, as one word, such as '--kv-cache-dtype fp8'", MODEL, "flags"
     )
+    draft_head: Path | None = same_as(
+        Service, "draft_head",
+        help="folder of a draft head that runs beside the target, without draft workers: EAGLE-3, Medusa, or the "
+        "target's own folder for its MTP layers",
+    )  # fmt: skip
     early_exit_layer: int | None = same_as(
         DraftModel, "early_exit_layer", shows="none",
         help="draft with so many of the target's first layers; it pays where the target was trained for it (LayerSkip)",
@@ -155,6 +161,14 @@ class Deployment:
         for name, value in (("engine_python", self.engine_python), ("vllm_args", self.vllm_args)):
             if value and not is_vllm:
                 raise SettingError(name, f"--{name.replace('_', '-')} needs --engine {EngineName.VLLM}")
+        if is_vllm and self.draft_head is not None:
+            why = "vLLM keeps no features for draft heads; draft with a model, or leave --engine out"
+            raise SettingError("draft_head", f"--draft-head {self.draft_head}: {why}")
+        if self.drafts_with_head and self.draft_tensor_parallel_size > 1:
+            why = "a draft head runs in one process"
+            raise SettingError(
+                "draft_tensor_parallel_size", f"--draft-tensor-parallel-size {self.draft_tensor_parallel_size}: {why}"
+            )
         if is_vllm and self.quantization is not Quantization.NONE:
             why = "is our engine's; give vLLM's own in --vllm-args, such as '--quantization fp8'"
             raise SettingError("quantization", f"--quantization {self.quantization} {why}")
@@ -167,6 +181,11 @@ class Deployment:
     def knows_callers(self) -> bool:
         """Whether requests need an API key or a token."""
         return self.api_keys is not None or self.oidc_issuer is not None
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Whether draft workers run the draft head, whose features the target then sends to them."""
+        return self.draft is not None and self.draft == self.draft_head
 
     @property
     def has_hints(self) -> bool:
@@ -197,33 +216,6 @@ class WorkerMemory:
     max_model_len: int | str | None = same_as(EngineOptions, "max_model_len")
     memory_utilization: float | None = same_as(EngineOptions, "memory_utilization")
     kv_cache_gib: float | None = same_as(EngineOptions, "kv_cache_gib")
-
-
-@dataclass(frozen=True)
-class CorePlan:
-    """The cores of each worker; an empty tuple means no pinning."""
-
-    targets: tuple[tuple[int, ...], ...]
-    drafts: tuple[tuple[int, ...], ...]
-
-
-def plan_cores(cores: Sequence[int], num_targets: int, num_drafts: int) -> CorePlan:
-    """Splits cores so that no two workers share one: a draft and its target run at the same time, always.
-
-    A draft model is small and gets one core, from the end. Targets share the rest evenly; from four cores on
-    one is left to the coordinator. Too few cores for one each: nobody is pinned. Each gets neighbours of `cores`, which
-    are near to one memory (`machine.usable_cores`).
-    """
-    if len(cores) < num_targets + num_drafts:
-        return CorePlan(((),) * num_targets, ((),) * num_drafts)
-    ordered = list(cores)
-    split = len(ordered) - num_drafts
-    drafts = tuple((core,) for core in ordered[split:])
-    is_roomy = len(ordered) >= 4 and split > num_targets
-    rest = ordered[1:split] if is_roomy else ordered[:split]
-    share = len(rest) // num_targets
-    targets = tuple(tuple(rest[i * share : (i + 1) * share]) for i in range(num_targets))
-    return CorePlan(targets, drafts)
 
 
 def worker_specs(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from command_line.checkout import DEMO_DRAFT
+from outrider.engine.heads.kind import HeadKind
 from outrider.engine.options import Quantization
 
 
@@ -15,25 +16,30 @@ class UnfitDraft(ValueError):
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """The model that draft workers load; None for no draft workers."""
+    """The model that draft workers load, None for no draft workers, and the draft head that the target knows of."""
 
     folder: Path | None
     quantization: Quantization = Quantization.NONE
+    head: Path | None = None
 
 
 def choose_draft(
     target: Path,
     draft: Path | None,
     *,
+    kind: HeadKind | None = None,
+    draft_head: Path | None = None,
     no_draft: bool = False,
     self_draft: bool = False,
     early_exit_layer: int | None = None,
     target_quantization: Quantization = Quantization.NONE,
     draft_quantization: Quantization | None = None,
 ) -> DraftChoice:
-    """From the flags of the same names. Raises UnfitDraft."""
+    """From the flags of the same names. `kind`: of the draft head in the folder `draft`; None: it has a model. Raises
+    UnfitDraft."""
     given = {
         "--draft": draft is not None,
+        "--draft-head": draft_head is not None,
         "--no-draft": no_draft,
         "--self-draft": self_draft,
         "--early-exit-layer": early_exit_layer is not None,
@@ -44,6 +50,13 @@ def choose_draft(
         if draft_quantization is not None:
             raise UnfitDraft("--draft-quantization and --no-draft exclude each other")
         return DraftChoice(None)
+    beside_target = draft if kind in (HeadKind.MEDUSA, HeadKind.MTP) else draft_head
+    if beside_target is not None:
+        if draft_quantization is not None:
+            raise UnfitDraft(f"--draft-quantization is of draft workers, and {beside_target} runs beside the target")
+        return DraftChoice(None, head=beside_target)
+    if kind is HeadKind.EAGLE3:
+        return DraftChoice(draft, draft_quantization or Quantization.NONE, head=draft)
     if early_exit_layer is not None:
         return DraftChoice(target, draft_quantization or Quantization.NONE)
     if not self_draft:

@@ -18,7 +18,11 @@ class ServeOptions:
     target: Path = setting(
         DEMO_TARGET, "model folder of the target, which determines the output", MODEL, shows="the demo's"
     )
-    draft: Path | None = setting(None, "model folder of the draft, which proposes tokens", MODEL, shows="the demo's")
+    draft: Path | None = setting(
+        None, "model folder of the draft, which proposes tokens; or folder of a draft head: EAGLE-3 runs on draft "
+        "workers, Medusa and the target's own MTP layers beside the target",
+        MODEL, shows="the demo's",
+    )  # fmt: skip
     no_draft: bool = setting(False, "decode plainly, without a draft", MODEL)
     self_draft: bool = setting(
         False, "draft with a quantized copy of the target. Nearly all hints are accepted; it pays where a draft "

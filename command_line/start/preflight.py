@@ -21,6 +21,8 @@ from command_line.start.deployment import Deployment, WorkerMemory, engine_path,
 from coordinator.access.api_keys import KeyFile
 from coordinator.settings import Hosting
 from outrider.addresses import bound_socket, join_address
+from outrider.engine.heads.kind import HeadKind, folder_kind, has_mtp_layers, is_head, tensor_names
+from outrider.engine.loading.checkpoint_files import tensors_of
 from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
 from outrider.errors import ConfigurationError, TokenizerMismatch
@@ -48,7 +50,9 @@ def check(deployment: Deployment) -> dict[str, WorkerMemory]:
     if is_vllm:
         check_engine(deployment.engine_python or Path(sys.executable), engine_path())
     check_model(deployment.target, "--target")
-    if deployment.draft is not None:
+    if deployment.draft_head is not None:
+        check_head(deployment.draft_head, deployment.target)
+    if deployment.draft is not None and not deployment.drafts_with_head:
         check_model(deployment.draft, "--draft")
         if not deployment.allow_heterogeneous_vocab:
             check_tokenizers(deployment.target, deployment.draft)
@@ -115,6 +119,38 @@ def check_model(folder: Path, flag: str) -> None:
         raise ConfigurationError(f"{flag} {folder}: weights are missing: {', '.join(missing[:5])}")
 
 
+def kind_of_draft(target: Path, draft: Path) -> HeadKind | None:
+    """The kind of the draft head in a folder; None where it has a model, which `check_model` looks at. The target's own
+    folder stands for its MTP layers, if it has some. Raises ConfigurationError."""
+    if is_head(draft):
+        return folder_kind(draft)
+    is_own = draft.is_dir() and draft.resolve() == target.resolve()
+    return HeadKind.MTP if is_own and has_mtp_layers(draft) else None
+
+
+def check_head(folder: Path, target: Path) -> None:
+    """A draft head of a kind that can be read, with weights that can, and with the target's tokenizer if it brings
+    one. Whether its shapes fit the target, the workers say before they serve."""
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"the draft head {folder}: there is no config.json. Give the folder of an EAGLE-3 or Medusa head, or the "
+            "target's own folder for its MTP layers; heads are not downloaded."
+        )
+    kind = folder_kind(folder)
+    if not tensor_names(folder):
+        raise ConfigurationError(
+            f"the draft head {folder} has no safetensors weights; pickled ones (*.bin, *.pt) are not read, for they "
+            "run whatever their author wrote into them. docs/guides/draft-heads.md says how to convert them."
+        )
+    if kind is HeadKind.MTP and folder.resolve() != target.resolve():
+        raise ConfigurationError(
+            f"{folder} is a model with MTP layers, which draft for that model alone. Give its folder as --target, too, "
+            "or choose another draft."
+        )
+    if kind is not HeadKind.MTP and (folder / "tokenizer.json").is_file():
+        check_tokenizers(target, folder)
+
+
 def _weight_files(folder: Path, flag: str) -> list[str]:
     index = folder / WEIGHTS_INDEX
     if not index.is_file():
@@ -144,10 +180,7 @@ def check_memory(deployment: Deployment, free: int) -> dict[str, int]:
     for role, num_workers, folder, quantization in parts:
         if folder is None or not num_workers:
             continue
-        most_layers = deployment.early_exit_layer if role == "draft" else None
-        weights = num_parameters(folder, f"--{role}", most_layers) * (
-            item_size if quantization is Quantization.NONE else 1
-        )
+        weights = _num_weights(deployment, role, folder) * (item_size if quantization is Quantization.NONE else 1)
         needed[role] = num_workers * weights
         words.append(f"{num_workers} × {weights / GIB:.1f} GiB for the {role} worker{'s'[: num_workers > 1]}")
     if sum(needed.values()) > free:
@@ -157,6 +190,24 @@ def check_memory(deployment: Deployment, free: int) -> dict[str, int]:
             "fits."
         )
     return needed
+
+
+def _num_weights(deployment: Deployment, role: str, folder: Path) -> int:
+    """Parameters that a worker of a role loads, in whatever precision."""
+    head, target = deployment.draft_head, deployment.target
+    if role == "draft":
+        if deployment.drafts_with_head:
+            return num_head_parameters(folder)
+        return num_parameters(folder, "--draft", deployment.early_exit_layer)
+    # Beside draft workers with a head, the target has little of it; MTP layers are in its own files.
+    is_beside = head is not None and not deployment.drafts_with_head and head.resolve() != target.resolve()
+    own = num_head_parameters(head) if head is not None and is_beside else 0
+    return num_parameters(folder, "--target") + own
+
+
+def num_head_parameters(folder: Path) -> int:
+    """Told by the headers of a head's files, whatever their names. What it shares with its target is not counted."""
+    return sum(prod(each.shape) for path in sorted(folder.glob("*.safetensors")) for each in tensors_of(path))
 
 
 def divide_memory(deployment: Deployment, weights: Mapping[str, int], free: int) -> dict[str, WorkerMemory]:
@@ -182,6 +233,7 @@ def _planned(deployment: Deployment) -> dict[str, Any] | None:
     plan for such a model."""
     flags = {
         "--draft": deployment.draft,
+        "--draft-head": None if deployment.drafts_with_head else deployment.draft_head,
         "--early-exit-layer": deployment.early_exit_layer,
         "--tensor-parallel-size": deployment.tensor_parallel_size,
         "--draft-tensor-parallel-size": deployment.draft_tensor_parallel_size,

@@ -16,6 +16,7 @@ from command_line.start.acceptance_probe import probe
 from command_line.start.deployment import Deployment
 from command_line.start.draft_choice import UnfitDraft, choose_draft
 from command_line.start.options import ServeOptions
+from command_line.start.preflight import kind_of_draft
 from command_line.start.system import new_log_dir, running_system
 from outrider.engine.options import Quantization
 from outrider.local.until_signalled import run_until_signalled
@@ -36,13 +37,20 @@ def serve(**given: Any) -> None:
         choice = choose_draft(
             options.target,
             options.draft,
+            kind=None if options.draft is None else kind_of_draft(options.target, options.draft),
+            draft_head=given.pop("draft_head"),
             no_draft=options.no_draft,
             self_draft=options.self_draft,
             early_exit_layer=given["early_exit_layer"],
             target_quantization=given["quantization"],
             draft_quantization=options.draft_quantization,
         )
-        deployment = Deployment(options.target, choice.folder, draft_quantization=choice.quantization, **given)
+        deployment = Deployment(
+            *(options.target, choice.folder),
+            draft_quantization=choice.quantization,
+            draft_head=choice.head,
+            **given,
+        )
     except UnfitDraft as error:
         raise typer.BadParameter(str(error)) from None
     redis = redis_url_from(options.redis_url, options.redis_url_file)
@@ -54,7 +62,8 @@ def serve(**given: Any) -> None:
 async def _serve(deployment: Deployment, redis_url: str | None, log_dir: Path | None, verbose: bool) -> int:
     console = Console(stderr=True, highlight=False)
     with Progress(console) as progress:
-        progress.say(f"Starting Outrider with {deployment.target} and {deployment.draft or 'no draft'}")
+        beside = f"the draft head {deployment.draft_head} beside it" if deployment.draft_head else "no draft"
+        progress.say(f"Starting Outrider with {deployment.target} and {deployment.draft or beside}")
         async with running_system(
             deployment,
             redis_url=redis_url,

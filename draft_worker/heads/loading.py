@@ -7,27 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from draft_worker.heads.arrived_features import ArrivedFeatures
-from outrider.engine.heads.checkpoint import HeadKind, open_head
+from outrider.engine.heads.checkpoint import open_head
 from outrider.engine.heads.head_engine import HeadEngine
+from outrider.engine.heads.kind import HeadKind
 from outrider.engine.heads.loading import load_head
-from outrider.engine.heads.tensors import TensorFiles
 from outrider.engine.kv.kv_plan import ModelLoadError
-from outrider.engine.loading.checkpoint_files import read_json
 from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
 from outrider.engine.options import EngineOptions
-from outrider.errors import ConfigurationError
 
 FEATURE_ITEM_BYTES = 2
 """Features travel as bfloat16."""
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a folder has a draft head instead of a model; false, too, where it can be read as neither."""
-    try:
-        names = TensorFiles.open(folder).headers
-        return "speculators_model_type" in read_json(folder / "config.json") or "fc.weight" in names
-    except ConfigurationError:
-        return False
 
 
 def target_of(head: Path, target_dir: Path | None) -> Path:
@@ -40,7 +29,10 @@ def target_of(head: Path, target_dir: Path | None) -> Path:
 def load(target_dir: Path, options: EngineOptions, _device: str) -> HeadEngine:
     """Loads the head in `options.model`. Raises ModelLoadError."""
     if (kind := open_head(options.model).kind) is not HeadKind.EAGLE3:
-        raise ModelLoadError(f"{options.model} has a head of the kind {kind}, which runs beside the target's model")
+        raise ModelLoadError(
+            f"{options.model} has a head of the kind {kind}, which runs beside the "
+            "target's model: start the target with --draft-head and this folder, and no draft worker for it"
+        )
     return load_head(options, target_dir)
 
 

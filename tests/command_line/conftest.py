@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +36,21 @@ def write_weights(folder: Path, num_parameters: int = 100) -> None:
     tensor = {"dtype": "BF16", "shape": [num_parameters // 10, 10], "data_offsets": [0, 2 * num_parameters]}
     header = json.dumps({"__metadata__": {"format": "pt"}, "weight": tensor}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def write_head(folder: Path, kind: str = "eagle3", **config: Any) -> Path:
+    """A draft head's folder, as far as anybody reads it before it is loaded."""
+    folder.mkdir()
+    names = {"eagle3": ("fc.weight", "midlayer.hidden_norm.weight"), "medusa": ("0.0.linear.weight",)}[kind]
+    kinds: dict[str, dict[str, Any]] = {
+        "eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
+        "medusa": {"medusa_num_heads": 1},
+    }
+    (folder / "config.json").write_text(json.dumps(kinds[kind] | config))
+    tensors = {name: {"dtype": "BF16", "shape": [10, 10], "data_offsets": [0, 200]} for name in names}
+    header = json.dumps(tensors).encode()
+    (folder / f"{kind}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
 
 
 @pytest.fixture

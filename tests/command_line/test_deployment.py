@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from command_line.start.cores import CorePlan, plan_cores
 from command_line.start.deployment import (
     Affinity,
-    CorePlan,
     Deployment,
     WorkerMemory,
     coordinator_spec,
-    plan_cores,
     worker_specs,
 )
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName
@@ -177,6 +176,26 @@ def test_the_chat_template_and_the_formats_of_the_output_are_passed_on_to_the_co
         replace(wanted, reasoning_parser=ReasoningParserName.OPENAI_GPTOSS)
 
 
+class TestDraftHeads:
+    """A head on draft workers, or beside the target."""
+
+    def test_draft_workers_run_it_with_the_features_of_the_target(self) -> None:
+        head = Path("head")
+        target, draft = worker_specs(Deployment(Path("large"), head, draft_head=head), (), "x")
+        assert flags(target.command)["--draft-head"] == "head"
+        assert (flags(draft.command)["--model"], flags(draft.command)["--target-tokenizer"]) == ("head", "large")
+        assert "--draft-head" not in draft.command
+
+    def test_beside_the_target_it_needs_no_draft_worker(self) -> None:
+        (target,) = worker_specs(Deployment(Path("large"), None, draft_head=Path("head")), (), "x")
+        assert flags(target.command)["--draft-head"] == "head"
+
+    def test_a_draft_worker_that_runs_it_is_one_process(self) -> None:
+        with pytest.raises(SettingError, match="--draft-tensor-parallel-size 2: a draft head runs in one process"):
+            Deployment(Path("large"), Path("head"), draft_head=Path("head"), draft_tensor_parallel_size=2)
+        Deployment(Path("large"), Path("small"), draft_tensor_parallel_size=2)
+
+
 class TestVllm:
     """Targets whose model vLLM runs."""
 
@@ -206,6 +225,7 @@ class TestVllm:
         ("name", "given"),
         [
             ("quantization", {"quantization": Quantization.INT8}),
+            ("draft_head", {"draft_head": Path("head")}),
             ("vllm_args", {"vllm_args": "'"}),
             ("vllm_args", {"vllm_args": "--seed 1", "engine": EngineName.OUTRIDER}),
             ("engine_python", {"engine_python": Path("python"), "engine": EngineName.OUTRIDER}),

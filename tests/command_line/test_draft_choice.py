@@ -10,6 +10,7 @@ import pytest
 from command_line.checkout import DEMO_DRAFT
 from command_line.start.deployment import Deployment, worker_specs
 from command_line.start.draft_choice import DraftChoice, UnfitDraft, choose_draft
+from outrider.engine.heads.kind import HeadKind
 from outrider.engine.options import Dtype, Quantization
 
 TARGET, DRAFT = Path("target"), Path("draft")
@@ -34,6 +35,15 @@ TARGET, DRAFT = Path("target"), Path("draft")
             {"early_exit_layer": 4, "draft_quantization": Quantization.INT8},
             DraftChoice(TARGET, Quantization.INT8),
         ),
+        (DRAFT, {"kind": HeadKind.EAGLE3}, DraftChoice(DRAFT, head=DRAFT)),
+        (
+            DRAFT,
+            {"kind": HeadKind.EAGLE3, "draft_quantization": Quantization.INT8},
+            DraftChoice(DRAFT, Quantization.INT8, DRAFT),
+        ),
+        (DRAFT, {"kind": HeadKind.MEDUSA}, DraftChoice(None, head=DRAFT)),
+        (TARGET, {"kind": HeadKind.MTP}, DraftChoice(None, head=TARGET)),
+        (None, {"draft_head": DRAFT}, DraftChoice(None, head=DRAFT)),
         (
             DRAFT,
             {"target_quantization": Quantization.INT8, "draft_quantization": Quantization.INT8},
@@ -56,6 +66,13 @@ def test_the_draft_follows_from_the_flags(draft: Path | None, flags: dict[str, A
             None,
             {"no_draft": True, "draft_quantization": Quantization.INT8},
             "--draft-quantization and --no-draft",
+        ),
+        (DRAFT, {"draft_head": DRAFT}, "--draft and --draft-head exclude each other"),
+        (None, {"draft_head": DRAFT, "early_exit_layer": 4}, "--draft-head and --early-exit-layer exclude each other"),
+        (
+            DRAFT,
+            {"kind": HeadKind.MEDUSA, "draft_quantization": Quantization.INT8},
+            "--draft-quantization is of draft workers, and draft runs beside the target",
         ),
         (
             None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from typer.testing import CliRunner
 
 from command_line import app
 from command_line.plan.gpus import parse_size
+from outrider.engine.heads.loading import load_head
 from outrider.engine.kv.kv_plan import GIB
 from tests import models
+from tests.engine.heads.checkpoints import MEDUSA_CASES, write_target
 from tests.engine.test_kv_plan import HUGE, LARGE, LONGEST, SHAPES, SMALL
+from tests.exactness.heads import write_head
 
 RUNNER = CliRunner()
 
@@ -34,6 +38,37 @@ def test_what_is_left_holds_both_models_kv() -> None:
     assert alone["num_tokens"] == (int(0.9 * 2**31) - fixed) // alone["kv_per_token"]
     assert both["draft"]
     assert alone["sessions_by_length"] == {str(models.MAX_MODEL_LEN): alone["num_tokens"] // models.MAX_MODEL_LEN}
+
+
+def test_a_draft_head_is_planned_for_where_it_runs(tmp_path: Path) -> None:
+    target = models.model_dir("llama")
+    width, vocab_size = models.COMMON["hidden_size"], models.VOCAB_SIZE
+    head = write_head(tmp_path / "head", vocab_size, models.MAX_MODEL_LEN, width)
+    engine = load_head(models.engine_config(head), target)
+    plain = planned(target, "--memory", "2GiB", "--dtype", "float32")
+    remote = planned(target, "--draft", head, "--memory", "2GiB", "--dtype", "float32")
+    assert remote["draft"]["kv_per_token"] == engine.kv_bytes_per_token
+    assert remote["draft"]["weights"] == 4 * engine.num_parameters
+    features = 4 * engine.feature_size
+    assert remote["kv_per_token"] == plain["kv_per_token"] + features
+    assert remote["weights"] == plain["weights"] + 3 * width * features, "the projection"
+    beside = planned(target, "--draft-head", head, "--memory", "2GiB", "--dtype", "float32")
+    assert beside["draft"] is None
+    assert beside["weights"] == plain["weights"] + 4 * engine.num_parameters + 3 * width * features
+    medusa = MEDUSA_CASES[0].write(tmp_path / "medusa")
+    words = ("--draft", medusa, "--memory", "2GiB")
+    shape = planned(write_target(tmp_path / "target"), *words)
+    assert shape["draft"] is None
+
+
+@pytest.mark.parametrize("flags", [("--draft", "--values"), ("--draft-head", "--draft")])
+def test_a_draft_head_is_refused_where_it_is_not_planned_for(tmp_path: Path, flags: tuple[str, str]) -> None:
+    head = write_head(tmp_path / "head", models.VOCAB_SIZE, models.MAX_MODEL_LEN)
+    second = [str(head)] if flags[1] == "--draft" else []
+    words = ["plan", str(models.model_dir("llama")), flags[0], str(head), flags[1], *second, "--memory", "h100"]
+    result = RUNNER.invoke(app, words)
+    assert result.exit_code == 2
+    assert "draft heads" in result.output or "exclude each other" in result.output
 
 
 def test_a_person_sees_a_table_and_the_way_out() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line.conftest import commands, family, write_model, write_weights
+from tests.command_line.conftest import commands, family, write_head, write_model, write_weights
 from tests.command_line.fakes import expect_eventually, is_alive
 from tests.engine.test_kv_plan import SHAPES, SMALL
 
@@ -95,6 +95,54 @@ def test_no_draft_starts_no_draft_worker(outrider: Run, pair: tuple[Path, Path])
     running = list(commands(process).values())
     assert any("target_worker" in command for command in running)
     assert not any("draft_worker" in command for command in running)
+
+
+def test_a_draft_head_runs_on_draft_workers_and_is_told_to_the_target(
+    outrider: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    head = write_head(tmp_path / "head")
+    process = outrider("serve", "--target", pair[0], "--draft", head, *FREE_PORTS)
+    assert ready_line(process)
+    assert flags_of(process, "target_worker")["--draft-head"] == str(head)
+    draft = flags_of(process, "draft_worker")
+    assert (draft["--model"], draft["--target-tokenizer"]) == (str(head), str(pair[0]))
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("medusa", "--draft"), ("eagle3", "--draft-head"), ("mtp", "--draft")])
+def test_a_head_beside_the_target_starts_no_draft_worker(
+    outrider: Run, pair: tuple[Path, Path], tmp_path: Path, kind: str, flag: str
+) -> None:
+    if kind == "mtp":
+        head = pair[0]
+        (head / "config.json").write_text('{"num_nextn_predict_layers": 1}')
+    else:
+        head = write_head(tmp_path / "head", kind)
+    process = outrider("serve", "--target", pair[0], flag, head, *FREE_PORTS)
+    assert ready_line(process)
+    assert flags_of(process, "target_worker")["--draft-head"] == str(head)
+    assert not any("draft_worker" in command for command in commands(process).values())
+
+
+def test_a_draft_head_is_checked_before_a_process_starts(
+    outrider: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def said(folder: Path, flag: str = "--draft") -> str:
+        return refusal(outrider("serve", "--target", pair[0], flag, folder, *FREE_PORTS))
+
+    assert "there is no config.json" in said(tmp_path / "nowhere", "--draft-head")
+    other = write_head(tmp_path / "other")
+    shutil.copy(write_model(tmp_path / "model", "b", "a") / "tokenizer.json", other)
+    assert len(set(re.findall(r"\b[0-9a-f]{16}\b", said(other)))) == 2
+    pickled = write_head(tmp_path / "pickled", "medusa")
+    (pickled / "medusa.safetensors").rename(pickled / "medusa_lm_head.pt")
+    assert "pickled ones (*.bin, *.pt) are not read" in said(pickled)
+    old = write_head(tmp_path / "old")
+    text = (old / "eagle3.safetensors").read_bytes().replace(b"hidden_norm", b"another_one")
+    (old / "eagle3.safetensors").write_bytes(text)
+    assert "is a head of EAGLE 1 or 2" in said(old)
+    (pair[1] / "config.json").write_text('{"num_nextn_predict_layers": 1}')
+    assert "MTP layers, which draft for that model alone" in said(pair[1], "--draft-head")
+    assert "is no draft head of a known kind" in said(pair[0], "--draft-head")
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])

@@ -79,6 +79,15 @@ def worker(folder: Path, *words: object) -> Iterator[Command]:
 
 
 @pytest.mark.slow
+def test_serve_starts_it_on_a_draft_worker_and_tells_the_target(tmp_path: Path) -> None:
+    head = random_head(tmp_path / "head")
+    with running_system(tmp_path / "system", "--draft", head, "--no-lookup", "--hosting", "plain") as system:
+        eventually(lambda: speculated(system), bool, "hints of the head are verified", 120)
+        of_target, of_draft = (system.ready_lines(name)[-1] for name in ("target-0", "draft-0"))
+        assert of_target["head_fingerprint"] == of_draft["head_fingerprint"] == checkpoint_fingerprint(head)
+
+
+@pytest.mark.slow
 def test_a_coordinator_pairs_it_with_targets_that_keep_its_features_alone(tmp_path: Path) -> None:
     head, other = random_head(tmp_path / "head"), random_head(tmp_path / "other", seed=10)
     redis = EmbeddedRedis(tmp_path / "redis")

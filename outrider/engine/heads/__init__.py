@@ -1,7 +1,8 @@
 """Draft heads that others published: small networks that guess from the target's own hidden states.
 
 tensors       the weights of a head's folder, by name
-checkpoint    which kind of head a folder holds, and for which target it was made
+kind          kinds of heads, and how they are recognized
+checkpoint    opens a head's folder, and reads the shape of its target
 head          what all heads with attention share
 eagle3        EAGLE-3 and 3.1
 mtp           layers for multi-token prediction, which the target's own checkpoint holds

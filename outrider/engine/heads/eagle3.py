@@ -26,7 +26,8 @@ from outrider.engine.heads.head import DraftHead, build_layers, put_weights
 from outrider.engine.kv.kv_plan import ModelLoadError
 
 FAMILIES: Final = ("llama", "qwen3")
-_PROJECTION: Final = ("fc.", "fc_norm.", "input_norm.")
+TARGET_SIDE: Final = ("fc.", "fc_norm.", "input_norm.")
+"""Beginnings of the names of tensors that the target runs."""
 _VOCABULARY: Final[tuple[str, ...]] = ("d2t", "t2d")
 _UNUSED: Final = ("rotary_emb", "verifier_norm", "verifier_lm_head", "mask_hidden")
 
@@ -201,7 +202,7 @@ def layer_config(described: Eagle3Description, head: HeadFolder) -> Any:
 def load_projection(head: HeadFolder, target: TargetShape, dtype: torch.dtype) -> Eagle3Projection:
     """The target's part of a head. Raises ModelLoadError."""
     described = describe(head, target)
-    names = {name: stored for name, stored in _names(head).items() if name.startswith(_PROJECTION)}
+    names = {name: stored for name, stored in _names(head).items() if name.startswith(TARGET_SIDE)}
     epsilon = layer_config(described, head).rms_norm_eps
     with torch.device("meta"):
         built = Eagle3Projection(described, epsilon, has_bias="fc.bias" in names)
@@ -216,7 +217,7 @@ def load(head: HeadFolder, target: TargetShape, shared: Mapping[str, torch.Tenso
     """
     described = describe(head, target)
     names = _names(head)
-    own = {name: stored for name, stored in names.items() if not name.startswith(_PROJECTION)}
+    own = {name: stored for name, stored in names.items() if not name.startswith(TARGET_SIDE)}
     maps: dict[str, str] = {name: own.pop(name) for name in _VOCABULARY if name in own}
     built = Eagle3Head(described, head, _target_ids(described, head, head.files.read(maps)))
     tensors = head.files.read(own, head.config.get("quantization_config"))

@@ -54,13 +54,8 @@ from target_worker.scheduling.early_events import EarlyEvents
 from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.head_turns import DraftsLocally, HeadTurns
 from target_worker.scheduling.session import Session
-<<<<<<< HEAD
-from target_worker.scheduling.session_sources import add_memory, local_sources, take_hints
-from target_worker.scheduling.step_composition import compose, learn_chunks
-=======
 from target_worker.scheduling.session_sources import local_sources, take_hints
-from target_worker.scheduling.step_composition import compose
->>>>>>> memory
+from target_worker.scheduling.step_composition import compose, learn_chunks
 
 LOOK_EVERY_S = 0.05
 """Least time between two checks of the deadlines."""

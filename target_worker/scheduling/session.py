@@ -97,12 +97,8 @@ class Session:
     acceptance: BlockAcceptance = field(default_factory=BlockAcceptance)
     timing: HintTiming = field(default_factory=HintTiming)
     local: Sequence[LocalSource] = ()
-<<<<<<< HEAD
     head: HeadHints | None = None  # one of `local`
-    memory: MemoryHints | None = None  # one of them, once a memory worker has come
-=======
     memory: MemoryHints | None = None  # one of them, once a memory worker has sent hints
->>>>>>> memory
     path: HintPath = NO_PATH  # used to compose the last step
     intake: SessionIntake = field(default_factory=SessionIntake)
     subscribers: dict[StreamId, Subscriber] = field(default_factory=dict)

@@ -12,6 +12,8 @@ from outrider.errors import ConfigurationError
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_TARGET = ROOT / "demo" / "target"
 DEMO_DRAFT = ROOT / "demo" / "draft"
+DEMO_PARALLEL_DRAFT = ROOT / "demo" / "parallel_draft"
+DEMO_HEAD = ROOT / "demo" / "eagle3_head"
 
 _NEEDS: Final = {
     "coordinator": ("fastapi", "uvicorn"),

@@ -32,7 +32,7 @@ from benchmarks.speculation.modes import (
 )
 from outrider.engine.heads.checkpoint import HeadKind, open_head
 from outrider.engine.kv.kv_plan import ModelLoadError
-from outrider.engine.model import MASK_TOKEN_KEYS
+from outrider.engine.options import MASK_TOKEN_KEYS
 
 PLAIN = "plain"
 LOOKUP = Mode("lookup", draft_arguments=None, has_local_hints=True)

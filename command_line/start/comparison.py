@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ class Measurement:
     num_tokens: int
     draft_acceptance_rate: float | None
     mean_acceptance_length: float | None
+    tokens_per_step: float | None  # hints of every source counted; None if unknown
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,14 @@ def measure(answers: Sequence[Answer]) -> Measurement:
         num_tokens=num_tokens,
         draft_acceptance_rate=num_accepted / num_drafted if num_drafted else None,
         mean_acceptance_length=1 + num_accepted / num_steps if num_steps else None,
+        tokens_per_step=_tokens_per_step(answers),
     )
+
+
+def _tokens_per_step(answers: Sequence[Answer]) -> float | None:
+    counted = [answer for answer in answers if answer.speculation.get("num_steps")]
+    num_steps = sum(answer.speculation["num_steps"] for answer in counted)
+    return sum(answer.num_tokens for answer in counted) / num_steps if num_steps else None
 
 
 def compare(off: Mapping[str, Sequence[Answer]], on: Mapping[str, Sequence[Answer]]) -> Comparison:
@@ -93,3 +102,34 @@ def table(comparison: Comparison, caption: str) -> Table:
     verdict = Text("yes", "green") if comparison.identical else Text("NO", "bold red")
     made.add_row("outputs identical", "", verdict)
     return made
+
+
+MIN_GAIN = 1.03
+"""Smallest speed-up that is worth a source; two measurements of one system differ by as much."""
+
+
+def sources_table(results: Sequence[tuple[str, Comparison]], caption: str) -> Table:
+    """One row per source of hints, in the order in which they were measured."""
+    made = Table(title="Sources of hints, the same prompts", caption=caption, title_style="bold")
+    made.add_column("source")
+    for heading in ("tokens/s, off", "on", "speed-up", "tokens a step"):
+        made.add_column(heading, justify="right")
+    made.add_column("outputs identical")
+    best = max((comparison.speedup for _, comparison in results), default=0.0)
+    for words, each in results:
+        made.add_row(
+            words,
+            f"{each.off.tokens_per_s:.1f}",
+            f"{each.on.tokens_per_s:.1f}",
+            Text(f"{each.speedup:.2f}×", "bold" if each.speedup == best else ""),
+            figure(each.on.tokens_per_step, "{:.2f}"),
+            Text("yes", "green") if each.identical else Text("NO", "bold red"),
+        )
+    return made
+
+
+def recommendation(words: str, comparison: Comparison, command: Sequence[str]) -> str:
+    """The source that gained the most, and the command that serves it; plain decoding where none gained."""
+    if comparison.speedup < MIN_GAIN:
+        return f"No source is worth it for these prompts here: the best gave {comparison.speedup:.2f}×."
+    return f"Fastest for these prompts here: {words}, {comparison.speedup:.2f}×. To serve it: {shlex.join(command)}"

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +19,15 @@ from rich.rule import Rule
 from rich.text import Text
 
 from command_line.chat import legend, show, summary
-from command_line.checkout import DEMO_DRAFT, DEMO_TARGET, module
+from command_line.checkout import DEMO_DRAFT, DEMO_HEAD, DEMO_PARALLEL_DRAFT, DEMO_TARGET, module
 from command_line.client import COMPLETIONS, Answer, new_client, stream
 from command_line.progress import Progress
-from command_line.start.comparison import Comparison, as_dict, compare, table
+from command_line.start.comparison import Comparison, as_dict, compare, recommendation, sources_table, table
 from command_line.start.demo_prompts import DEMO_PROMPTS
 from command_line.start.deployment import Deployment
+from command_line.start.drafters import Drafter, DrafterName, chosen, offered
 from command_line.start.system import cache_dir, new_log_dir, running_system
+from outrider.engine.heads.kind import is_head
 from outrider.engine.loading.machine import GIB, available_memory, hardware
 from outrider.engine.options import Dtype
 from outrider.errors import ConfigurationError
@@ -41,7 +44,8 @@ class DemoOptions:
     """The command line of `outrider demo`."""
 
     target: Path | None  # None: the demo's own, grown or not
-    draft: Path
+    drafts: list[Path]  # empty: the demo's own
+    drafters: list[DrafterName]  # empty: the first draft alone, and more is shown
     small: bool
     dtype: Dtype
     num_tokens: int
@@ -64,7 +68,15 @@ def demo(
         Path | None, typer.Option(help="A target of your own instead of the demo's.", show_default=False)
     ] = None,
     draft: Annotated[
-        Path | None, typer.Option(help="A draft of your own instead of the demo's.", show_default=False)
+        list[Path] | None,
+        typer.Option(help="A draft of your own instead of the demo's; repeat it with --drafter.", show_default=False),
+    ] = None,
+    drafter: Annotated[
+        list[DrafterName] | None,
+        typer.Option(
+            help="Compare sources of hints, one after the other: these, or all that the folders offer.",
+            show_default=False,
+        ),
     ] = None,
     small: Annotated[
         bool,
@@ -84,50 +96,98 @@ def demo(
     memory are free: a smaller model leaves little to save. Exits with 1 if speculation changed any output.
     """
 
-    options = DemoOptions(target, draft or DEMO_DRAFT, small, dtype, num_tokens, budget_s, as_json, verbose)
+    drafts = list(draft or [])
+    if len(drafts) > 1 and not drafter:
+        raise typer.BadParameter("several drafts are compared with --drafter all", param_hint="--draft")
+    options = DemoOptions(*(target, drafts, list(drafter or []), small, dtype, num_tokens, budget_s, as_json, verbose))
     raise typer.Exit(run_until_signalled(lambda: _demo(options)))
 
 
 async def _demo(options: DemoOptions) -> int:
     stderr, console = Console(stderr=True, highlight=False), Console(highlight=False)
     with Progress(stderr) as progress:
-        deployment = Deployment(
-            options.target or await _demo_target(options.small, progress),
-            options.draft,
-            dtype=options.dtype,
-            enable_prefix_caching=False,  # every prompt is asked several times, and each should cost what it costs
-            port=0,
-            grpc_port=0,
-            served_model_name=MODEL_NAME,
-        )
-        progress.say("Starting Redis, the workers and the coordinator.")
-        async with running_system(
-            deployment,
-            redis_url=None,
-            log_dir=new_log_dir(),
-            on_event=progress.on_event,
-            echo=progress.echo if options.verbose else None,
-        ) as addresses:
-            progress.note(f"{addresses.http}/v1, {addresses.grpc} (gRPC), logs in {addresses.log_dir}")
-            body = {
-                "model": MODEL_NAME,
-                "temperature": 0,
-                "ignore_eos": True,
-                "max_tokens": options.num_tokens,
-            }
-            async with new_client(addresses.http) as client:
-                progress.say("Waiting for the first hint.")
-                await _wait_for_draft(client, body)
-                with progress.paused():
-                    await _show(client, body, console)
-                rounds = await _measure(client, body, options.budget_s, progress)
-            comparison = compare(rounds.off, rounds.on)
-            with progress.paused():
-                console.print(table(comparison, _caption(rounds, options)))
-            progress.say("Stopping.")
+        target = options.target or await _demo_target(options.small, progress)
+        if options.drafters:
+            return await _compare_drafters(options, target, console, progress)
+        draft = options.drafts[0] if options.drafts else DEMO_DRAFT
+        deployment = _deployment(options, target, {"draft": draft, "draft_head": draft if is_head(draft) else None})
+        rounds, comparison = await _run(options, deployment, progress, console)
+        with progress.paused():
+            console.print(table(comparison, _caption(rounds, options)))
+        progress.say("Stopping.")
     if options.as_json:
         print(json.dumps(_result(rounds, comparison, deployment)), flush=True)
     return 0 if comparison.identical else 1
+
+
+def _deployment(options: DemoOptions, target: Path, changes: Mapping[str, Any]) -> Deployment:
+    return Deployment(
+        target,
+        **{"draft": None, **changes},
+        dtype=options.dtype,
+        enable_prefix_caching=False,  # every prompt is asked several times, and each should cost what it costs
+        port=0,
+        grpc_port=0,
+        served_model_name=MODEL_NAME,
+    )
+
+
+async def _run(
+    options: DemoOptions, deployment: Deployment, progress: Progress, console: Console | None
+) -> tuple[Rounds, Comparison]:
+    """Starts a system, measures it with speculation off and on, and stops it. Answers are shown on `console`."""
+    progress.say("Starting Redis, the workers and the coordinator.")
+    async with running_system(
+        deployment,
+        redis_url=None,
+        log_dir=new_log_dir(),
+        on_event=progress.on_event,
+        echo=progress.echo if options.verbose else None,
+    ) as addresses:
+        progress.note(f"{addresses.http}/v1, {addresses.grpc} (gRPC), logs in {addresses.log_dir}")
+        body = {"model": MODEL_NAME, "temperature": 0, "ignore_eos": True, "max_tokens": options.num_tokens}
+        async with new_client(addresses.http) as client:
+            if deployment.draft is not None:
+                progress.say("Waiting for the first hint.")
+                await _wait_for_draft(client, body)
+            if console is not None:
+                with progress.paused():
+                    await _show(client, body, console)
+            rounds = await _measure(client, body, options.budget_s, progress)
+        return rounds, compare(rounds.off, rounds.on)
+
+
+async def _compare_drafters(options: DemoOptions, target: Path, console: Console, progress: Progress) -> int:
+    """Measures one source after the other, each in a system of its own."""
+    drafts = options.drafts or await _demo_drafts(target)
+    drafters = chosen(options.drafters, offered(target, drafts))
+    results: list[tuple[Drafter, Comparison]] = []
+    for number, drafter in enumerate(drafters, 1):
+        progress.say(f"Source {number} of {len(drafters)}: {drafter.words}.")
+        deployment = _deployment(options, target, drafter.changes)
+        rounds, comparison = await _run(options, deployment, progress, None)
+        results.append((drafter, comparison))
+    best, found = max(results, key=lambda result: result[1].speedup)
+    command = ["outrider", "serve", "--target", str(target), *best.flags]
+    rows = [(each.words, comparison) for each, comparison in results]
+    with progress.paused():
+        console.print(sources_table(rows, _caption(rounds, options)))
+        console.print(Text(recommendation(best.words, found, command)), soft_wrap=True)
+    if options.as_json:
+        print(json.dumps(_sources_result(results, target, options)), flush=True)
+    return 0 if all(comparison.identical for _, comparison in results) else 1
+
+
+async def _demo_drafts(target: Path) -> list[Path]:
+    """The demo's drafts, the head grown with its target."""
+    drafts = [folder for folder in (DEMO_DRAFT, DEMO_PARALLEL_DRAFT) if folder.is_dir()]
+    if not DEMO_HEAD.is_dir():
+        return drafts
+    if target == DEMO_TARGET:
+        return [*drafts, DEMO_HEAD]
+    grown = cache_dir() / "grown_head"
+    await _grow("demo.eagle3.grow", "--head", DEMO_HEAD, "--out", grown)
+    return [*drafts, grown]
 
 
 def _caption(rounds: Rounds, options: DemoOptions) -> str:
@@ -145,10 +205,17 @@ async def _demo_target(small: bool, progress: Progress) -> Path:
         raise ConfigurationError(f"{DEMO_TARGET} is missing; name models of your own with --target and --draft")
     progress.say("Growing the demo's target to 275 M parameters.")
     grown = cache_dir() / "grown"
+    await _grow("demo.grow", "--model", DEMO_TARGET, "--out", grown)
+    return grown
+
+
+async def _grow(*command: object) -> None:
+    """Runs a growth, which does nothing where its output is there already. Raises ConfigurationError."""
     # In a process of its own: it needs torch, the supervisor does not.
-    command = (*module("demo.grow"), "--model", str(DEMO_TARGET), "--out", str(grown))
+    name, *arguments = map(str, command)
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *module(name),
+        *arguments,
         cwd=DEMO_TARGET.parents[1],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -161,8 +228,7 @@ async def _demo_target(small: bool, progress: Progress) -> Path:
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        raise ConfigurationError(f"growing the demo's target failed:\n{output.decode(errors='replace')[-2000:]}")
-    return grown
+        raise ConfigurationError(f"growing the demo's models failed:\n{output.decode(errors='replace')[-2000:]}")
 
 
 def _with_speculation(body: dict[str, Any], prompt: str, *, enabled: bool) -> dict[str, Any]:
@@ -227,4 +293,20 @@ def _result(rounds: Rounds, comparison: Comparison, deployment: Deployment) -> d
         "dtype": str(deployment.dtype),
         "hardware": hardware(),
         "python": sys.version.split()[0],
+    }
+
+
+def _sources_result(
+    results: Sequence[tuple[Drafter, Comparison]], target: Path, options: DemoOptions
+) -> dict[str, object]:
+    best = max(results, key=lambda result: result[1].speedup)[0]
+    return {
+        "sources": [
+            {"drafter": str(each.name), "source": each.words, "flags": list(each.flags), **as_dict(comparison)}
+            for each, comparison in results
+        ],
+        "recommended": str(best.name),
+        "target": target.name,
+        "dtype": str(options.dtype),
+        "hardware": hardware(),
     }

@@ -63,7 +63,11 @@ def new_log_dir() -> Path:
     earlier = sorted(path for path in logs.iterdir() if path.is_dir())
     for path in earlier[: max(0, len(earlier) - NUM_LOG_DIRS_KEPT + 1)]:
         shutil.rmtree(path, ignore_errors=True)
-    fresh = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    fresh, number = logs / name, 1
+    while fresh.exists():  # of a system that this process started in the same second
+        number += 1
+        fresh = logs / f"{name}-{number}"
     fresh.mkdir()
     return fresh
 

@@ -30,13 +30,12 @@ from outrider.engine.layers.features import FeatureSource, ModuleTaps
 from outrider.engine.layers.kv_layout import LayerLayout, bytes_per_token
 from outrider.engine.layers.linear import LinearForms
 from outrider.engine.layers.paged_attention import Attend
-from outrider.engine.options import EngineOptions
+from outrider.engine.options import MASK_TOKEN_KEYS, EngineOptions
 from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pairs, encode_step
 from outrider.engine.ranks.rank_group import RankGroup, RankMessage
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
 from outrider.text.vocabulary_map import VocabularyMap
 
-MASK_TOKEN_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 NO_MASK_TOKEN = -1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

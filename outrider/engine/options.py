@@ -10,6 +10,8 @@ from typing import Final
 from outrider.errors import ConfigurationError
 from outrider.settings import CAPACITY, MODEL, REQUIRED, check, setting
 
+MASK_TOKEN_KEYS: Final = ("pard_token", "ptd_token_id", "mask_token_id")
+"""Names in config.json of the mask token of a model that guesses several tokens in one pass."""
 AUTO: Final = "auto"
 """A `max_model_len`: the model's own, or what fits into memory if that is less."""
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.command_line.conftest import family
+from tests.command_line.conftest import family, write_head
 from tests.command_line.fakes import expect_eventually, is_alive
 
 Run = Callable[..., subprocess.Popen[str]]
@@ -39,6 +39,36 @@ def test_a_changed_text_is_a_failure(outrider: Run, pair: tuple[Path, Path]) -> 
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1, stderr
     assert json.loads(stdout.splitlines()[-1])["identical"] is False
+
+
+def test_sources_are_compared_and_one_is_recommended(outrider: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head")
+    (pair[0] / "config.json").write_text('{"num_hidden_layers": 8}')
+    named = ("--draft", head, "--drafter", "draft", "--drafter", "local-head", "--drafter", "lookup")
+    process = outrider(*arguments(pair), *named, "--budget-s", "0")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    result = json.loads(stdout.splitlines()[-1])
+    assert [each["drafter"] for each in result["sources"]] == ["draft", "local-head", "lookup"]
+    assert all(each["identical"] for each in result["sources"])
+    assert result["recommended"] in ("draft", "local-head", "lookup")
+    for words in ("draft, a model", "head, beside the target", "the request's own text"):
+        assert words in stdout
+    assert "outrider serve --target" in stdout or "No source is worth it" in stdout
+
+
+def test_several_drafts_need_to_be_compared(outrider: Run, pair: tuple[Path, Path]) -> None:
+    process = outrider(*arguments(pair), "--draft", pair[1])
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "--drafter all" in stderr
+
+
+def test_a_source_that_no_folder_offers_is_named(outrider: Run, pair: tuple[Path, Path]) -> None:
+    process = outrider(*arguments(pair), "--drafter", "head")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "no folder offers --drafter head" in stderr
 
 
 def test_a_refusal_by_the_server_is_shown(outrider: Run, pair: tuple[Path, Path]) -> None:

@@ -19,7 +19,8 @@ from draft_worker.scheduler import DraftScheduler
 from draft_worker.session import DraftSession
 from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.kv.kv_plan import ModelLoadError
-from outrider.engine.model import MASK_TOKEN_KEYS, Engine, SequenceChunk
+from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.options import MASK_TOKEN_KEYS
 from outrider.sampling_params import SamplingParams
 from outrider.text.vocabulary_map import VocabularyMap
 from tests import models

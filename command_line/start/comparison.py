@@ -110,11 +110,11 @@ MIN_GAIN = 1.03
 
 def sources_table(results: Sequence[tuple[str, Comparison]], caption: str) -> Table:
     """One row per source of hints, in the order in which they were measured."""
-    made = Table(title="Sources of hints, the same prompts", caption=caption, title_style="bold")
-    made.add_column("source")
-    for heading in ("tokens/s, off", "on", "speed-up", "tokens a step"):
+    made = Table(title="Tokens per second by source of hints, the same prompts", caption=caption, title_style="bold")
+    made.add_column("source", no_wrap=True)
+    for heading in ("off", "on", "speed-up", "tokens/step"):
         made.add_column(heading, justify="right")
-    made.add_column("outputs identical")
+    made.add_column("identical")
     best = max((comparison.speedup for _, comparison in results), default=0.0)
     for words, each in results:
         made.add_row(

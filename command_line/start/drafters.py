@@ -27,7 +27,6 @@ class DrafterName(StrEnum):
     LOCAL_HEAD = "local-head"
     EARLY_EXIT = "early-exit"
     LOOKUP = "lookup"
-    MEMORY = "memory"
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,6 @@ def offered(target: Path, drafts: Iterable[Path]) -> list[Drafter]:
             )
         )
     found.append(Drafter(DrafterName.LOOKUP, "the request's own text", {}, ("--no-draft",)))
-    memory = ("--no-draft", "--num-memory-workers", "1")
-    found.append(Drafter(DrafterName.MEMORY, "what was generated before", {"num_memory_workers": 1}, memory))
     return found
 
 

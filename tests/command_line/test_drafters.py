@@ -35,9 +35,8 @@ def test_each_folder_offers_what_is_in_it(tmp_path: Path) -> None:
         ("local-head", {"draft_head": drafts[3]}),
         ("early-exit", {"draft": target, "early_exit_layer": 2}),
         ("lookup", {}),
-        ("memory", {"num_memory_workers": 1}),
     ]
-    assert [each.has_draft_worker for each in found] == [True, True, True, False, False, True, False, False]
+    assert [each.has_draft_worker for each in found] == [True, True, True, False, False, True, False]
 
 
 def test_a_target_offers_its_mtp_layer(tmp_path: Path) -> None:
@@ -45,7 +44,6 @@ def test_a_target_offers_its_mtp_layer(tmp_path: Path) -> None:
     assert [(str(each.name), each.flags) for each in offered(target, [])] == [
         ("local-head", ("--draft-head", str(target))),
         ("lookup", ("--no-draft",)),
-        ("memory", ("--no-draft", "--num-memory-workers", "1")),
     ]
 
 

@@ -14,7 +14,7 @@ from outrider.engine.options import MASK_TOKEN_KEYS
 from outrider.errors import ConfigurationError
 
 EARLY_EXIT_SHARE = 4
-"""Of the target's layers, a quarter draft: fewer are wrong too often, more take too long."""
+"""A quarter of the target's layers draft: fewer are wrong too often, more take too long."""
 
 
 class DrafterName(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -208,6 +209,8 @@ class World:
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 STREAMS = st.integers(1, 3)
+MEMORIES = st.sampled_from([{}, {"is_memory": True, "match_len": 4}, {"is_memory": True, "match_len": 24}])
+"""Whether hints are a memory worker's."""
 SETTINGS = st.builds(SpeculationSettings, st.booleans(), st.integers(0, 6))
 
 
@@ -281,10 +284,10 @@ class RandomLife(RuleBasedStateMachine):
             assert isinstance(actions[0], SessionRefused)
             assert isinstance(actions[0].error, NotFound)
 
-    @rule(name=NAMES, stream=STREAMS, back=st.integers(0, 4))
-    def subscribe(self, name: str, stream: int, back: int) -> None:
+    @rule(name=NAMES, stream=STREAMS, back=st.integers(0, 4), is_memory=st.booleans())
+    def subscribe(self, name: str, stream: int, back: int, is_memory: bool) -> None:
         text = self.world.texts.get(name, [0] * 5)
-        self.world.tell(SubscribeDraft(stream, name, max(1, len(text) - back)))
+        self.world.tell(SubscribeDraft(stream, name, max(1, len(text) - back), is_memory=is_memory))
 
     @rule(name=NAMES, stream=STREAMS)
     def unsubscribe(self, name: str, stream: int) -> None:
@@ -301,9 +304,12 @@ class RandomLife(RuleBasedStateMachine):
         wrong_at=st.integers(0, 12),
         attachment=st.integers(1, 3),
         late_ms=st.floats(0, 5),
+        memory=MEMORIES,
     )
-    def good_hints(self, name: str, back: int, length: int, wrong_at: int, attachment: int, late_ms: float) -> None:
-        """Sends hints of a well-aligned draft, of which one at most is wrong."""
+    def good_hints(
+        self, name: str, back: int, length: int, wrong_at: int, attachment: int, late_ms: float, memory: dict[str, Any]
+    ) -> None:
+        """Sends hints of a well-aligned draft or memory worker, of which one at most is wrong."""
         text = list(self.world.texts.get(name, [1, 2]))
         base_len = max(1, len(text) - back)
         del text[base_len:]
@@ -314,7 +320,7 @@ class RandomLife(RuleBasedStateMachine):
             parent = ROOT_ID if i == 0 else self.next_node - 1
             hints.append(Hint(self.next_node, parent, text[-1]))
             self.next_node += 1
-        self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3))
+        self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3, **memory))
 
     @rule(
         name=NAMES,
@@ -324,9 +330,12 @@ class RandomLife(RuleBasedStateMachine):
             st.builds(Hint, st.integers(0, 9), st.integers(0, 9), st.integers(0, VOCAB_SIZE - 1)), max_size=8
         ),
         late_ms=st.floats(0, 5),
+        memory=MEMORIES,
     )
-    def wild_hints(self, name: str, base_len: int, attachment: int, hints: list[Hint], late_ms: float) -> None:
-        self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3))
+    def wild_hints(
+        self, name: str, base_len: int, attachment: int, hints: list[Hint], late_ms: float, memory: dict[str, Any]
+    ) -> None:
+        self.world.tell(HintsArrived(name, attachment, base_len, hints, self.world.now - late_ms / 1e3, **memory))
 
     @rule(num_turns=st.integers(1, 6))
     def turns(self, num_turns: int) -> None:

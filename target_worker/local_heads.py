@@ -70,10 +70,31 @@ class _Draft:
     item: HeadItem
     token_ids: list[int] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
-    is_over: bool = False  # nothing can follow
+    reach: float = 1.0  # probability that all of them are accepted
+    is_over: bool = False  # nothing can follow, or may
+
+    def add(self, token_id: int, chance: float) -> None:
+        """Adds a token that the head gives so much probability."""
+        level = confidence_level(chance)
+        self.reach *= self.item.chance(len(self.token_ids), level)
+        self.token_ids.append(token_id)
+        self.levels.append(level)
+        self.is_over = len(self.token_ids) == len(self.item.records)
+
+    @property
+    def promise(self) -> float:
+        """Expected tokens of one more."""
+        return self.reach * self.item.records[len(self.token_ids)]
 
     def drafted(self) -> Drafted:
         return Drafted(self.token_ids, self.levels)
+
+
+def _going_on(drafts: Sequence[_Draft], turn: HeadTurn) -> list[_Draft]:
+    """The drafts that are worth a row of one more pass; none where the pass as a whole is not worth its time."""
+    found = [draft for draft in drafts if not draft.is_over and draft.promise >= turn.row_worth]
+    promised = sum(draft.promise - turn.row_worth for draft in found)
+    return found if promised >= turn.pass_worth else []
 
 
 class AttentiveDrafter:
@@ -94,9 +115,7 @@ class AttentiveDrafter:
         growing = [draft for draft in drafts if draft.item.context is not None]
         _extend(growing, self._head.forward(chunks))
         passes = [(sum(len(chunk.token_ids) for chunk in chunks), _ms_since(started))]
-        for _ in range(turn.depth - 1):
-            if not (growing := [draft for draft in growing if not draft.is_over]):
-                break
+        while growing := _going_on(growing, turn):
             started = time.perf_counter()
             _extend(growing, self._head.forward([self._run_drafted(draft) for draft in growing]))
             passes.append((len(growing), _ms_since(started)))
@@ -147,7 +166,8 @@ class MedusaDrafter:
                 [draft.item.target_kv.slots(draft.item.end - 2, draft.item.end - 1) for draft in growing]
             )
             states = features.index_select(0, torch.from_numpy(slots).to(features.device))
-            for logits in self._heads(states)[: turn.depth]:
+            most = max(len(draft.item.records) for draft in growing)
+            for logits in self._heads(states)[:most]:
                 _extend(growing, logits)
         passes = [(len(growing), _ms_since(started))]
         self._observe_ms(passes[0][1])
@@ -164,7 +184,7 @@ def _extend(drafts: Sequence[_Draft], logits: torch.Tensor) -> None:
             continue
         if draft.item.sampling.decoding_mode is DecodingMode.GREEDY and _is_simple(draft):
             likeliest = likeliest or most_likely(logits[: len(drafts)], 1)  # of all rows in one call
-            _add(draft, likeliest[0][row][0], likeliest[1][row][0])
+            draft.add(likeliest[0][row][0], likeliest[1][row][0])
         else:
             _add_processed(draft, logits[row : row + 1])
 
@@ -173,11 +193,6 @@ def _is_simple(draft: _Draft) -> bool:
     context = draft.item.context
     assert context is not None
     return is_idle(draft.item.sampling, context)
-
-
-def _add(draft: _Draft, token_id: int, chance: float) -> None:
-    draft.token_ids.append(token_id)
-    draft.levels.append(confidence_level(chance))
 
 
 def _add_processed(draft: _Draft, logits: torch.Tensor) -> None:
@@ -203,7 +218,7 @@ def _add_processed(draft: _Draft, logits: torch.Tensor) -> None:
         scores = coupled_scores(scores, item.seed, [len(item.context.token_ids) + len(draft.token_ids)])
         scores = scores / scores.sum(dim=-1, keepdim=True)
     best = scores.max(dim=-1)
-    _add(draft, int(best.indices), float(best.values))
+    draft.add(int(best.indices), float(best.values))
 
 
 def _ms_since(started: float) -> float:

@@ -20,6 +20,7 @@ from outrider.hint_service.messages import HintsArrived as HintsArrived
 from outrider.hint_service.messages import StreamId as StreamId
 from outrider.hint_service.messages import SubscribeDraft as SubscribeDraft
 from outrider.hint_service.messages import UnsubscribeDraft as UnsubscribeDraft
+from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import Hint
 from outrider.sampling_params import (
     BACKGROUND_PRIORITY,
@@ -237,14 +238,22 @@ class HeadItem:
     context: LogitContext | None
     sampling: SamplingParams
     seed: int
+    records: Sequence[float] = ()  # acceptance of its hints so far, by position; as many as it may draft
+    calibration: Calibration | None = None  # of the head's confidence; None: the records alone count
+
+    def chance(self, position: int, level: int) -> float:
+        """Probability that a hint is accepted, given those before it; level: the head's confidence in it."""
+        record = self.records[position]
+        return record if self.calibration is None else self.calibration.chance(level, record)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """The work of a draft head before the next step: `depth` is the most tokens drafted in a row."""
+    """The work of a draft head before the next step."""
 
     items: list[HeadItem]
-    depth: int
+    pass_worth: float = 0.0  # tokens that a further pass must promise in all
+    row_worth: float = 0.0  # tokens that each of its rows must promise beside that
 
 
 class Drafted(NamedTuple):

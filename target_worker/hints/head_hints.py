@@ -31,7 +31,7 @@ class HeadHints:
         calibration: of the head's confidence; None under rejection sampling, which must not use it (I4). usual: the
         acceptance of all sessions' hints, from which this one's begins."""
         self.kv = kv
-        self._calibration, self._usual = calibration, usual
+        self.calibration, self._usual = calibration, usual
         self._acceptance = self._initial_acceptance()
         self._base_len = -1  # committed tokens that the draft follows
         self._token_ids: list[int] = []
@@ -87,18 +87,18 @@ class HeadHints:
     def chances(self, proposal: Proposal) -> list[float]:
         """For each token of a proposal, the probability that it is accepted, given that all before it are."""
         records = self.likely(len(proposal.token_ids))
-        if self._calibration is None:
+        if self.calibration is None:
             return records
-        return [self._calibration.chance(level, record) for level, record in zip(self._levels, records, strict=False)]
+        return [self.calibration.chance(level, record) for level, record in zip(self._levels, records, strict=False)]
 
     def observe(self, proposal: Proposal, num_matched: int, num_verified: int) -> None:
         """Takes the outcome of a proposal of which `num_verified` tokens were reached and verified."""
         if not num_verified:
             return
-        if self._calibration is not None:
+        if self.calibration is not None:
             records = self.likely(num_verified)
             for index in range(min(num_matched + 1, num_verified)):
-                self._calibration.observe(self._levels[index], records[index], is_accepted=index < num_matched)
+                self.calibration.observe(self._levels[index], records[index], is_accepted=index < num_matched)
         self._acceptance.observe(num_matched, num_verified)
         if self._usual is not None:
             self._usual.observe(num_matched, num_verified)

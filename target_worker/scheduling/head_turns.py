@@ -53,10 +53,17 @@ class Asking(NamedTuple):
     num_pending: int  # rows that the head runs first
 
 
+class Depth(NamedTuple):
+    """How far to draft, 0 for not at all, and the tokens per millisecond to expect of that."""
+
+    num_tokens: int
+    rate: float
+
+
 def best_depth(
     asking: Sequence[Asking], num_others: int, others: float, num_fed: int, step: StepLine, head: StepLine
-) -> int:
-    """Returns how far to draft for all of `asking` to get the most tokens per millisecond; 0: not at all.
+) -> Depth:
+    """Returns how far to draft for all of `asking` to get the most tokens per millisecond.
 
     num_others: sessions of the same step that get nothing from the head; others: tokens expected of their hints;
     num_fed: hints that the step feeds without the head. step, head: cost of a step and of a pass of the head.
@@ -72,7 +79,7 @@ def best_depth(
         spent_ms = step.step_ms(rows + num_drafted) + first_ms + (depth - 1) * head.step_ms(count)
         if (rate := (tokens + gained) / spent_ms) > best_rate:
             best, best_rate = depth, rate
-    return best
+    return Depth(best, best_rate)
 
 
 class HeadTurns:
@@ -108,12 +115,12 @@ class HeadTurns:
                 num_others, others = num_others + 1, others + now
             else:
                 asking.append((session, *found))
-        depth = self._depth([each for *_, each in asking], num_others, others, num_fed, line)
-        if not depth:
+        worth = self._worth([each for *_, each in asking], num_others, others, num_fed, line)
+        if worth is None:
             for _, hints, _ in asking:
                 hints.pass_over()
-        elif items := self._items(asking, depth):
-            self._run(HeadTurn(items, depth), {session.session_id: hints for session, hints, _ in asking})
+        elif items := self._items(asking):
+            self._run(HeadTurn(items, *worth), {session.session_id: hints for session, hints, _ in asking})
 
     def _run(self, turn: HeadTurn, hints: Mapping[str, HeadHints]) -> None:
         assert self._head is not None
@@ -136,20 +143,27 @@ class HeadTurns:
             return None
         return head, Asking(now, drafted, head.num_pending(session.committed_len))
 
-    def _depth(self, asking: Sequence[Asking], num_others: int, others: float, num_fed: int, line: StepLine) -> int:
+    def _worth(
+        self, asking: Sequence[Asking], num_others: int, others: float, num_fed: int, line: StepLine
+    ) -> tuple[float, float] | None:
+        """The tokens that a further pass of the head, and each of its rows, must promise; None: it is not to draft."""
         if not asking:
-            return 0
+            return None
         if self._num_turns < NUM_MEASURED_TURNS:
-            return MEASURED_DEPTH
-        return best_depth(asking, num_others, others, num_fed, line, self._cost.line())
+            return 0.0, 0.0
+        head = self._cost.line()
+        depth, rate = best_depth(asking, num_others, others, num_fed, line, head)
+        return (rate * head.fixed_ms, rate * (head.token_ms + line.token_ms)) if depth else None
 
-    def _items(self, asking: Sequence[tuple[Session, HeadHints, Asking]], depth: int) -> list[HeadItem]:
+    def _items(self, asking: Sequence[tuple[Session, HeadHints, Asking]]) -> list[HeadItem]:
         """The parts of sessions in a turn, as far as rows and KV blocks of the head go."""
         assert self._head is not None
         allocator = self._head.allocator
         num_left, num_free = MAX_ROWS, 0 if allocator is None else allocator.num_free
         items: list[HeadItem] = []
-        for session, head, _ in asking:
+        most = MEASURED_DEPTH if self._num_turns < NUM_MEASURED_TURNS else self._head.max_depth
+        for session, head, (_, drafted, _) in asking:
+            depth = min(most, len(drafted))
             start = session.committed_len - head.num_pending(session.committed_len)
             end = min(session.committed_len, start + num_left)
             num_missing = 0 if head.kv is None else head.kv.num_missing(end - start + depth)
@@ -169,6 +183,8 @@ class HeadTurns:
                     context,
                     session.sampling,
                     session.seed,
+                    head.likely(depth),
+                    head.calibration,
                 )
             )
         return items

@@ -70,7 +70,7 @@ class GuessingHead:
             text = self._right.get(item.session_id, ())
             token_ids = [
                 self._rng.randrange(self._vocab_size) if self._rng.random() < 0.2 else token_id
-                for token_id in text[item.end : item.end + turn.depth]
+                for token_id in text[item.end : item.end + len(item.records)]
             ]
             drafts.append(Drafted(token_ids, [self._rng.randrange(1, 128) for _ in token_ids]))
         return HeadResult(drafts, [(len(turn.items), 0.01)])

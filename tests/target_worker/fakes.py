@@ -144,9 +144,10 @@ class FakeHead:
             item.kv.extend(item.end - item.start)
             num_rows += item.end - item.start
             token_ids: list[int] = []
-            while item.context is not None and len(token_ids) < turn.depth:
+            while item.context is not None and len(token_ids) < len(item.records):
                 right = next_token([*item.token_ids, *token_ids], seed_of(item.sampling, item.seed))
                 is_right = self.is_right if self._rng is None else self._rng.random() < 0.7
                 token_ids.append(right if is_right else (right + 1) % VOCAB_SIZE)
             drafts.append(Drafted(token_ids, [100] * len(token_ids)))
-        return HeadResult(drafts, [(num_rows, self.pass_ms), *[(len(turn.items), self.pass_ms)] * (turn.depth - 1)])
+        depth = max(len(item.records) for item in turn.items)
+        return HeadResult(drafts, [(num_rows, self.pass_ms), *[(len(turn.items), self.pass_ms)] * (depth - 1)])

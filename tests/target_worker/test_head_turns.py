@@ -101,28 +101,28 @@ def sources(steps: Sequence[TokensCommitted]) -> list[int]:
 
 def test_a_free_head_that_is_mostly_right_drafts_as_far_as_it_may() -> None:
     asking = [Asking(0.0, [0.9, 1.7, 2.4, 3.0], 1)]
-    assert best_depth(asking, 0, 0.0, 0, StepLine(10.0, 0.01), StepLine(1e-6, 1e-9)) == 4
+    assert best_depth(asking, 0, 0.0, 0, StepLine(10.0, 0.01), StepLine(1e-6, 1e-9)).num_tokens == 4
 
 
 def test_a_head_that_costs_more_than_it_gains_does_not_draft() -> None:
     asking = [Asking(0.0, [0.5, 0.7, 0.8], 1)]
-    assert best_depth(asking, 0, 0.0, 0, STEP, StepLine(6.0, 0.0)) == 0
+    assert best_depth(asking, 0, 0.0, 0, STEP, StepLine(6.0, 0.0)).num_tokens == 0
 
 
 def test_a_head_drafts_as_far_as_each_pass_pays() -> None:
     """One pass of 1 ms in a step of 10 must gain a tenth of the tokens so far."""
     asking = [Asking(0.0, [0.6, 0.9, 0.95, 0.96], 1)]
-    assert best_depth(asking, 0, 0.0, 0, StepLine(10.0, 0.001), StepLine(1.0, 0.0)) == 2
+    assert best_depth(asking, 0, 0.0, 0, StepLine(10.0, 0.001), StepLine(1.0, 0.0)).num_tokens == 2
 
 
 def test_sessions_that_need_no_head_make_its_time_dearer() -> None:
     asking, head = [Asking(0.0, [0.7, 1.2], 1)], StepLine(2.0, 0.0)
-    assert best_depth(asking, 0, 0.0, 0, STEP, head) > 0
-    assert best_depth(asking, 7, 14.0, 14, STEP, head) == 0
+    assert best_depth(asking, 0, 0.0, 0, STEP, head).num_tokens > 0
+    assert best_depth(asking, 7, 14.0, 14, STEP, head).num_tokens == 0
 
 
 def test_nobody_asks() -> None:
-    assert best_depth([], 3, 2.0, 4, STEP, StepLine(0.1, 0.0)) == 0
+    assert best_depth([], 3, 2.0, 4, STEP, StepLine(0.1, 0.0)).num_tokens == 0
 
 
 # One session's hints.

@@ -11,6 +11,7 @@ from outrider.engine.kv.kv_cache import KVSequence
 from outrider.engine.model import Engine
 from outrider.engine.sampling.logit_context import LogitContext
 from outrider.engine.sequence_chunk import SequenceChunk
+from outrider.hints.confidence import Calibration
 from outrider.sampling_params import SamplingParams
 from target_worker.local_heads import AttentiveDrafter, MedusaDrafter
 from target_worker.messages import Drafted, HeadItem, HeadTurn
@@ -48,7 +49,11 @@ class Sequence:
         first = self.num_run if start is None else start
         self.num_run = length
         context = LogitContext(committed, 4, [[]])
-        return HeadItem("a", committed, first, length, self.head_kv, self.kv, context, sampling, seed=11)
+        return HeadItem(
+            *("a", committed, first, length, self.head_kv, self.kv, context, sampling),
+            seed=11,
+            records=[0.8] * DEPTH,
+        )
 
     def free(self) -> None:
         self.kv.free()
@@ -82,7 +87,7 @@ def test_drafts_are_those_of_the_whole_sequence_run_anew(target: Engine) -> None
     sequence = Sequence(target, head.new_sequence())
     for length in (5, 6, 7, 11, 12, 20):
         sequence.run_target(length - 1)
-        (found,) = drafter.draft(HeadTurn([sequence.item(length)], DEPTH)).drafts
+        (found,) = drafter.draft(HeadTurn([sequence.item(length)])).drafts
         assert found.token_ids == naive_draft(target, length)
         assert all(1 <= level <= 127 for level in found.levels)
         assert sequence.head_kv is not None
@@ -97,8 +102,8 @@ def test_a_prompt_that_comes_in_parts_gives_the_same_draft(target: Engine) -> No
     sequence.run_target(19)
     for start, end in ((0, 8), (8, 15)):
         part = replace(sequence.item(20, start), end=end, context=None)
-        assert drafter.draft(HeadTurn([part], DEPTH)).drafts == [Drafted([], [])]
-    (found,) = drafter.draft(HeadTurn([sequence.item(20, start=15)], DEPTH)).drafts
+        assert drafter.draft(HeadTurn([part])).drafts == [Drafted([], [])]
+    (found,) = drafter.draft(HeadTurn([sequence.item(20, start=15)])).drafts
     assert found.token_ids == naive_draft(target, 20)
     sequence.free()
 
@@ -111,7 +116,7 @@ def test_sessions_drafted_for_together_get_what_they_get_alone(target: Engine) -
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.run_target(length - 1)
     items = [sequence.item(length) for sequence, length in zip(sequences, lengths, strict=True)]
-    result = drafter.draft(HeadTurn(items, DEPTH))
+    result = drafter.draft(HeadTurn(items))
     assert [each.token_ids for each in result.drafts] == [naive_draft(target, length) for length in lengths]
     assert [rows for rows, _ in result.passes] == [sum(lengths), 3, 3, 3]
     for sequence in sequences:
@@ -125,7 +130,7 @@ def test_a_parameter_of_the_request_counts_for_its_draft(target: Engine) -> None
     sequence.run_target(19)
     banned = set(naive_draft(target, 20))
     sampling = replace(GREEDY, allowed_token_ids=frozenset(range(LARGE.vocab_size)) - banned)
-    (found,) = drafter.draft(HeadTurn([sequence.item(20, sampling=sampling)], DEPTH)).drafts
+    (found,) = drafter.draft(HeadTurn([sequence.item(20, sampling=sampling)])).drafts
     assert len(found.token_ids) == DEPTH
     assert not banned & set(found.token_ids)
     sequence.free()
@@ -137,10 +142,35 @@ def test_medusa_guesses_from_the_last_state_that_is_known() -> None:
     drafter = MedusaDrafter(target, heads, lambda _: None)
     sequence = Sequence(target, None)
     sequence.run_target(19)
-    (found,) = drafter.draft(HeadTurn([sequence.item(20)], heads.num_heads)).drafts
+    (found,) = drafter.draft(HeadTurn([sequence.item(20)])).drafts
     assert target.features is not None
     state = target.features[torch.from_numpy(sequence.kv.slots(18, 19))]
-    assert found.token_ids == heads(state)[:, 0].argmax(-1).tolist()
-    (first,) = drafter.draft(HeadTurn([replace(sequence.item(20), end=1)], 1)).drafts
+    assert found.token_ids == heads(state)[:, 0].argmax(-1).tolist()[:DEPTH]
+    (first,) = drafter.draft(HeadTurn([replace(sequence.item(20), end=1)])).drafts
     assert first == Drafted([], []), "before the second token no state is known"
+    sequence.free()
+
+
+def test_a_draft_ends_where_a_further_pass_promises_too_little(target: Engine) -> None:
+    """By the acceptance of earlier hints, and where it may count by the head's confidence."""
+    head = head_engine(target)
+    drafter = AttentiveDrafter(target, head, lambda _: None)
+    sequence = Sequence(target, head.new_sequence())
+    sequence.run_target(19)
+    full = naive_draft(target, 20)
+
+    def drafted(turn: HeadTurn) -> list[int]:
+        (found,) = drafter.draft(turn).drafts
+        sequence.num_run = 0
+        assert sequence.head_kv is not None
+        sequence.head_kv.truncate(0)
+        return found.token_ids
+
+    item = sequence.item(20, start=0)
+    assert drafted(HeadTurn([item])) == full
+    assert drafted(HeadTurn([item], pass_worth=0.55)) == full[:2]  # 0.8 * 0.8 for the second, 0.51 for the third
+    assert drafted(HeadTurn([item], row_worth=0.45)) == full[:3]
+    assert drafted(HeadTurn([item], pass_worth=2.0)) == full[:1]
+    unsure = replace(item, calibration=Calibration(bias=-9.0))
+    assert drafted(HeadTurn([unsure], row_worth=0.1)) == full[:1]
     sequence.free()

@@ -59,8 +59,18 @@ def load_local_head(folder: Path, target_dir: Path, engine: Engine, observe_ms: 
     options = replace(
         engine.config, model=folder, max_model_len=engine.max_model_len, beside_bytes=0, beside_bytes_per_token=0
     )
-    num_entries = engine.allocator.num_blocks * engine.block_size
-    return AttentiveDrafter(engine, load_head(options, target_dir, num_entries), observe_ms)
+    head = load_head(options, target_dir, engine.allocator.num_blocks * engine.block_size)
+    _warm_up(head)
+    return AttentiveDrafter(engine, head, observe_ms)
+
+
+def _warm_up(head: HeadEngine) -> None:
+    """Runs some passes: the first ones are slow, and the scheduler learns from passes what one costs."""
+    kv = head.new_sequence()
+    for count in (16, 1, 1, 1):
+        kv.extend(count)
+        head.forward([SequenceChunk(kv, [0] * count, 1)])
+    kv.free()
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ class Generation:
 
     token_ids: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # HintSource of every step
     finished: target_pb2.SessionFinished = field(default_factory=target_pb2.SessionFinished)
     started_at: float = 0.0  # time.perf_counter(), seconds
     first_token_at: float = 0.0
@@ -148,6 +149,7 @@ class WorkerPair:
                     result.arrivals.append((now, len(event.step.token_ids)))
                     result.token_ids.extend(event.step.token_ids)
                     result.origins.extend(event.step.origins)
+                    result.sources.append(event.step.hint_source)
                 elif event.HasField("finished"):
                     result.finished = event.finished
             result.ended_at = time.perf_counter()

@@ -35,7 +35,7 @@ from outrider.engine.kv.kv_plan import ModelLoadError
 from outrider.engine.options import MASK_TOKEN_KEYS
 
 PLAIN = "plain"
-LOOKUP = Mode("lookup", draft_arguments=None, has_local_hints=True)
+LOOKUP = Mode("lookup", ("--lookup",), None, has_local_hints=True)
 
 
 def reads_masks(draft: Path) -> bool:

@@ -25,9 +25,14 @@ from target_worker.scheduling.session import Session
 
 MAX_ROWS = 256
 """Most committed tokens that the head runs in one turn: a long prompt takes several, with steps between them."""
-NUM_MEASURED_TURNS = 4
-"""Turns of `MEASURED_DEPTH` whose time is measured before times decide."""
-MEASURED_DEPTH = 2
+NUM_MEASURED_TURNS = 6
+"""Turns whose time is measured before times decide."""
+MEASURED_DEPTH = 3
+"""Tokens drafted in each of them."""
+NUM_REFUSED = 128
+"""Decisions against the head after which its time is measured anew: it may have been slow for a while."""
+NUM_REFUSED_MAX = 2048
+NUM_TRIAL_TURNS = 2
 
 
 class DraftsLocally(Protocol):
@@ -89,7 +94,8 @@ class HeadTurns:
         """head: None where there is none."""
         self._head = head
         self._cost = StepCost()  # of a pass; the context is left out, one layer reads little of it
-        self._num_turns = 0
+        self._num_measured = NUM_MEASURED_TURNS  # turns left that are made whatever they cost
+        self._num_refused, self._retry_after = 0, NUM_REFUSED
         self._usual = {mode: AcceptanceHistory() for mode in DecodingMode}
         self._calibrations = calibrations()
 
@@ -101,10 +107,11 @@ class HeadTurns:
         kv = None if self._head.allocator is None else KVSequence(self._head.allocator)
         return HeadHints(kv, self._calibrations.get(mode), self._usual[mode])
 
-    def draft(self, sessions: Sequence[Session], line: StepLine, limits: SchedulerLimits) -> None:
-        """Lets the head draft for the next step of these sessions, where it pays. line: cost of a step."""
+    def draft(self, sessions: Sequence[Session], line: StepLine, limits: SchedulerLimits) -> bool:
+        """Lets the head draft for the next step of these sessions, where it pays; returns whether it did. line: cost
+        of a step."""
         if self._head is None:
-            return
+            return False
         asking: list[tuple[Session, HeadHints, Asking]] = []
         num_others, others, num_fed = 0, 0.0, 0
         for session in sessions:
@@ -119,13 +126,16 @@ class HeadTurns:
         if worth is None:
             for _, hints, _ in asking:
                 hints.pass_over()
-        elif items := self._items(asking):
-            self._run(HeadTurn(items, *worth), {session.session_id: hints for session, hints, _ in asking})
+            return False
+        if not (items := self._items(asking)):
+            return False
+        self._run(HeadTurn(items, *worth), {session.session_id: hints for session, hints, _ in asking})
+        return True
 
     def _run(self, turn: HeadTurn, hints: Mapping[str, HeadHints]) -> None:
         assert self._head is not None
         result = self._head.draft(turn)
-        self._num_turns += 1
+        self._num_measured = max(self._num_measured - 1, 0)
         for rows, pass_ms in result.passes:
             self._cost.observe(rows, pass_ms)
         for item, drafted in zip(turn.items, result.drafts, strict=True):
@@ -149,11 +159,18 @@ class HeadTurns:
         """The tokens that a further pass of the head, and each of its rows, must promise; None: it is not to draft."""
         if not asking:
             return None
-        if self._num_turns < NUM_MEASURED_TURNS:
+        if self._num_measured:
             return 0.0, 0.0
         head = self._cost.line()
         depth, rate = best_depth(asking, num_others, others, num_fed, line, head)
-        return (rate * head.fixed_ms, rate * (head.token_ms + line.token_ms)) if depth else None
+        if depth:
+            self._num_refused, self._retry_after = 0, NUM_REFUSED
+            return rate * head.fixed_ms, rate * (head.token_ms + line.token_ms)
+        self._num_refused += 1
+        if self._num_refused >= self._retry_after:
+            self._cost, self._num_measured, self._num_refused = StepCost(), NUM_TRIAL_TURNS, 0
+            self._retry_after = min(2 * self._retry_after, NUM_REFUSED_MAX)
+        return None
 
     def _items(self, asking: Sequence[tuple[Session, HeadHints, Asking]]) -> list[HeadItem]:
         """The parts of sessions in a turn, as far as rows and KV blocks of the head go."""
@@ -161,7 +178,7 @@ class HeadTurns:
         allocator = self._head.allocator
         num_left, num_free = MAX_ROWS, 0 if allocator is None else allocator.num_free
         items: list[HeadItem] = []
-        most = MEASURED_DEPTH if self._num_turns < NUM_MEASURED_TURNS else self._head.max_depth
+        most = MEASURED_DEPTH if self._num_measured else self._head.max_depth
         for session, head, (_, drafted, _) in asking:
             depth = min(most, len(drafted))
             start = session.committed_len - head.num_pending(session.committed_len)

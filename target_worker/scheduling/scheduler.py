@@ -262,7 +262,8 @@ class Scheduler:
             self._pace.wait()
             return WaitForHints(wait_until)
         self._wait.end()
-        self._heads.draft(active, line, self.limits)
+        if self._heads.draft(active, line, self.limits):
+            self._pace.wait()  # its time is no part of a step's
         self._turns.begin_step()
         room = self._slots.make_room().without(self._turns.is_left_out)
         return compose(room, self.limits, line, self._chunk_cost)

@@ -27,7 +27,15 @@ from target_worker.messages import (
     TokensCommitted,
     WaitForHints,
 )
-from target_worker.scheduling.head_turns import MAX_ROWS, NUM_MEASURED_TURNS, Asking, best_depth
+from target_worker.scheduling.head_turns import (
+    MAX_ROWS,
+    MEASURED_DEPTH,
+    NUM_MEASURED_TURNS,
+    NUM_REFUSED,
+    NUM_TRIAL_TURNS,
+    Asking,
+    best_depth,
+)
 from target_worker.scheduling.scheduler import Scheduler
 from tests.target_worker.fakes import END, VOCAB_SIZE, FakeHead, FakeModel, greedy_text, next_token, start
 
@@ -185,7 +193,21 @@ def test_a_dear_head_drafts_only_until_its_time_is_known() -> None:
     world = World(FakeHead(pass_ms=50.0))
     world.start(start("a", **LONG))
     world.run()
-    assert len(world.head.turns) <= NUM_MEASURED_TURNS
+    assert len(world.head.turns) <= NUM_MEASURED_TURNS + NUM_TRIAL_TURNS
+
+
+def test_a_head_that_was_slow_is_measured_anew() -> None:
+    head = FakeHead(pass_ms=50.0)
+    world = World(head)
+    world.start(start("a", max_tokens=500, ignore_eos=True))
+    while len(world.steps) < NUM_MEASURED_TURNS + 20:
+        world.turn()
+    head.pass_ms = 0.1  # the machine was busy
+    num_turns = len(head.turns)
+    world.run()
+    assert len(head.turns) > num_turns
+    assert world.steps[NUM_MEASURED_TURNS + NUM_REFUSED // 2].hint_source == 0
+    assert sum(step.hint_source == common_pb2.HINT_SOURCE_HEAD for step in world.steps[-20:]) > 10
 
 
 def test_a_plain_session_asks_no_head() -> None:
@@ -211,7 +233,7 @@ def test_the_head_steps_in_with_the_very_next_step_when_the_draft_worker_is_lost
     # What it had sent may still be there for one step; then the head drafts.
     world.turn()
     assert world.steps[-1].hint_source == common_pb2.HINT_SOURCE_HEAD
-    assert world.steps[-1].sources[0].num_accepted == 2  # its time is not known yet
+    assert world.steps[-1].sources[0].num_accepted == MEASURED_DEPTH  # its time is not known yet
     assert len(world.head.turns) > num_turns
     world.run()
     assert world.texts["a"] == greedy_text((1, 2, 3), 203, frozenset())[0]

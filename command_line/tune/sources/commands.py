@@ -27,23 +27,25 @@ def flags(found: Comparison) -> list[str]:
     source = best.source
     if source.place is Place.BESIDE:
         beside = ["--draft-head", source.offer.folder]
-        return [as_command("outrider target-worker", "--model", found.target, *beside, *target, *threads)]
-    wait = wait_words(source.pair, found.advice) if found.advice else []
-    worker = _draft_worker(found, best)
-    if source.offer.kind in HEADS:
-        beside = ["--draft-head", source.offer.folder, "--no-local-head"]
         return [
-            as_command("outrider target-worker", "--model", found.target, *beside, *target, *wait, *threads),
-            worker,
+            as_command("outrider serve", "--target", found.target, *beside, *target),
+            as_command("outrider target-worker", "--model", found.target, *beside, *target, *threads),
         ]
-    started = [as_command("outrider target-worker", "--model", found.target, *target, *wait, *threads), worker]
-    if source.num_masks not in (None, USUAL_NUM_MASKS):
-        return started  # which `outrider serve` cannot choose
+    wait = wait_words(source.pair, found.advice) if found.advice else []
+    pool = pool_words(found.advice) if found.advice else []
     draft: list[object] = ["--draft", source.offer.folder]
+    sends_features: list[object] = []
     if source.offer.kind is Kind.EARLY_EXIT:
         draft = ["--early-exit-layer", source.offer.num_layers]
-    pool = pool_words(found.advice) if found.advice else []
-    return [as_command("outrider serve", "--target", found.target, *draft, *target, *pool), *started]
+    elif source.offer.kind in HEADS:
+        sends_features = ["--draft-head", source.offer.folder, "--no-local-head"]
+    workers = [
+        as_command("outrider target-worker", "--model", found.target, *sends_features, *target, *wait, *threads),
+        _draft_worker(found, best),
+    ]
+    if source.num_masks not in (None, USUAL_NUM_MASKS):
+        return workers  # `outrider serve` cannot choose the number
+    return [as_command("outrider serve", "--target", found.target, *draft, *target, *pool), *workers]
 
 
 def _hints(best: Judged) -> list[object]:

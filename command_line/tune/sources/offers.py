@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -78,28 +77,43 @@ def _head_kind(folder: Path) -> Kind | None:
     """The kind of a head, None for a model. Raises ModelLoadError for a head that cannot be read."""
     if not (folder / "config.json").is_file():
         return None
-    from draft_worker.heads.loading import is_head
     from outrider.engine.heads.checkpoint import HeadKind, open_head
     from outrider.engine.kv.kv_plan import ModelLoadError
 
     try:
         kind = open_head(folder).kind
     except ModelLoadError:
-        if is_head(folder):
+        if _has_unknown_head(folder):
             raise
         return None
     # A checkpoint with an MTP layer is a model; the layer drafts for that model alone.
     return {HeadKind.EAGLE3: Kind.EAGLE3, HeadKind.MEDUSA: Kind.MEDUSA, HeadKind.MTP: None}[kind]
 
 
-def _reads_masks(folder: Path) -> bool:
-    from outrider.engine.model import MASK_TOKEN_KEYS
+def _has_unknown_head(folder: Path) -> bool:
+    """Whether a folder that has no head of a known kind has one of another kind, and not a model."""
+    from outrider.engine.heads.tensors import TensorFiles
+    from outrider.engine.loading.checkpoint_files import read_json
 
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # `check_model` names it
-    return isinstance(config, dict) and any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
+        return "speculators_model_type" in read_json(folder / "config.json") or (
+            "fc.weight" in TensorFiles.open(folder).headers
+        )
+    except ConfigurationError:
+        return False
+
+
+def _reads_masks(folder: Path) -> bool:
+    """Raises ModelLoadError for a mask token outside the model's vocabulary."""
+    from transformers import AutoConfig
+
+    from outrider.engine.model import mask_token
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return False  # loading names it
+    return mask_token(config) is not None
 
 
 def _mtp_layer(target: Path) -> list[Offer]:

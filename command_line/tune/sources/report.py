@@ -101,7 +101,7 @@ def verdict(found: Comparison) -> list[str]:
 def _in_words(judged: Judged) -> str:
     source = judged.source
     if source.place is Place.TARGET:
-        return "lookup alone, without a draft"
+        return "lookup alone"
     where = "on a draft worker" if source.place is Place.DRAFT_WORKER else "beside the target's model"
     if source.num_masks:
         masks = f"{source.num_masks} mask token{'' if source.num_masks == 1 else 's'}"

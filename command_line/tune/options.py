@@ -21,7 +21,8 @@ class TuneOptions:
 
     target: Path = setting(DEMO_TARGET, "model folder of the target", _MODELS, "folder", shows="the demo's")
     draft: tuple[Path, ...] = setting(
-        (), "folder of a draft model, or of a draft head that was made for the target; several are compared",
+        (), "folder of a draft model, or of a draft head that was made for the target; given several times, they are "
+        "compared",
         _MODELS, "folder", shows="the demo's",
     )  # fmt: skip
     early_exit_layer: tuple[int, ...] = setting(

@@ -18,7 +18,7 @@ from command_line.tune.sources.offers import Kind, Offer
 
 
 class Place(StrEnum):
-    """Where a source runs, from the one that needs least."""
+    """The process in which a source runs, from the one that needs least."""
 
     TARGET = "target alone"
     BESIDE = "beside the target"
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         if self.num_masks is None:
             return self.offer.name
         return f"{self.offer.name}, {self.num_masks} mask{'' if self.num_masks == 1 else 's'}"

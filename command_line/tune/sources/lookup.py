@@ -12,7 +12,7 @@ from target_worker.hints.lookup import LookupHints
 
 @dataclass(frozen=True, slots=True)
 class LookupBlocks:
-    """What lookup proposed along one sequence."""
+    """Proposals of lookup along one sequence."""
 
     ranks: DraftedRanks
     num_offered: tuple[int, ...]  # hints by position, at most the longest block

@@ -57,7 +57,7 @@ class TargetFacts:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and how."""
+    """Settings of the measurement of all sources."""
 
     settings: Settings
     longest: int  # sequence, tokens

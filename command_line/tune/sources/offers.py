@@ -36,7 +36,7 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         if self.kind is Kind.EARLY_EXIT:
             return f"{self.num_layers} layer{'' if self.num_layers == 1 else 's'} of the target"
         return self.kind.value if self.kind in (Kind.LOOKUP, Kind.MTP) else self.folder.resolve().name
@@ -62,7 +62,10 @@ def is_plain_model(folder: Path) -> bool:
 
 
 def recognized(target: Path, folder: Path) -> Offer:
-    """What a folder named as a draft offers for a target. Raises ConfigurationError, ModelLoadError."""
+    """Recognizes the source that a folder given as a draft has for a target.
+
+    Raises ConfigurationError, or ModelLoadError for a head of another target.
+    """
     if folder.is_dir() and (kind := _head_kind(folder)) is not None:
         from outrider.engine.heads.loading import feature_shape
 

@@ -215,7 +215,7 @@ class TestRanking:
         assert all("--no-draft" in line for line in flags(found) if "serve" in line)
 
     def test_another_source_for_the_largest_batch_is_named(self) -> None:
-        # 64 sequences share one slow draft worker; lookup finds four tokens at every twelfth position, and costs nothing.
+        # 64 sequences share one slow draft worker; lookup finds four tokens at every twelfth position.
         blocks, offered = drafted(*[*[0] * 11, 4] * 33), (*[0] * 11, 4) * 33
         draft = replace(GOOD, pair=replace(pair_of(text(0.97), draft_ms=3.0), target=flat(10.0)))
         lookup = replace(LOOKUP, pair=replace(pair_of(blocks), target=flat(10.0)), num_offered=(offered,))

@@ -44,7 +44,7 @@ def takes_settings(*owners: type) -> Callable[[Callable[..., None]], Any]:
 
 
 def _parameter(each: Setting) -> inspect.Parameter:
-    kind: Any = list[str] if each.is_list else each.kind
+    kind: Any = list[each.kind] if each.is_list else each.kind  # type: ignore[name-defined]
     default = None if each.is_list else each.initial
     has_two = each.kind is bool and each.initial and not each.is_inverse
     names = f"{each.flag}/--no-{(each.flag or '')[2:]}" if has_two else each.flag

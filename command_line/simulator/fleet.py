@@ -235,6 +235,10 @@ def parse_fleet(text: str) -> Fleet:
 
 def with_pair(fleet: Fleet, profile: Mapping[str, Any]) -> Fleet:
     """The fleet with the costs and the agreement that `outrider tune --json` measured. Raises InvalidRequest."""
+    if isinstance(profile, Mapping) and "sources" in profile:
+        raise InvalidRequest(
+            None, "it compares several sources of hints; give what `outrider tune` prints of one draft"
+        )
     try:
         times_of = {
             name: StepTimes.measured(

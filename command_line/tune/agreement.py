@@ -4,19 +4,55 @@ A sequence is stored as ranks. The rank of a position says which of the draft's 
 the draft has read the target's tokens up to there (0: the first; `UNRANKED`: none of the first four). A hint is
 verified only if all hints before it in its block were accepted, so the draft has then read exactly the target's
 tokens. The ranks therefore determine every accepted hint for any block length, and replaying a sequence is counting.
+
+That does not hold where a hint is guessed without the tokens before it having been read in full: by a draft head, which
+goes on from its own output, and by mask tokens. There blocks are drafted from every position, and `DraftedRanks` has
+what became of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, overload
 
 Ranks = Sequence[int]
 
 NUM_RANKED: Final = 4
 UNRANKED: Final = NUM_RANKED
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRanks(Sequence[int]):
+    """Ranks of a sequence, and the blocks that were really drafted from each of its positions."""
+
+    ranks: tuple[int, ...]  # of the first hint of a block
+    accepted: tuple[tuple[int, ...], ...]
+    """By position, the accepted hints of a block of 1, 2, ... hints there, as far as the sequence goes."""
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != len(self.accepted):
+            raise ValueError(f"{len(self.ranks)} ranks, and blocks from {len(self.accepted)} positions")
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return self.ranks[index]
+
+    def num_agreeing(self, start: int, num_hints: int) -> int:
+        """Number of accepted hints of a block of `num_hints` from position `start` on, or of the longest one there."""
+        if num_hints <= 0 or start >= len(self.accepted) or not self.accepted[start]:
+            return 0
+        return self.accepted[start][min(num_hints, len(self.accepted[start])) - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +85,8 @@ def hit_rate_after_miss(texts: Sequence[Ranks], num_guesses: int) -> float:
 
 def num_agreeing(ranks: Ranks, start: int, num_hints: int) -> int:
     """Number of accepted hints, of `num_hints` from position `start` on."""
+    if isinstance(ranks, DraftedRanks):
+        return ranks.num_agreeing(start, num_hints)
     for count, rank in enumerate(ranks[start : start + num_hints]):
         if rank != 0:
             return count

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
 from command_line.load.prompts import parse_prompts
 from command_line.progress import Progress
 from command_line.report import print_notes
@@ -27,6 +28,13 @@ from command_line.tune.findings import Findings, ModelProfile, Settings
 from command_line.tune.model import Pair
 from command_line.tune.options import TuneOptions
 from command_line.tune.profile import DRAFT_SIZES, TARGET_SIZES, loaded, longest_sequence, step_times
+from command_line.tune.sources import document as sources_document
+from command_line.tune.sources import report as sources_report
+from command_line.tune.sources.commands import flags
+from command_line.tune.sources.compare import compare, measure
+from command_line.tune.sources.comparison import Comparison
+from command_line.tune.sources.measuring import Plan
+from command_line.tune.sources.offers import HEADS, Offer, is_plain_model, offers
 from command_line.tune.texts import GeneratedText, check_texts, generate, ranks_within
 from command_line.tune.times import Overheads
 from outrider.engine.loading.machine import hardware, usable_cores
@@ -44,6 +52,11 @@ def tune(**given: Any) -> None:
     tokens equal the target's on your prompts. A replay of these measurements predicts the speed-up for every block
     length and batch size.
 
+    Several sources of hints are compared on the same prompts, and the best one is recommended with its commands.
+    Repeat [cyan]--draft[/cyan] for draft models, models with mask tokens and draft heads (EAGLE-3, Medusa), which are
+    told apart by their folders, and give [cyan]--all-sources[/cyan] for what the target's own folder offers. Lookup
+    always takes part. A single plain draft model gets a longer report of its own.
+
     [bold]Words[/bold]
 
     γ is the number of hints verified per step and session, τ the tokens that a step commits. Synchronous: draft and
@@ -59,6 +72,9 @@ def tune(**given: Any) -> None:
 
     [cyan]outrider tune --target big --draft small --flags[/cyan] prints the commands to start.
 
+    [cyan]outrider tune --target big --draft small --draft head --all-sources[/cyan] compares a draft model, a head and
+    the target's own first layers.
+
     [bold]Exit status[/bold]
 
     0: measured, whatever the advice; 1: the pair cannot be served; 2: a flag is wrong.
@@ -66,7 +82,11 @@ def tune(**given: Any) -> None:
     options = TuneOptions(**given)
     if options.as_json and options.as_flags:
         raise typer.BadParameter("excludes --json, which has them too", param_hint="--flags")
-    found = _findings(options)
+    offered = _offered(options)
+    if offered is not None:
+        _tell_sources(options, _comparison(options, offered))
+        return
+    found = _findings(options, options.draft[0] if options.draft else DEMO_DRAFT)
     if options.as_json:
         print(json.dumps(document.as_dict(found)), flush=True)
     elif options.as_flags:
@@ -75,16 +95,42 @@ def tune(**given: Any) -> None:
         _print(Console(highlight=False), found)
 
 
-def _findings(options: TuneOptions) -> Findings:
-    """Everything that is measured and predicted."""
-    target, draft = options.target, options.draft
+def _comparison(options: TuneOptions, offered: Sequence[Offer]) -> Comparison:
+    """All sources, measured and predicted."""
+    target = options.target
     batches = _batches(options.batch_sizes)
     asked = _prompts(options.prompts)
-    overheads = _overheads(options.overhead_ms, options.link_ms)
-    check_model(target, "--target")
-    check_model(draft, "--draft")
-    check_tokenizers(target, draft)
-    settings = Settings(
+    settings = _settings(options)
+    models = [target, *(offer.folder for offer in offered if offer.kind not in HEADS)]
+    prompts = _encoded(target, models, asked, options.max_tokens)
+    plan = Plan(
+        settings,
+        _longest(prompts, settings),
+        options.max_speculative_tokens,
+        _overheads(options.overhead_ms, options.link_ms),
+    )
+    machine = hardware()
+    with Progress(Console(stderr=True, highlight=False)) as progress:
+        with _pinned(options.cpu_affinity, options.num_threads):
+            facts, sources = measure(target, offered, prompts, plan, progress)
+        progress.say("Replaying.")
+        return compare(facts, sources, batches, plan, machine, len(asked))
+
+
+def _offered(options: TuneOptions) -> list[Offer] | None:
+    """The sources to compare; None for one plain draft model, which gets a report of its own."""
+    wants_more = options.all_sources or options.early_exit_layer
+    drafts = options.draft
+    if not drafts and (not wants_more or options.target == DEMO_TARGET):
+        drafts = (DEMO_DRAFT,)
+    check_model(options.target, "--target")
+    if len(drafts) == 1 and not wants_more and is_plain_model(drafts[0]):
+        return None
+    return offers(options.target, drafts, options.early_exit_layer, is_everything=options.all_sources)
+
+
+def _settings(options: TuneOptions) -> Settings:
+    return Settings(
         options.dtype.value,
         options.quantization.value,
         options.num_threads,
@@ -92,7 +138,26 @@ def _findings(options: TuneOptions) -> Findings:
         options.max_tokens,
         options.budget_s,
     )
-    prompt_token_ids = _encoded(target, draft, asked, options.max_tokens)
+
+
+def _longest(prompts: Sequence[Sequence[int]], settings: Settings) -> int:
+    """Tokens of the longest sequence, generated or timed."""
+    return max(
+        max(map(len, prompts)) + settings.num_tokens,
+        settings.context_len + max(settings.context_len, TARGET_SIZES[-1]),
+    )
+
+
+def _findings(options: TuneOptions, draft: Path) -> Findings:
+    """Everything that is measured and predicted of one draft model."""
+    target = options.target
+    batches = _batches(options.batch_sizes)
+    asked = _prompts(options.prompts)
+    overheads = _overheads(options.overhead_ms, options.link_ms)
+    check_model(draft, "--draft")
+    check_tokenizers(target, draft)
+    settings = _settings(options)
+    prompt_token_ids = _encoded(target, [target, draft], asked, options.max_tokens)
     machine = hardware()
     with Progress(Console(stderr=True, highlight=False)) as progress:
         with _pinned(options.cpu_affinity, options.num_threads):
@@ -127,10 +192,7 @@ def _measure(
     progress: Progress,
 ) -> tuple[ModelProfile, ModelProfile, tuple[Ranks, ...]]:
     """Measures both models' step times and the draft's ranks of the target's sequences. Raises OutriderError."""
-    longest = max(
-        max(map(len, prompts)) + settings.num_tokens,
-        settings.context_len + max(settings.context_len, TARGET_SIZES[-1]),
-    )
+    longest = _longest(prompts, settings)
     target_profile, texts = _measure_target(target, prompts, settings, progress, longest)
     check_texts(texts, settings.budget_s)
     progress.say(f"Loading {draft}.")
@@ -157,9 +219,9 @@ def _measure_target(
         return profile, generate(engine, prompts, settings, progress.update)
 
 
-def _encoded(target: Path, draft: Path, asked: Sequence[str], num_tokens: int) -> list[list[int]]:
-    """Prompts as tokens. A prompt that is too long keeps its end: both models must fit it and its answer."""
-    longest = min(longest_sequence(target), longest_sequence(draft))
+def _encoded(target: Path, models: Sequence[Path], asked: Sequence[str], num_tokens: int) -> list[list[int]]:
+    """Prompts as tokens. A prompt that is too long keeps its end: all models must fit it and its answer."""
+    longest = min(map(longest_sequence, models))
     if longest <= num_tokens:
         raise typer.BadParameter(
             f"{num_tokens} is more than fits into the models' {longest} tokens", param_hint="--max-tokens"
@@ -223,3 +285,18 @@ def _print(console: Console, found: Findings) -> None:
     for line in report.verdict(found):
         console.print(Text(line), soft_wrap=True)
     print_notes(console, [*report.WORDS, report.caption(found)], report.warnings(found))
+
+
+def _tell_sources(options: TuneOptions, found: Comparison) -> None:
+    if options.as_json:
+        print(json.dumps(sources_document.as_dict(found)), flush=True)
+        return
+    if options.as_flags:
+        print("\n".join(flags(found)))
+        return
+    console = Console(highlight=False)
+    for table in (sources_report.acceptance_table(found), sources_report.ranking_table(found)):
+        console.print(table)
+    for line in (*sources_report.verdict(found), *flags(found)):
+        console.print(Text(line), soft_wrap=True)
+    print_notes(console, [*sources_report.WORDS, sources_report.caption(found)], sources_report.warnings(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -25,53 +26,64 @@ def flags(found: Findings) -> list[str]:
     threads = ["--num-threads", settings.num_threads]
     if not paying:
         return [
-            _words("outrider serve", "--target", found.target, "--no-draft", *common, *target),
-            _words("outrider target-worker", "--model", found.target, *common, *target, *threads),
+            as_command("outrider serve", "--target", found.target, "--no-draft", *common, *target),
+            as_command("outrider target-worker", "--model", found.target, *common, *target, *threads),
         ]
     # A bound for every batch size: the worker verifies fewer hints where fewer pay.
     target += ["--num-speculative-tokens", max(each.num_speculative_tokens for each in paying)]
-    num_drafts = paying[-1].drafts_per_target
-    pool = ["--num-draft-workers", num_drafts] if num_drafts > 1 else []
-    wait_ms = max(_wait_ms(found.pair, each) for each in paying)
-    wait = ["--hint-wait-ms", math.ceil(wait_ms)] if wait_ms > WORKER_HINT_WAIT_MS else []
+    pool, wait = pool_words(paying), wait_words(found.pair, paying)
     return [
-        _words("outrider serve", "--target", found.target, "--draft", found.draft, *common, *target, *pool),
-        _words("outrider target-worker", "--model", found.target, *common, *target, *wait, *threads),
-        _words("outrider draft-worker", "--model", found.draft, *common, "--num-threads", 1),
+        as_command("outrider serve", "--target", found.target, "--draft", found.draft, *common, *target, *pool),
+        as_command("outrider target-worker", "--model", found.target, *common, *target, *wait, *threads),
+        as_command("outrider draft-worker", "--model", found.draft, *common, "--num-threads", 1),
     ]
+
+
+def pool_words(paying: Sequence[Advice]) -> list[object]:
+    """Flags of `outrider serve` for the draft workers that the largest of these batches needs."""
+    num_drafts = paying[-1].drafts_per_target
+    return ["--num-draft-workers", num_drafts] if num_drafts > 1 else []
+
+
+def wait_words(pair: Pair, paying: Sequence[Advice]) -> list[object]:
+    """Flags of a target worker that should wait longer for hints than it does unasked."""
+    wait_ms = max(_wait_ms(pair, each) for each in paying)
+    return ["--hint-wait-ms", math.ceil(wait_ms)] if wait_ms > WORKER_HINT_WAIT_MS else []
 
 
 def _wait_ms(pair: Pair, advice: Advice) -> float:
     """Longest useful wait for hints, in ms: a restart and the hints after the first."""
-    pace = HintPace.of(pair, advice.batch)
-    return pace.first_ms + (advice.num_waited - 1) * pace.gap_ms if advice.num_waited else 0.0
+    return HintPace.of(pair, advice.batch).delay_ms(advice.num_waited - 1) if advice.num_waited else 0.0
 
 
-def _words(command: str, *words: object) -> str:
+def as_command(command: str, *words: object) -> str:
+    """A command to paste."""
     return f"{command} {shlex.join(map(str, words))}"
+
+
+def profile_dict(own: ModelProfile) -> dict[str, Any]:
+    """A model's step times."""
+    times = own.times
+    return {
+        "step_ms_by_num_tokens": dict(zip(map(str, times.num_tokens), times.step_ms, strict=True)),
+        "sequence_ms": times.sequence_ms,
+        "knee_tokens": times.knee,
+        "is_memory_bound": times.is_memory_bound,
+        "num_parameters": own.num_parameters,
+        "context_len": own.context_len,
+        "spread": own.spread,
+    }
 
 
 def as_dict(found: Findings) -> dict[str, Any]:
     """The profile as JSON: times in milliseconds, shares from 0 to 1."""
     texts = found.pair.texts
 
-    def profile(own: ModelProfile) -> dict[str, Any]:
-        times = own.times
-        return {
-            "step_ms_by_num_tokens": dict(zip(map(str, times.num_tokens), times.step_ms, strict=True)),
-            "sequence_ms": times.sequence_ms,
-            "knee_tokens": times.knee,
-            "is_memory_bound": times.is_memory_bound,
-            "num_parameters": own.num_parameters,
-            "context_len": own.context_len,
-            "spread": own.spread,
-        }
-
     return rounded({
         "machine": found.machine,
         "settings": {"target": str(found.target), "draft": str(found.draft), **asdict(found.settings)},
-        "target": profile(found.target_profile),
-        "draft": profile(found.draft_profile),
+        "target": profile_dict(found.target_profile),
+        "draft": profile_dict(found.draft_profile),
         "overheads": asdict(found.pair.overheads),
         "texts": {
             "num_prompts": len(texts),

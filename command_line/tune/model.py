@@ -36,6 +36,9 @@ class Pair:
     draft: StepTimes
     texts: tuple[Ranks, ...]
     overheads: Overheads = field(default_factory=Overheads)
+    passes: tuple[float, ...] = ()
+    """Mean forward passes of the draft until it has guessed 1, 2, ... tokens in a row; empty: one for each."""
+    rows_per_pass: int = NODES_PER_HINT  # of one sequence
 
     def draft_step_ms(self, num_sessions: int) -> float:
         """Time of a draft step. It always has as many nodes as allowed: alternatives fill what primary paths leave
@@ -54,9 +57,10 @@ class HintPace:
     """Arrival times of hints from a draft worker that serves `num_sessions` sessions."""
 
     first_ms: float  # from an unforeseen commit to the first hint after it
-    gap_ms: float  # from one hint to the next
+    gap_ms: float  # from one pass to the next, and from one hint to the next where a pass guesses one
     num_branches: int  # candidates at each position that the draft continues, 2 to 4
     link_ms: float  # one way
+    passes: tuple[float, ...] = ()  # see `Pair`
 
     @classmethod
     def of(cls, pair: Pair, num_sessions: int) -> HintPace:
@@ -65,8 +69,23 @@ class HintPace:
         step_ms, link_ms = pair.draft_step_ms(num_sessions), pair.overheads.link_ms
         nodes_each = NODES_PER_DRAFT_STEP / num_sessions
         first_ms = 2.0 * link_ms + 0.5 * step_ms + step_ms / min(1.0, nodes_each)
-        gap_ms = step_ms / min(1.0, nodes_each / NODES_PER_HINT)
-        return cls(first_ms, gap_ms, min(max(int(nodes_each), NODES_PER_HINT), NUM_RANKED), link_ms)
+        gap_ms = step_ms / min(1.0, nodes_each / pair.rows_per_pass)
+        num_branches = min(max(int(nodes_each), NODES_PER_HINT), NUM_RANKED)
+        return cls(first_ms, gap_ms, num_branches, link_ms, pair.passes)
+
+    def delay_ms(self, index: int) -> float:
+        """Time from an unforeseen commit to the hint `index` positions behind the first one."""
+        return self.first_ms + self._passes_before(index) * self.gap_ms
+
+    def _passes_before(self, index: int) -> float:
+        """Passes between the one that guesses the first hint and the one that guesses this one."""
+        known = self.passes
+        if not known:
+            return index
+        if index < len(known):
+            return known[index] - known[0]
+        slope = (known[-1] - known[0]) / (len(known) - 1) if len(known) > 1 else 1.0
+        return known[-1] - known[0] + (index + 1 - len(known)) * slope
 
 
 @dataclass(slots=True)
@@ -81,7 +100,7 @@ class _Tree:
     def arrival_ms(self, position: int) -> float:
         """Time at which the hint for a position reaches the target."""
         index = position - self.root - self.num_ready
-        return self.since_ms if index < 0 else self.since_ms + self.pace.first_ms + index * self.pace.gap_ms
+        return self.since_ms if index < 0 else self.since_ms + self.pace.delay_ms(index)
 
     def num_arrived(self, position: int, now_ms: float, limit: int) -> int:
         """Number of hints present for `position` and after it, at most `limit`."""
@@ -110,15 +129,16 @@ def synchronous_rate(pair: Pair, batch: int, num_hints: int) -> float:
     """Rate of synchronous drafting: the draft's γ steps, two messages and the target's step follow one another."""
     draft_ms = pair.draft.at(batch, batch) + pair.overheads.draft_ms(batch)
     step_ms = pair.target_step_ms(batch, num_hints, has_hints=True) + 2.0 * pair.overheads.link_ms
-    return _mean_length(pair.texts, num_hints) / (step_ms + num_hints * draft_ms)
+    return mean_length(pair.texts, num_hints) / (step_ms + num_hints * draft_ms)
 
 
 def bound_rate(pair: Pair, batch: int, num_hints: int) -> float:
     """Rate with free hints that are always present: only verification costs."""
-    return _mean_length(pair.texts, num_hints) / pair.target_step_ms(batch, num_hints, has_hints=False)
+    return mean_length(pair.texts, num_hints) / pair.target_step_ms(batch, num_hints, has_hints=False)
 
 
-def _mean_length(texts: Sequence[Ranks], num_hints: int) -> float:
+def mean_length(texts: Sequence[Ranks], num_hints: int) -> float:
+    """τ: tokens that a step commits on average; 0 where no sequence is long enough for a step."""
     lengths = [length for ranks in texts for length in committed_lengths(ranks, num_hints)]
     return sum(lengths) / len(lengths) if lengths else 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line.checkout import DEMO_DRAFT, DEMO_TARGET
+from command_line.checkout import DEMO_TARGET
 from outrider.engine.options import Dtype, EngineOptions, Quantization
 from outrider.settings import check, same_as, setting
 
@@ -20,7 +20,20 @@ class TuneOptions:
     """Settings of `outrider tune`. Raises SettingError."""
 
     target: Path = setting(DEMO_TARGET, "model folder of the target", _MODELS, "folder", shows="the demo's")
-    draft: Path = setting(DEMO_DRAFT, "model folder of the draft", _MODELS, "folder", shows="the demo's")
+    draft: tuple[Path, ...] = setting(
+        (), "folder of a draft model, or of a draft head that was made for the target; given several times, they are "
+        "compared",
+        _MODELS, "folder", shows="the demo's",
+    )  # fmt: skip
+    early_exit_layer: tuple[int, ...] = setting(
+        (), "compare so many of the target's own first layers as a draft, too; may be given several times",
+        _MODELS, "layers",
+    )  # fmt: skip
+    all_sources: bool = setting(
+        False, "compare what the target's folder offers, too: its MTP layer, where it has one, and a quarter of its "
+        "layers, unless --early-exit-layer says how many",
+        _MODELS,
+    )  # fmt: skip
     prompts: Path | None = setting(
         None, 'JSON lines with a "prompt" each, or plain text with blank lines between prompts; acceptance '
         "depends on the prompts, so use those of your users",

@@ -24,6 +24,8 @@ from command_line.tune.times import StepTimes
 if TYPE_CHECKING:
     import torch
 
+    from outrider.engine.heads.head_engine import HeadEngine
+    from outrider.engine.kv.kv_cache import KVSequence
     from outrider.engine.model import Engine
 
 MS_PER_S: Final = 1e3
@@ -36,17 +38,20 @@ NUM_CANDIDATES: Final = 5  # the draft worker's top-k
 
 
 @contextmanager
-def loaded(model_dir: Path, settings: Settings, *, is_target: bool, longest: int) -> Iterator[Engine]:
+def loaded(
+    model_dir: Path, settings: Settings, *, is_target: bool, longest: int, num_layers: int | None = None
+) -> Iterator[Engine]:
     """An engine with KV for `NUM_SEQUENCES` sequences of `longest` tokens, at most the model's own limit.
 
-    Restores torch's number of threads afterwards. Raises ModelLoadError.
+    num_layers: that run, None for all. Restores torch's number of threads afterwards. Raises ModelLoadError.
     """
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from outrider.engine.loading.loading import load_model
     from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
 
-    num_threads = torch.get_num_threads()
+    num_threads, verbosity = torch.get_num_threads(), transformers_logging.get_verbosity()
     config = EngineOptions(
         model=model_dir,
         device=Device.CPU,
@@ -55,11 +60,15 @@ def loaded(model_dir: Path, settings: Settings, *, is_target: bool, longest: int
         num_threads=settings.num_threads if is_target else 1,
         max_num_seqs=NUM_SEQUENCES,
         max_model_len=min(longest, longest_sequence(model_dir)),
+        early_exit_layer=num_layers,
     )
+    if num_layers is not None:
+        transformers_logging.set_verbosity_error()  # it would list the layers that are left out
     try:
         yield load_model(config)
     finally:
         torch.set_num_threads(num_threads)
+        transformers_logging.set_verbosity(verbosity)
 
 
 def longest_sequence(model_dir: Path) -> int:
@@ -75,8 +84,12 @@ def longest_sequence(model_dir: Path) -> int:
     return getattr(config, "max_position_embeddings", None) or 1 << 20
 
 
-def step_times(engine: Engine, sizes: Sequence[int], settings: Settings, *, is_target: bool) -> ModelProfile:
+def step_times(
+    engine: Engine | HeadEngine, sizes: Sequence[int], settings: Settings, *, is_target: bool
+) -> ModelProfile:
     """Median step times by tokens of one sequence, and the extra time of spreading them over several.
+
+    Rows of a head read features of the target, random ones, so that they all run at once.
 
     The smallest size is always measured. Larger ones are left out if a round of them would exceed the budget.
     """
@@ -116,12 +129,13 @@ def step_times(engine: Engine, sizes: Sequence[int], settings: Settings, *, is_t
 
 @contextmanager
 def _timer(
-    engine: Engine, num_sequences_max: int, context_len: int, after: Callable[[torch.Tensor], None]
+    engine: Engine | HeadEngine, num_sequences_max: int, context_len: int, after: Callable[[torch.Tensor], None]
 ) -> Iterator[Callable[[int, int], float]]:
     """A function that runs a step, for (tokens, sequences), with `after` on its logits, and returns its
     milliseconds."""
     from outrider.engine.model import SequenceChunk
 
+    give_features = _features_for(engine)
     sequences = [engine.new_sequence() for _ in range(num_sequences_max)]
     for kv in sequences:
         kv.extend(context_len)
@@ -130,6 +144,7 @@ def _timer(
         chunks = []
         for kv in sequences[:num_sequences]:
             kv.extend(num_tokens)
+            give_features(kv, num_tokens)
             chunks.append(SequenceChunk(kv, [7] * num_tokens, num_tokens))
         started = time.perf_counter()
         after(engine.forward(chunks))
@@ -145,7 +160,24 @@ def _timer(
             kv.free()
 
 
-def num_affordable(engine: Engine, length: int) -> int:
+def _features_for(engine: Engine | HeadEngine) -> Callable[[KVSequence, int], None]:
+    """Gives a head features of the last entries of a sequence; a model needs none."""
+    import torch
+
+    from outrider.engine.heads.head_engine import HeadEngine
+
+    if not isinstance(engine, HeadEngine):
+        return lambda *_: None
+    head = engine
+
+    def give(kv: KVSequence, num_entries: int) -> None:
+        start = max(kv.length - num_entries - 1, 0)
+        head.set_features(kv.slots(start, kv.length), torch.rand(kv.length - start, head.feature_size))
+
+    return give
+
+
+def num_affordable(engine: Engine | HeadEngine, length: int) -> int:
     """Sequences of this length that the KV cache can contain, from 1 to `NUM_SEQUENCES`."""
     num_blocks = engine.allocator.num_blocks - 1
     return max(1, min(NUM_SEQUENCES, num_blocks // engine.allocator.blocks_for(length)))

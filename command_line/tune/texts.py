@@ -19,6 +19,7 @@ from outrider.errors import InvalidRequest
 if TYPE_CHECKING:
     import torch
 
+    from outrider.engine.heads.head_engine import HeadEngine
     from outrider.engine.model import Engine
 
 PREFILL_TOKENS: Final = 256  # tokens per forward pass
@@ -95,7 +96,7 @@ def ranks(engine: Engine, text: GeneratedText) -> tuple[int, ...]:
 
     whole = [*text.prompt_token_ids, *text.token_ids]
     start = len(text.prompt_token_ids)
-    end = next((i for i in range(len(whole)) if whole[i] >= engine.vocab_size), len(whole))
+    end = num_readable(engine, whole)
     kv = engine.new_sequence()
     found: list[int] = []
     try:
@@ -107,7 +108,7 @@ def ranks(engine: Engine, text: GeneratedText) -> tuple[int, ...]:
             logits = engine.forward([SequenceChunk(kv, part, wanted)])
             if wanted:
                 position = first + len(part) - wanted + 1
-                found += _ranks_of(logits, whole[position : position + wanted])
+                found += ranks_of(logits, whole[position : position + wanted])
     finally:
         kv.free()
     return tuple(found)
@@ -124,8 +125,13 @@ def ranks_within(engine: Engine, texts: Sequence[GeneratedText], budget_s: float
     return tuple(found)
 
 
-def _ranks_of(logits: torch.Tensor, token_ids: Sequence[int]) -> list[int]:
-    """# logits: [len(token_ids), vocab_size]"""
+def num_readable(engine: Engine | HeadEngine, token_ids: Sequence[int]) -> int:
+    """Number of tokens before the first one outside the engine's vocabulary."""
+    return next((i for i in range(len(token_ids)) if token_ids[i] >= engine.vocab_size), len(token_ids))
+
+
+def ranks_of(logits: torch.Tensor, token_ids: Sequence[int]) -> list[int]:
+    """Ranks of tokens among the likeliest of their rows.  # logits: [len(token_ids), vocab_size]"""
     best = logits.argmax(dim=-1).tolist()
     likeliest = logits.topk(min(NUM_RANKED, logits.shape[-1]), dim=-1).indices.tolist()
     found = []

@@ -144,6 +144,7 @@ def test_samples_follow_the_reference(case: str, kind: str) -> None:
         drawn.verified += result.ended.stats.num_head_tokens
         drawn.accepted += result.ended.stats.num_accepted_head_tokens
     if params.max_tokens > 1:
-        assert drawn.verified > NUM_SESSIONS / 10, "hints were hardly used, so this shows nothing"
-        assert drawn.accepted > 0 or kind == "medusa", "its random heads may be wrong always"
+        is_random = kind != "guessing"  # wrong nearly always, and so soon passed over
+        assert drawn.verified > (10 if is_random else NUM_SESSIONS / 10), "hints were hardly used: this shows nothing"
+        assert drawn.accepted > 0 or is_random
     check_distribution(drawn, params, language)

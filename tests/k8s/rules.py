@@ -83,7 +83,7 @@ def ports_that_stand_open(objects: Sequence[Object]) -> Iterator[str]:
     for pod in pods(objects):
         for container in pod.spec["containers"]:
             words = [*container.get("command", ()), *container.get("args", ())]
-            if not {"target_worker", "draft_worker"} & set(words):
+            if not {"target_worker", "draft_worker", "draft_worker.memory"} & set(words):
                 continue
             is_closed = any(word.startswith("--tls-dir=") for word in words)
             if has_certificates and ("--insecure" in words or not is_closed):

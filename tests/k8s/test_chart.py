@@ -18,6 +18,7 @@ from helm_python.chart import lint, package
 
 from coordinator.access.api_keys import KeyRing
 from k8s.helm.chart import FOLDER, PRESETS, REGISTRY, chart, merged, notes, preset, render
+from tests.docs.pages import fences, section
 from tests.k8s.pods import NAME, pods
 from tests.k8s.test_manifests import SECURED, container_of, first, spec_of
 
@@ -31,7 +32,9 @@ CLUSTER_SCOPED = (
     "PersistentVolume",
 )
 EVERYTHING = merged(merged(preset("llama-70b"), SECURED), {"autoscaling": {"enabled": True}})
-FETCHED = {"pairs": [{"name": "a", "servedModelName": "a", "target": {"model": "hf://org/a@1234567"}}]}
+FETCHED_PAIR = {"name": "a", "servedModelName": "a", "target": {"model": "hf://org/a@1234567"}}
+FETCHED = {"pairs": [FETCHED_PAIR]}
+VOLUME = {"models": {"create": {"size": "1Gi"}}}
 
 
 class TestValues:
@@ -65,6 +68,21 @@ class TestValues:
             (FETCHED, "models.create.size"),
             ({"models": {"claim": "a", "image": "b"}}, "one of claim"),
             ({"gateway": {"enabled": True}}, "className"),
+            ({"target": {"draftHead": "head"}}, "draftHead"),
+            ({"target": {"draftHead": "/head", "engine": "vllm", "image": "a"}}, "own engine"),
+            ({"target": {"draftHead": "/head", "device": "cuda", "gpu": {"count": 2}}}, "one GPU"),
+            ({"target": {"draftHead": "hf://org/a@1234567"}}, "models.create.size"),
+            ({"draft": {"earlyExitLayer": 0}}, "earlyExitLayer"),
+            ({"pairs": [FETCHED_PAIR | {"memory": {}}], **VOLUME}, "coordinator.memoryTenants"),
+            ({"memory": {"maxMemoryTokens": 1}}, "maxMemoryTokens"),
+            (
+                {
+                    "pairs": [{"name": "a", "draft": {"model": "/a"}, "memory": {}}],
+                    "attach": {"enabled": True},
+                    "coordinator": {"memoryTenants": ["*"]},
+                },
+                "follow requests of coordinators",
+            ),
             ({"coordinator": {"hosting": "serve"}}, "hosting"),
         ],
     )
@@ -249,6 +267,110 @@ class TestModels:
         objects = render({"models": {"image": "registry.example.com/models:1"}})
         (volume,) = [each for each in spec_of(objects, "target")["volumes"] if each["name"] == "models"]
         assert volume["image"]["reference"] == "registry.example.com/models:1"
+
+
+class TestHeads:
+    """Draft heads and early exit: what workers are told, and what is fetched."""
+
+    def rendered(self, target: dict[str, Any], draft: dict[str, Any] | None) -> list[dict[str, Any]]:
+        pair = {"name": "a", "servedModelName": "a", "target": target} | ({"draft": draft} if draft else {})
+        return render({"pairs": [pair], **VOLUME})
+
+    def fetched(self, objects: list[dict[str, Any]]) -> dict[str, str]:
+        """Folders by their sources."""
+        jobs = [each for each in objects if each["kind"] == "Job"]
+        words = [job["spec"]["template"]["spec"]["containers"][0]["args"] for job in jobs]
+        assert len({source for _, _, source, _ in words}) == len(words), "each source is fetched once"
+        return {source: folder for _, _, source, folder in words}
+
+    def waits(self, objects: list[dict[str, Any]], name: str) -> set[str]:
+        return {each["args"][3] for each in spec_of(objects, name).get("initContainers", ())}
+
+    def test_draft_workers_run_the_head_that_the_target_names(self) -> None:
+        target, head = "hf://org/large@1234567", "hf://org/head@1234567"
+        objects = self.rendered({"model": target, "draftHead": head}, {"model": head})
+        folders = self.fetched(objects)
+        assert folders.keys() == {target, head}
+        words = container_of(objects, "target")["args"]
+        assert {f"--model={folders[target]}", f"--draft-head={folders[head]}"} <= {*words}
+        words = container_of(objects, "draft")["args"]
+        assert {f"--model={folders[head]}", f"--target-tokenizer={folders[target]}"} <= {*words}
+        for name in ("target", "draft"):
+            assert self.waits(objects, name) == set(folders.values())
+
+    def test_a_head_without_draft_workers_is_the_target_s_alone(self) -> None:
+        target, head = "hf://org/large@1234567", "hf://org/medusa@1234567"
+        objects = self.rendered({"model": target, "draftHead": head}, None)
+        folders = self.fetched(objects)
+        assert f"--draft-head={folders[head]}" in container_of(objects, "target")["args"]
+        assert self.waits(objects, "target") == set(folders.values())
+        assert "draft" not in {pod.labels[NAME] for pod in pods(objects)}
+
+    def test_mtp_layers_are_in_the_target_s_own_folder(self) -> None:
+        target = "hf://org/large@1234567"
+        objects = self.rendered({"model": target, "draftHead": target}, None)
+        (folder,) = self.fetched(objects).values()
+        assert f"--draft-head={folder}" in container_of(objects, "target")["args"]
+
+    def test_the_target_s_first_layers_draft(self) -> None:
+        target = "hf://org/large@1234567"
+        objects = self.rendered({"model": target}, {"earlyExitLayer": 4})
+        (folder,) = self.fetched(objects).values()
+        words = container_of(objects, "draft")["args"]
+        assert {f"--model={folder}", f"--target-tokenizer={folder}", "--early-exit-layer=4"} <= {*words}
+        assert self.waits(objects, "draft") == {folder}
+        assert not [word for word in container_of(objects, "target")["args"] if "exit" in word]
+
+
+class TestMemory:
+    def rendered(self, own: dict[str, Any], **values: Any) -> list[dict[str, Any]]:
+        pair = {"name": "a", "servedModelName": "a", "target": {"model": "/models/target"}, "memory": own}
+        return render({"pairs": [pair], "coordinator": {"memoryTenants": ["search"]}, **values})
+
+    def test_a_pair_has_memory_workers_for_the_tenants_that_coordinators_name(self) -> None:
+        objects = self.rendered({}, memory={"replicas": 3})
+        deployment = first(objects, "Deployment", "a-memory")
+        assert deployment["spec"]["replicas"] == 3
+        container = container_of(objects, "memory")
+        assert container["args"][:3] == [
+            *("draft_worker.memory", "--tokenizer=/models/target", "--served-model-name=a-memory"),
+        ]
+        assert container["resources"]["requests"]["cpu"] == "100m"
+        settings = yaml.safe_load(first(objects, "ConfigMap", "coordinator")["data"]["settings.json"])
+        assert settings["memory_tenants"] == ["search"]
+        assert 'drafts = ["a-memory"]' in first(objects, "ConfigMap", "models")["data"]["models.toml"]
+
+    def test_each_zone_has_its_own(self) -> None:
+        objects = self.rendered({"zones": ["eu-1a", "eu-1b"], "nodeSelector": {"pool": "small"}})
+        for zone in ("eu-1a", "eu-1b"):
+            spec = first(objects, "Deployment", f"a-memory-{zone}")["spec"]
+            pod = spec["template"]
+            assert pod["spec"]["nodeSelector"] == {"pool": "small", "topology.kubernetes.io/zone": zone}
+            variables = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
+            assert variables["OUTRIDER_ZONE"] == zone
+            assert spec["selector"]["matchLabels"]["outrider.dev/zone"] == zone
+
+    def test_without_it_there_is_none(self) -> None:
+        assert "memory" not in {pod.labels[NAME] for pod in pods(render())}
+        kinds = ("NetworkPolicy", "PodMonitor", "PodDisruptionBudget")
+        assert "memory" not in yaml.safe_dump([each for each in render(SECURED) if each["kind"] in kinds])
+
+
+@pytest.mark.parametrize(
+    ("title", "parts"), [("Draft heads and early exit", {"draft"}), ("Memory workers", {"memory"})]
+)
+def test_values_of_the_documentation_are_the_chart_s(title: str, parts: set[str]) -> None:
+    (fence,) = [each for each in fences(section("docs/operations/kubernetes.md", title)) if each.language == "yaml"]
+    values = yaml.safe_load(fence.content)
+    objects = render(merged(values, {"models": {"claim": "weights"}}))
+    names = {pod.labels[NAME] for pod in pods(objects)}
+    assert parts | {"target", "coordinator"} <= names
+    heads = {
+        word for pod in pods(objects) for each in pod.containers for word in each.get("args", ()) if "head" in word
+    }
+    assert heads == {
+        f"--draft-head={pair['target']['draftHead']}" for pair in values["pairs"] if "draftHead" in pair["target"]
+    }
 
 
 class TestPlacement:

@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from coordinator.__main__ import parse as parse_coordinator
 from coordinator.hosting.app import application
 from draft_worker.__main__ import parse_arguments as parse_draft
+from draft_worker.memory.__main__ import parse_arguments as parse_memory
 from k8s.helm.chart import PRESETS, merged, preset, render
 from target_worker.__main__ import parse_arguments as parse_target
 from tests.k8s import coordinator_rules, rules
@@ -36,6 +37,7 @@ LONGEST_S = {
     "target-follower": GENERATION_S,
     "coordinator": GENERATION_S,
     "draft": 30.0,
+    "memory": 10.0,
 }
 CUSTOM = (
     "ray.io/",
@@ -62,6 +64,34 @@ INSTALLATIONS = {
     ),
     "llama-405b": merged(preset("llama-405b"), SECURED),
     "draft-pool": merged(merged(preset("draft-pool"), SECURED), {"autoscaling": {"enabled": True}}),
+    "heads and memory": merged(
+        SECURED,
+        {
+            "pairs": [
+                {
+                    "name": "eagle",
+                    "servedModelName": "eagle",
+                    "target": {"model": "hf://org/large@1234567", "draftHead": "hf://org/eagle3@1234567"},
+                    "draft": {"model": "hf://org/eagle3@1234567"},
+                    "memory": {"zones": ["a", "b"], "replicas": 2},
+                },
+                {
+                    "name": "medusa",
+                    "servedModelName": "medusa",
+                    "target": {"model": "/models/large", "draftHead": "/models/medusa"},
+                    "memory": {},
+                },
+                {
+                    "name": "early",
+                    "servedModelName": "early",
+                    "target": {"model": "/models/large"},
+                    "draft": {"earlyExitLayer": 4},
+                },
+            ],
+            "coordinator": {"memoryTenants": ["search"]},
+            "models": {"claim": "models"},
+        },
+    ),
     "parts of GPUs": {
         "pairs": [
             {
@@ -201,21 +231,23 @@ def test_what_ray_does_by_itself_is_what_rules_take_it_for() -> None:
 
 
 def test_workers_know_the_flags_that_they_are_given(objects: list[dict[str, Any]]) -> None:
-    parsers = {"target": parse_target, "draft": parse_draft}
+    parsers = {"target": parse_target, "draft": parse_draft, "memory": parse_memory}
+    modules = {"target": "target_worker", "draft": "draft_worker", "memory": "draft_worker.memory"}
+    names = {pod.labels[NAME] for pod in pods(objects)}
     checked = set()
     for pod in pods(objects):
         name = pod.labels[NAME]
         if name in parsers:
             (container,) = pod.spec["containers"]
             role, *words = container["args"]
-            assert role == f"{name}_worker"
+            assert role == modules[name]
             given = parsers[name]([word.replace("$(POD_IP)", "10.0.0.1") for word in words])
             assert given.drain_grace_s < pod.spec["terminationGracePeriodSeconds"]
             named = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert (given.port, given.metrics_port) == (named["grpc"], named["metrics"])
             checked.add(name)
-    has_coordinators = any(pod.labels[NAME] == "coordinator" for pod in pods(objects))
-    assert checked == (set(parsers) if has_coordinators else {"draft"})
+    assert checked >= ({"target", "draft"} if "coordinator" in names else {"draft"})
+    assert checked == names & set(parsers)
 
 
 def test_ranks_of_a_group_have_one_command_line_that_torchrun_reads() -> None:

@@ -14,6 +14,9 @@ batch_files: {{ ternary "/batches" .Values.coordinator.batches.files (not (empty
 oidc_issuer: {{ .issuer | quote }}
 oidc_audience: {{ .audience | quote }}
 {{- end }}{{ end }}
+{{- with .Values.coordinator.memoryTenants }}
+memory_tenants: {{ toJson . }}
+{{- end }}
 {{- with .Values.coordinator.settings }}
 {{ toYaml . }}
 {{- end }}

@@ -82,6 +82,13 @@ imagePullSecrets:
 {{ and .Values.redis.enabled (not .Values.attach.enabled) }}
 {{- end }}
 
+{{/* Whether some pair has memory workers. */}}
+{{- define "outrider.hasMemory" -}}
+{{- $found := false }}
+{{- range .Values.pairs }}{{ if kindIs "map" .memory }}{{ $found = true }}{{ end }}{{ end }}
+{{- and $found (not .Values.attach.enabled) }}
+{{- end }}
+
 {{- define "outrider.isOnRay" -}}
 {{ and (eq .Values.coordinator.hosting "ray") (not .Values.attach.enabled) }}
 {{- end }}
@@ -103,8 +110,13 @@ imagePullSecrets:
 {{- fail "attach.tlsSecret is for attach.enabled without tls.enabled" }}
 {{- end }}
 {{- if gt (int $attach.hintPorts.first) (int $attach.hintPorts.last) }}{{ fail "attach.hintPorts: first is above last" }}{{ end }}
+{{- $remembers := or .Values.coordinator.memoryTenants (hasKey .Values.coordinator.settings "memory_tenants") }}
 {{- range .Values.pairs }}
+{{- if and (kindIs "map" .memory) (not $remembers) }}
+{{- fail (printf "pairs: %s has memory workers, and nobody is remembered: name tenants in coordinator.memoryTenants, or [\"*\"] for all" .name) }}
+{{- end }}
 {{- if $attach.enabled }}
+{{- if kindIs "map" .memory }}{{ fail (printf "pairs: %s has memory workers, which follow requests of coordinators; attach.enabled installs drafts alone" .name) }}{{ end }}
 {{- if .target }}{{ fail (printf "pairs: %s has a target, and with attach.enabled the engines that are there are the targets; leave `target` out" .name) }}{{ end }}
 {{- if not .draft }}{{ fail (printf "pairs: %s has no draft, and attach.enabled installs drafts alone" .name) }}{{ end }}
 {{- else }}
@@ -134,7 +146,11 @@ imagePullSecrets:
 
 {{/* The settings of a pool of a pair: those of all pools, overridden by the pair's. Takes root, pair and role; YAML. */}}
 {{- define "outrider.pool" -}}
-{{- mergeOverwrite (deepCopy (get .root.Values .role)) (deepCopy (get .pair .role | default dict)) | toYaml }}
+{{- $pool := mergeOverwrite (deepCopy (get .root.Values .role)) (deepCopy (get .pair .role | default dict)) }}
+{{- if and (eq .role "draft") $pool.earlyExitLayer (not $pool.model) .pair.target }}
+{{- $_ := set $pool "model" (.pair.target.model | default .root.Values.target.model) }}
+{{- end }}
+{{- toYaml $pool }}
 {{- end }}
 
 {{- define "outrider.rayRedis.secret" -}}

@@ -27,6 +27,21 @@
 {{- end }}
 {{- end }}
 
+{{/* Whose folder a model is in: the target's or the draft's if it is theirs, so that nothing is fetched twice. Takes root,
+pair (the whole), role and model. */}}
+{{- define "outrider.models.owner" -}}
+{{- $target := include "outrider.pool" (dict "root" .root "pair" .pair "role" "target") | fromYaml }}
+{{- $draft := include "outrider.pool" (dict "root" .root "pair" .pair "role" "draft") | fromYaml }}
+{{- if and .pair.target (eq .model $target.model) }}target
+{{- else if and .pair.draft (eq .model $draft.model) }}draft
+{{- else }}{{ .role }}{{ end }}
+{{- end }}
+
+{{/* The folder of a model or draft head that may be its owner's. Takes root, pair (the whole), role and model. */}}
+{{- define "outrider.models.shared" -}}
+{{- include "outrider.models.folder" (dict "root" .root "pair" .pair.name "role" (include "outrider.models.owner" .) "model" .model) }}
+{{- end }}
+
 {{/* The folder of a model. A source has one of its own, so that pods of the previous source keep theirs during a rollout.
 Takes root, pair, role and model. */}}
 {{- define "outrider.models.folder" -}}

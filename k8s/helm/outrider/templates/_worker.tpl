@@ -16,7 +16,7 @@ several nodes has one pod for each; they have the same command line, and only th
 {{- fail (printf "target of %s: engine vllm needs an image, and its pods are on one node each" .pair.name) }}
 {{- end }}
 {{- $hasClaim := and $pool.gpu.deviceClass (gt (int $pool.gpu.count) 0) }}
-{{- $model := include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" $role "model" $pool.model) }}
+{{- $model := include "outrider.models.shared" (dict "root" $root "pair" .pair "role" $role "model" $pool.model) }}
 {{- $target := include "outrider.pool" (dict "root" $root "pair" .pair "role" "target") | fromYaml }}
 {{- $targetModel := .pair.tokenizer }}
 {{- $sources := list }}
@@ -24,7 +24,15 @@ several nodes has one pod for each; they have the same command line, and only th
 {{- $targetModel = include "outrider.models.folder" (dict "root" $root "pair" .pair.name "role" "target" "model" $target.model) }}
 {{- if and (eq $role "draft") (contains "://" $target.model) }}{{ $sources = append $sources (dict "source" $target.model "folder" $targetModel) }}{{ end }}
 {{- end }}
-{{- if contains "://" $pool.model }}{{ $sources = append $sources (dict "source" $pool.model "folder" $model) }}{{ end }}
+{{- if and (contains "://" $pool.model) (or $isAttached (eq $role "target") (ne $model $targetModel)) }}{{ $sources = append $sources (dict "source" $pool.model "folder" $model) }}{{ end }}
+{{- $head := "" }}
+{{- if eq $role "target" }}{{ with $pool.draftHead }}
+{{- if or $isVllm (and (eq $pool.device "cuda") (gt (mul $nodes $ranks) 1)) }}
+{{- fail (printf "target of %s: draftHead needs Outrider's own engine, and one GPU" $.pair.name) }}
+{{- end }}
+{{- $head = include "outrider.models.shared" (dict "root" $root "pair" $.pair "role" "head" "model" .) }}
+{{- if and (contains "://" .) (ne $head $model) }}{{ $sources = append $sources (dict "source" . "folder" $head) }}{{ end }}
+{{- end }}{{ end }}
 {{- $component := ternary (printf "%s-follower" $role) $role $isFollower }}
 {{- $healthPort := ternary 50052 50051 $hasTls }}
 {{- if and (eq $pool.device "cuda") (lt (int $pool.gpu.count) 1) }}
@@ -98,10 +106,16 @@ spec:
         - --model={{ $model }}
         {{- if eq $role "target" }}
         - --served-model-name={{ .pair.servedModelName }}
+        {{- with $head }}
+        - --draft-head={{ . }}
+        {{- end }}
         {{- else }}
         - --served-model-name={{ .pair.name }}-draft
         {{- with $targetModel }}
         - --target-tokenizer={{ . }}
+        {{- end }}
+        {{- with $pool.earlyExitLayer }}
+        - --early-exit-layer={{ int . }}
         {{- end }}
         {{- end }}
         {{- if $isVllm }}

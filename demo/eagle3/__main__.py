@@ -35,9 +35,11 @@ from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
 
 MAX_DEPTH = 12
 """Rows of a chain: eight tokens whose features are on their way, and behind them a block of hints."""
-KEPT_SHARE = 0.75
+FIRST_SHARE = 0.5
+"""Share of the answer's tokens behind which a chain begins."""
+KEPT_SHARE = 0.92
 """Share of the chains that a depth keeps of the depth before it."""
-RECIPE = Recipe("eagle3", num_steps=20000, limit_s=1500.0, peak_rate=3e-3, batch_tokens=2048, weight_decay=0.02)
+RECIPE = Recipe("eagle3", num_steps=20000, limit_s=1500.0, peak_rate=3e-3, batch_tokens=1024, weight_decay=0.02)
 MAX_LESSON_FILES = 400
 SEED = 3
 
@@ -50,7 +52,7 @@ def draw_chains(length: int, first_base: int, seed: int) -> list[torch.Tensor]:
     order = first_base + torch.randperm(length - first_base, generator=torch.Generator().manual_seed(seed))
     chains = []
     for depth in range(1, MAX_DEPTH + 1):
-        kept = order[: int(len(order) * KEPT_SHARE**depth)]
+        kept = order[: int(len(order) * FIRST_SHARE * KEPT_SHARE ** (depth - 1))]
         chains.append(kept[kept + depth < length].sort().values)
     return chains
 
@@ -79,14 +81,14 @@ def train(head: Head, target: LlamaForCausalLM, library: Library, recipe: Recipe
     """Trains until the recipe's budget is spent; each pass over the lessons takes in new ones."""
     target.requires_grad_(False)
     queue: list[tuple[Lessons, torch.Tensor]] = []
-    epochs = iter(range(10**6))
 
     def loss_of(step: int, progress: float) -> tuple[torch.Tensor, int]:
         if not queue:
             lessons = library.all()
             if not lessons:
                 raise FileNotFoundError(f"no lessons in {library.folder}")
-            queue.extend(batches(lessons, recipe.batch_tokens, next(epochs)))
+            # A run that continues does not begin again with the sequences that it began with before.
+            queue.extend(batches(lessons, recipe.batch_tokens, epoch=step))
             print(f"{recipe.name}: a pass over {len(lessons)} files, {len(queue)} batches", flush=True)
         lesson, chosen = queue.pop()
         return unrolled_loss(head, target, lesson, chosen, ARGMAX_SHARE, seed=step)

@@ -28,7 +28,7 @@ from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
 
 EXITS = (2, 3, 4)
 """Numbers of first layers that learn to guess."""
-RECIPE = Recipe("early exit", num_steps=20000, limit_s=720.0, peak_rate=1e-3, batch_tokens=2048, weight_decay=0.02)
+RECIPE = Recipe("early exit", num_steps=20000, limit_s=720.0, peak_rate=1e-3, batch_tokens=1024, weight_decay=0.02)
 MAX_LESSON_FILES = 400
 
 
@@ -70,14 +70,14 @@ def exit_losses(
 def train(model: LlamaForCausalLM, library: Library, recipe: Recipe, checkpoint: Path) -> None:
     """Trains until the recipe's budget is spent; each pass over the lessons takes in new ones."""
     queue: list[tuple[Lessons, torch.Tensor]] = []
-    epochs = iter(range(10**6))
 
     def loss_of(step: int, progress: float) -> tuple[torch.Tensor, int]:
         if not queue:
             lessons = library.all()
             if not lessons:
                 raise FileNotFoundError(f"no lessons in {library.folder}")
-            queue.extend(batches(lessons, recipe.batch_tokens, next(epochs)))
+            # A run that continues does not begin again with the sequences that it began with before.
+            queue.extend(batches(lessons, recipe.batch_tokens, epoch=step))
             print(f"{recipe.name}: a pass over {len(lessons)} files, {len(queue)} batches", flush=True)
         lesson, chosen = queue.pop()
         early, full, num_tokens = exit_losses(model, lesson, chosen, EXITS[step % len(EXITS)])

@@ -129,6 +129,28 @@ def matches(draft: PreTrainedModel, texts: Texts) -> torch.Tensor:
     return torch.cat(said) == texts.answers
 
 
+def draft_acceptance(draft: PreTrainedModel, texts: Texts, num_hints: int) -> torch.Tensor:
+    """Which guesses of blocks behind all tokens of the answers are accepted: right, with all before them in the block.
+
+    # bool [prompts * (answer_len - num_hints + 1), num_hints]
+    """
+    blocks = matches(draft, texts).unfold(1, num_hints, 1)
+    return blocks.flatten(0, 1).cumprod(dim=1).bool()
+
+
+def table_line(name: str, accepted: torch.Tensor, others: torch.Tensor | None = None) -> str:
+    """One line of a table: the share of guesses accepted at each place of a block, the mean number accepted of a block,
+    and its ratio to that of other blocks.
+
+    accepted, others: bool [num_blocks, num_hints]
+    """
+    shares = accepted.float().mean(dim=0)
+    values = [f"{share:.1%}" for share in shares.tolist()] + [f"{shares.sum():.2f}"]
+    if others is not None:
+        values.append(f"{shares.sum() / others.float().mean(dim=0).sum():.1%}")
+    return f"| {name} | " + " | ".join(values) + " |"
+
+
 @dataclass(frozen=True)
 class Report:
     """Scores of one pair on one set of prompts."""

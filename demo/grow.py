@@ -24,7 +24,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Old and new shape, with a random generator."""
 
     old: Shape
@@ -112,28 +112,31 @@ def check(config: dict[str, Any], new: Shape) -> None:
         raise GrowthError(f"{old_group} heads share a KV head, so {new_group} per KV head are too few")
 
 
-def _grow_input(weight: torch.Tensor, num_rows: int, rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """A projection out of the hidden state: [old out, old hidden] -> [num_rows, new hidden]."""
-    grown = plan.noise(num_rows, plan.new.hidden_size)
-    grown[rows, : plan.old.hidden_size] = weight
-    return grown
+def grow_input(weight: torch.Tensor, num_rows: int, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """A projection out of k joined hidden states: [old out, k * old hidden] -> [num_rows, k * new hidden]."""
+    parts = []
+    for part in weight.split(plan.old.hidden_size, dim=1):
+        grown = plan.noise(num_rows, plan.new.hidden_size)
+        grown[rows, : plan.old.hidden_size] = part
+        parts.append(grown)
+    return torch.cat(parts, dim=1)
 
 
-def _grow_output(weight: torch.Tensor, num_columns: int, columns: torch.Tensor, plan: _Plan) -> torch.Tensor:
+def _grow_output(weight: torch.Tensor, num_columns: int, columns: torch.Tensor, plan: Plan) -> torch.Tensor:
     """A projection into the hidden state: [old hidden, old in] -> [new hidden, num_columns], else zero."""
     grown = torch.zeros(plan.new.hidden_size, num_columns)
     grown[: plan.old.hidden_size, columns] = weight
     return grown
 
 
-def _grow_norm(weight: torch.Tensor, plan: _Plan) -> torch.Tensor:
+def grow_norm(weight: torch.Tensor, plan: Plan) -> torch.Tensor:
     """An RMSNorm weight: [old hidden] -> [new hidden]."""
     grown = 1 + plan.noise(plan.new.hidden_size)
     grown[: plan.old.hidden_size] = weight * plan.norm_scale()
     return grown
 
 
-def _old_layer(weights: dict[str, torch.Tensor], index: int, plan: _Plan) -> dict[str, torch.Tensor]:
+def _old_layer(weights: dict[str, torch.Tensor], index: int, plan: Plan) -> dict[str, torch.Tensor]:
     """The weights of one old layer; of an added layer, empty matrices."""
     prefix = f"model.layers.{index}."
     if index < plan.old.num_layers:
@@ -148,7 +151,7 @@ def _old_layer(weights: dict[str, torch.Tensor], index: int, plan: _Plan) -> dic
     )
 
 
-def _grow_layer(layer: dict[str, torch.Tensor], plan: _Plan) -> dict[str, torch.Tensor]:
+def grow_layer(layer: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
     """One decoder layer in the new shape."""
     new, dim = plan.new, plan.head_dim
     # An added layer has none of the old heads and neurons.
@@ -172,30 +175,30 @@ def _grow_layer(layer: dict[str, torch.Tensor], plan: _Plan) -> dict[str, torch.
     for name, weight in layer.items():
         module = name.removesuffix(".weight")
         if module in num_rows:
-            grown[name] = _grow_input(weight, *num_rows[module], plan)
+            grown[name] = grow_input(weight, *num_rows[module], plan)
         elif module in num_columns:
             grown[name] = _grow_output(weight, *num_columns[module], plan)
-        elif module.endswith("layernorm"):
-            grown[name] = _grow_norm(weight, plan)
+        elif module.endswith("norm"):
+            grown[name] = grow_norm(weight, plan)
         else:
             raise GrowthError(f"unknown weight {name}")
     return grown
 
 
-def _grow_weights(weights: dict[str, torch.Tensor], plan: _Plan) -> Iterator[tuple[str, torch.Tensor]]:
+def _grow_weights(weights: dict[str, torch.Tensor], plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of the grown model in float32, one layer at a time."""
     width = plan.old.hidden_size
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in weights:
             padding = torch.zeros(len(weights[name]), plan.new.hidden_size - width)
             yield name, torch.cat([weights[name], padding], dim=1)
-    yield "model.norm.weight", _grow_norm(weights["model.norm.weight"], plan)
+    yield "model.norm.weight", grow_norm(weights["model.norm.weight"], plan)
     for index in range(plan.new.num_layers):
-        for name, weight in _grow_layer(_old_layer(weights, index, plan), plan).items():
+        for name, weight in grow_layer(_old_layer(weights, index, plan), plan).items():
             yield f"model.layers.{index}.{name}", weight
 
 
-def _stored(name: str, weight: torch.Tensor, plan: _Plan, dtype: torch.dtype) -> torch.Tensor:
+def stored(name: str, weight: torch.Tensor, plan: Plan, dtype: torch.dtype) -> torch.Tensor:
     """The weight in the type it is stored in."""
     is_exact = math.log2(plan.norm_scale()).is_integer()
     if name.endswith("norm.weight") and not is_exact:
@@ -203,7 +206,7 @@ def _stored(name: str, weight: torch.Tensor, plan: _Plan, dtype: torch.dtype) ->
     return weight.to(dtype).contiguous()
 
 
-def _record(model_dir: Path, new: Shape, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+def record_of(model_dir: Path, new: Shape, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     """Inputs of an output; an equal record means an equal output."""
     digest = hashlib.sha256()
     # The configuration and the tokenizer files are copied, so changes to them count too.
@@ -232,6 +235,44 @@ def _replace_folder(staging: Path, out_dir: Path) -> None:
         os.replace(staging, out_dir)
 
 
+def write_folder(out_dir: Path, record: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+    """Let `fill` write into a folder that then becomes `out_dir`, unless that has an equal record; return `out_dir`."""
+    if _is_complete(out_dir, record):
+        return out_dir
+    staging = out_dir.with_name(f".{out_dir.name}.{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        fill(staging)
+        (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
+        _replace_folder(staging, out_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out_dir
+
+
+def grown_config(config: dict[str, Any], plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
+    """The configuration of the grown model, but for its number of layers."""
+    new = plan.new
+    return config | {
+        "hidden_size": new.hidden_size,
+        "num_attention_heads": new.num_heads,
+        "num_key_value_heads": new.num_kv_heads,
+        "intermediate_size": new.intermediate_size,
+        "head_dim": plan.head_dim,
+        "rms_norm_eps": config["rms_norm_eps"] * plan.old.hidden_size / new.hidden_size,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def plan_growth(config: dict[str, Any], shape: Shape, seed: int) -> Plan:
+    """The growth of a model with this configuration. Raises GrowthError when the shapes do not go together."""
+    check(config, shape)
+    old = read_shape(config)
+    head_dim = config.get("head_dim") or old.hidden_size // old.num_heads
+    return Plan(old, shape, head_dim, torch.Generator().manual_seed(seed))
+
+
 def grow(
     model_dir: Path,
     out_dir: Path,
@@ -247,39 +288,19 @@ def grow(
     """
     shape = shape or Shape()
     config = json.loads((model_dir / "config.json").read_text())
-    check(config, shape)
-    record = _record(model_dir, shape, dtype, seed)
-    if _is_complete(out_dir, record):
-        return out_dir
-    old = read_shape(config)
-    head_dim = config.get("head_dim") or old.hidden_size // old.num_heads
-    plan = _Plan(old, shape, head_dim, torch.Generator().manual_seed(seed))
-    weights = {name: w.float() for name, w in load_file(model_dir / WEIGHTS_NAME).items()}
-    staging = out_dir.with_name(f".{out_dir.name}.{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    plan = plan_growth(config, shape, seed)
+
+    def fill(folder: Path) -> None:
         for path in model_dir.iterdir():
             if path.suffix in (".json", ".jinja") and path.name != "config.json":
-                shutil.copyfile(path, staging / path.name)
-        grown = {name: _stored(name, weight, plan, dtype) for name, weight in _grow_weights(weights, plan)}
-        save_file(grown, staging / WEIGHTS_NAME, metadata={"format": "pt"})
-        new_config = config | {
-            "hidden_size": shape.hidden_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "intermediate_size": shape.intermediate_size,
-            "head_dim": head_dim,
-            "rms_norm_eps": config["rms_norm_eps"] * old.hidden_size / shape.hidden_size,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-        (staging / "config.json").write_text(json.dumps(new_config, indent=2) + "\n")
-        (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
-        _replace_folder(staging, out_dir)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return out_dir
+                shutil.copyfile(path, folder / path.name)
+        weights = {name: w.float() for name, w in load_file(model_dir / WEIGHTS_NAME).items()}
+        grown = {name: stored(name, weight, plan, dtype) for name, weight in _grow_weights(weights, plan)}
+        save_file(grown, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        new_config = grown_config(config, plan, dtype) | {"num_hidden_layers": shape.num_layers}
+        (folder / "config.json").write_text(json.dumps(new_config, indent=2) + "\n")
+
+    return write_folder(out_dir, record_of(model_dir, shape, dtype, seed), fill)
 
 
 def main() -> None:

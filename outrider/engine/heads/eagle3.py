@@ -1,8 +1,9 @@
 """EAGLE-3 (Li et al., 2503.01840) and 3.1: one or more decoder layers over the target's hidden states.
 
 A head is made for three (or other) layers of its target. A layer id `i` names the residual stream before layer `i`,
-which is after `i` layers, without the target's final norm; `i` = number of layers is the end of the stream. The target
-side joins these states and multiplies by the head's `fc` (`Eagle3Projection`), so that one vector travels per token.
+which is after `i` layers. The end of the stream (`i` = number of layers) is kept with the target's final norm only, and
+heads are trained on states without it, so that id is refused. The target side joins these states and multiplies by the
+head's `fc` (`Eagle3Projection`), so that one vector travels per token.
 
 The first layer attends over `[input_layernorm(embedding), hidden_norm(feature)]`, twice as wide as the others. Its
 residual is the feature, or with `norm_before_residual` the normalized one. The next row takes the sum of the residual
@@ -103,11 +104,11 @@ def _layer_ids(head: HeadFolder, target: TargetShape) -> tuple[int, ...]:
     given = head.config.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
     depth = target.num_layers
     ids = [int(each) for each in given] if given else [2, depth // 2, depth - 3]
-    if min(ids) < 0 or max(ids) > depth or len(set(ids)) != len(ids):
+    if min(ids) < 0 or max(ids) >= depth or len(set(ids)) != len(ids):
         origin = "names" if given else "names none, which stands for"
         raise ModelLoadError(
             f"{head.folder} {origin} the layers {ids} of its target, and {target.model} has distinct layer ids from 0 "
-            f"to {depth}"
+            f"to {depth - 1}; a state is read before its layer, and the one after the last layer is not kept"
         )
     return tuple(sorted(ids))
 

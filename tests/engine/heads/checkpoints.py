@@ -199,7 +199,7 @@ EAGLE3_CASES: Final = (
             "draft_vocab_size": VOCAB,
             "target_hidden_size": 40,
             "norm_before_fc": True,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1, 7], "use_aux_hidden_state": True},
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1, 6], "use_aux_hidden_state": True},
         },
         lambda: {
             **eagle_tensors("original-wide", layer="midlayer.", states_width=120, draft_vocab=VOCAB),

@@ -55,7 +55,8 @@ def refusal(head: Path, target: Path) -> str:
     [
         ("original", {"target_hidden_size": 48}, "made for a target with hidden states of 48, and .* has 32"),
         ("original", {"vocab_size": 65}, "made for a vocabulary of 65 tokens, and .* has 64"),
-        ("original", {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, r"the layers \[2, 5, 9\] .* ids from 0 to 7"),
+        ("original", {"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}, r"the layers \[2, 5, 9\] .* ids from 0 to 6"),
+        ("original", {"eagle_aux_hidden_state_layer_ids": [2, 5, 7]}, "the one after the last layer is not kept"),
         ("original", {"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}, "distinct layer ids"),
         ("original", {"eagle_aux_hidden_state_layer_ids": [2, 3]}, "fc takes 96 numbers, and 2 layers of 32 give 64"),
         ("original", {"draft_vocab_size": 20}, "d2t has 24 entries, and draft_vocab_size is 20"),
@@ -191,6 +192,6 @@ def test_an_output_layer_that_the_head_lacks_is_the_targets(
 
 def test_what_a_head_takes_from_its_target_is_said() -> None:
     assert feature_shape(*engines.folders("original")).layer_ids == (2, 3, 4)  # 2, 7 // 2, 7 - 3
-    assert feature_shape(*engines.folders("original-wide")).layer_ids == (1, 5, 7)
+    assert feature_shape(*engines.folders("original-wide")).layer_ids == (1, 5, 6)
     assert feature_shape(*engines.folders("mtp-glm")).layer_ids == ()
     assert feature_shape(*engines.folders("medusa")).feature_size == HIDDEN

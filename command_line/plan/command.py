@@ -42,6 +42,9 @@ Draft = Annotated[
 DraftHead = Annotated[
     Path | None, typer.Option(help="Folder of a draft head that runs beside the target.", show_default=False)
 ]
+LocalHead = Annotated[
+    bool, typer.Option(help="With a draft head, the target runs it, too, where no draft worker does.")
+]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -113,6 +116,7 @@ def plan(
     model: Annotated[Path, typer.Argument(help="Model folder. Only its config.json is read.")],
     draft: Draft = None,
     draft_head: DraftHead = None,
+    local_head: LocalHead = True,
     memory: Memory = None,
     device: DeviceType = Device.AUTO,
     memory_utilization: Utilization = None,
@@ -165,10 +169,9 @@ def plan(
         print(document(target, draft_pool, Wanted(gpus_per_node, sessions, session_tokens)), end="")
         return
     targets = Workers(options, num_target_workers, tensor_parallel_size or 1)
-    drafts = None
-    if draft_options is not None:
-        drafts = Workers(draft_options, num_draft_workers, draft_tensor_parallel_size or 1)
-    loads = loads_of(targets, drafts, draft_head, device_type, is_shared=is_shared)
+    num_draft_ranks = draft_tensor_parallel_size or 1
+    drafts = None if draft_options is None else Workers(draft_options, num_draft_workers, num_draft_ranks)
+    loads = loads_of(targets, drafts, draft_head, device_type, is_local=local_head, is_shared=is_shared)
     is_one = draft is None and num_target_workers == 1
     share = found_memory.share(memory_utilization, SHARED_SHARE if is_one else ALL_SHARE)
     found = decide(loads, found_memory, share, device_type, is_one=is_one)

@@ -70,17 +70,17 @@ class Workers:
 
 
 def loads_of(
-    target: Workers, draft: Workers | None, head: Path | None, device_type: str, *, is_shared: bool
+    target: Workers, draft: Workers | None, head: Path | None, device_type: str, *, is_local: bool, is_shared: bool
 ) -> dict[str, Load]:
-    """All workers by role. `head`: folder of a draft head, which draft workers run where there are some, else the
-    target. Raises ConfigurationError."""
+    """All workers by role. `head`: folder of a draft head, which draft workers run where there are some, and the target
+    where it `is_local`. Raises ConfigurationError."""
 
     def load(each: Workers) -> Load:
         return load_of(each.options, each.num_workers, each.num_ranks, device_type, is_shared=is_shared)
 
     loads = {"target": load(target)}
     if head is not None:
-        loads["target"] = with_head(loads["target"], head, is_beside=draft is None)
+        loads["target"] = with_head(loads["target"], head, is_local=is_local or draft is None)
     if draft is not None:
         is_model = head is None
         loads["draft"] = (

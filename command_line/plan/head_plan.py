@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from outrider.engine.heads.kind import HeadKind, folder_kind
+from outrider.engine.heads.kind import HeadKind
 from outrider.engine.kv.kv_plan import Load, ModelLoadError, ModelMemory
 from outrider.engine.options import EngineOptions, Quantization
 
@@ -53,31 +53,16 @@ def head_load(options: EngineOptions, target_dir: Path, num_workers: int, device
     return Load(needs, options, num_workers)
 
 
-def with_head(target: Load, head: Path, *, is_beside: bool) -> Load:
-    """A target that keeps features for a head, and runs it where it `is_beside` the target. Raises
-    ConfigurationError."""
-    from outrider.engine.heads import eagle3, mtp
-    from outrider.engine.heads.checkpoint import open_head, target_shape
-    from outrider.engine.heads.loading import feature_shape
-    from outrider.engine.model import DTYPES
+def with_head(target: Load, head: Path, *, is_local: bool) -> Load:
+    """A target that keeps features for a head, and runs it where it `is_local`. Raises ConfigurationError."""
+    from outrider.engine.heads.loading import head_memory
 
     options, needs = target.options, target.needs
-    item = DTYPES[options.dtype].itemsize
-    opened, shape = open_head(head), target_shape(options.model)
-    features = feature_shape(head, options.model).feature_size * item
-    names = set(opened.files.headers)
-    if opened.kind is HeadKind.MTP:
-        names &= set(mtp.describe(opened, shape).names.values())
-    elif not is_beside:
-        names = {name for name in names if name.startswith(eagle3.TARGET_SIDE)}
-    weights = sum(prod(opened.files.headers[name].shape) for name in names) * item
-    own_kv = 0
-    if is_beside and folder_kind(head) is not HeadKind.MEDUSA:
-        own_kv = features + needs.kv_per_token // shape.num_layers  # a layer like the target's
+    memory = head_memory(head, options.model, options.dtype, is_local=is_local)
     needs = replace(
         needs,
-        weights=needs.weights + weights,
-        weights_read=needs.weights_read + weights,
-        kv_per_token=needs.kv_per_token + features + own_kv,
+        weights=needs.weights + memory.fixed,
+        weights_read=needs.weights_read + memory.fixed,
+        kv_per_token=needs.kv_per_token + memory.per_token,
     )
     return replace(target, needs=needs)

@@ -67,6 +67,7 @@ class Deployment:
         help="folder of a draft head that runs beside the target, without draft workers: EAGLE-3, Medusa, or the "
         "target's own folder for its MTP layers",
     )  # fmt: skip
+    local_head: bool = same_as(Service, "local_head")
     early_exit_layer: int | None = same_as(
         DraftModel, "early_exit_layer", shows="none",
         help="draft with so many of the target's first layers; it pays where the target was trained for it (LayerSkip)",
@@ -161,6 +162,10 @@ class Deployment:
         for name, value in (("engine_python", self.engine_python), ("vllm_args", self.vllm_args)):
             if value and not is_vllm:
                 raise SettingError(name, f"--{name.replace('_', '-')} needs --engine {EngineName.VLLM}")
+        if self.draft_head is not None and not self.local_head and not self.drafts_with_head:
+            raise SettingError(
+                "local_head", "--no-local-head leaves the draft head to draft workers: give it as --draft"
+            )
         if is_vllm and self.draft_head is not None:
             why = "vLLM keeps no features for draft heads; draft with a model, or leave --engine out"
             raise SettingError("draft_head", f"--draft-head {self.draft_head}: {why}")

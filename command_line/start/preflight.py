@@ -199,9 +199,9 @@ def _num_weights(deployment: Deployment, role: str, folder: Path) -> int:
         if deployment.drafts_with_head:
             return num_head_parameters(folder)
         return num_parameters(folder, "--draft", deployment.early_exit_layer)
-    # Beside draft workers with a head, the target has little of it; MTP layers are in its own files.
-    is_beside = head is not None and not deployment.drafts_with_head and head.resolve() != target.resolve()
-    own = num_head_parameters(head) if head is not None and is_beside else 0
+    # Without running the head, the target has little of it; MTP layers are in its own files.
+    is_apart = head is not None and deployment.local_head and head.resolve() != target.resolve()
+    own = num_head_parameters(head) if head is not None and is_apart else 0
     return num_parameters(folder, "--target") + own
 
 
@@ -246,7 +246,8 @@ def _planned(deployment: Deployment) -> dict[str, Any] | None:
         "--max-model-len": deployment.max_model_len,
         "--max-num-seqs": deployment.max_num_seqs,
     }
-    command = [*module("command_line"), "plan", str(deployment.target), *flatten(flags), "--json"]
+    switches = [] if deployment.local_head else ["--no-local-head"]
+    command = [*module("command_line"), "plan", str(deployment.target), *flatten(flags), *switches, "--json"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(

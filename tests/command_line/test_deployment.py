@@ -190,6 +190,14 @@ class TestDraftHeads:
         (target,) = worker_specs(Deployment(Path("large"), None, draft_head=Path("head")), (), "x")
         assert flags(target.command)["--draft-head"] == "head"
 
+    def test_the_target_runs_it_too_unless_it_is_left_to_draft_workers(self) -> None:
+        head = Path("head")
+        for local_head in (True, False):
+            given = Deployment(Path("large"), head, draft_head=head, local_head=local_head)
+            assert ("--no-local-head" in worker_specs(given, (), "x")[0].command) is not local_head
+        with pytest.raises(SettingError, match="give it as --draft"):
+            Deployment(Path("large"), None, draft_head=head, local_head=False)
+
     def test_a_draft_worker_that_runs_it_is_one_process(self) -> None:
         with pytest.raises(SettingError, match="--draft-tensor-parallel-size 2: a draft head runs in one process"):
             Deployment(Path("large"), Path("head"), draft_head=Path("head"), draft_tensor_parallel_size=2)

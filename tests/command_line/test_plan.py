@@ -46,15 +46,18 @@ def test_a_draft_head_is_planned_for_where_it_runs(tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", vocab_size, models.MAX_MODEL_LEN, width)
     engine = load_head(models.engine_config(head), target)
     plain = planned(target, "--memory", "2GiB", "--dtype", "float32")
-    remote = planned(target, "--draft", head, "--memory", "2GiB", "--dtype", "float32")
+    remote = planned(target, "--draft", head, "--no-local-head", "--memory", "2GiB", "--dtype", "float32")
     assert remote["draft"]["kv_per_token"] == engine.kv_bytes_per_token
     assert remote["draft"]["weights"] == 4 * engine.num_parameters
     features = 4 * engine.feature_size
     assert remote["kv_per_token"] == plain["kv_per_token"] + features
     assert remote["weights"] == plain["weights"] + 3 * width * features, "the projection"
+    both = planned(target, "--draft", head, "--memory", "2GiB", "--dtype", "float32")
+    assert both["draft"] == remote["draft"]
     beside = planned(target, "--draft-head", head, "--memory", "2GiB", "--dtype", "float32")
     assert beside["draft"] is None
     assert beside["weights"] == plain["weights"] + 4 * engine.num_parameters + 3 * width * features
+    assert both["weights"] == beside["weights"]
     medusa = MEDUSA_CASES[0].write(tmp_path / "medusa")
     words = ("--draft", medusa, "--memory", "2GiB")
     shape = planned(write_target(tmp_path / "target"), *words)

@@ -88,6 +88,20 @@ def test_serve_starts_it_on_a_draft_worker_and_tells_the_target(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_serve_runs_it_beside_the_target_without_draft_workers(tmp_path: Path) -> None:
+    head = random_head(tmp_path / "head")
+    with running_system(tmp_path / "system", "--draft-head", head, "--no-lookup", "--hosting", "plain") as system:
+
+        def num_turns() -> float:
+            """Turns of the head. A random one gains nothing, so that it is soon left out."""
+            speculated(system)
+            return system.metric("target-0", "outrider_head_milliseconds_count")
+
+        eventually(num_turns, bool, "the head drafts", 120)
+        assert not (system.log_dir / "draft-0.log").exists()
+
+
+@pytest.mark.slow
 def test_a_coordinator_pairs_it_with_targets_that_keep_its_features_alone(tmp_path: Path) -> None:
     head, other = random_head(tmp_path / "head"), random_head(tmp_path / "other", seed=10)
     redis = EmbeddedRedis(tmp_path / "redis")

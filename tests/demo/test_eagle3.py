@@ -29,7 +29,7 @@ from tests.engine.heads.engines import run, start, without_probes
 
 training = importlib.import_module("demo.eagle3.__main__")
 HEAD = DEMO / "eagle3_head"
-LAYER_IDS = (0, 1, 2)
+LAYER_IDS = (0, 1)
 LENGTH = 14
 MAX_BYTES = 8_000_000
 shipped = pytest.mark.skipif(not (HEAD / "model.safetensors").exists(), reason="no trained head here")
@@ -132,7 +132,7 @@ def test_a_depth_keeps_chains_of_the_depth_before_it() -> None:
 
 
 def test_rows_of_few_chains_are_those_of_all_chains() -> None:
-    """What a step leaves out changes nothing of what it runs."""
+    """Chains that a step leaves out change nothing of those it runs."""
     target = tiny_model()
     head = tiny_head(target)
     token_ids = torch.randint(3, 64, (2, 30))
@@ -280,7 +280,7 @@ def test_the_shipped_head_grows_with_its_target(tmp_path: Path) -> None:
 
 
 def test_growth_keeps_the_bits_of_the_small_head(tmp_path: Path) -> None:
-    """What is stored in bfloat16 is exactly the small head's weights, or these times a power of two."""
+    """Stored in bfloat16 are exactly the small head's weights, or these times a power of two."""
     training.publish(tiny_head(tiny_target(tmp_path / "target")), tmp_path / "head")
     grow_head(tmp_path / "head", tmp_path / "grown", TINY_GROWN)
     small, large = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "grown"))

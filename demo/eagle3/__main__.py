@@ -39,7 +39,7 @@ FIRST_SHARE = 0.5
 """Share of the answer's tokens behind which a chain begins."""
 KEPT_SHARE = 0.92
 """Share of the chains that a depth keeps of the depth before it."""
-RECIPE = Recipe("eagle3", num_steps=20000, limit_s=1500.0, peak_rate=3e-3, batch_tokens=1024, weight_decay=0.02)
+RECIPE = Recipe("eagle3", num_steps=20000, limit_s=3420.0, peak_rate=3e-3, batch_tokens=1024, weight_decay=0.02)
 MAX_LESSON_FILES = 400
 SEED = 3
 
@@ -151,9 +151,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--out", type=Path, default=DEMO / "eagle3_head")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--lesson-minutes", type=float, default=10.0)
+    parser.add_argument("--lesson-minutes", type=float, default=14.0)
     parser.add_argument("--lessons-only", action="store_true", help="only write lessons, while another process trains")
-    parser.add_argument("--minutes", type=float, default=25.0, help="of training, earlier runs of it included")
+    parser.add_argument("--minutes", type=float, default=57.0, help="of training, earlier runs of it included")
     return parser
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from demo import corpus
 from demo.early_exit.__main__ import EXITS, build_parser
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    logging.set_verbosity_error()  # a report of the layers that are left out would hide the table
     prompts = corpus.held_out_prompts(options.prompts)
     for folder in options.models:
         whole = first_layers(folder, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -90,22 +91,36 @@ class Library:
         return list(self._loaded.values())
 
 
-def distill(
-    model: LlamaForCausalLM, library: Library, recipe: Recipe, checkpoint: Path, *, argmax_share: float
+LessonLoss = Callable[[Lessons, torch.Tensor, int], tuple[torch.Tensor, int]]
+"""The loss of some rows of one set of lessons in a step, and its number of tokens: (lessons, row indices, step)."""
+
+
+def train_on_lessons(
+    model: torch.nn.Module, library: Library, recipe: Recipe, checkpoint: Path, loss: LessonLoss
 ) -> None:
-    """Train the draft on the lessons until the recipe's budget is spent; each pass takes in new ones."""
+    """Trains until the recipe's budget is spent; each pass over the lessons takes in new ones."""
     queue: list[tuple[Lessons, torch.Tensor]] = []
-    epochs = iter(range(10**6))
 
     def loss_of(step: int, progress: float) -> tuple[torch.Tensor, int]:
         if not queue:
             lessons = library.all()
             if not lessons:
                 raise FileNotFoundError(f"no lessons in {library.folder}")
-            queue.extend(batches(lessons, recipe.batch_tokens, next(epochs)))
+            # A run that continues does not begin again with the sequences that it began with before.
+            queue.extend(batches(lessons, recipe.batch_tokens, epoch=step))
             print(f"{recipe.name}: a pass over {len(lessons)} files, {len(queue)} batches", flush=True)
         lesson, rows = queue.pop()
-        return lesson_loss(model, lesson, rows, argmax_share)
+        return loss(lesson, rows, step)
 
     Stage(model, recipe, checkpoint).run(loss_of)
     model.eval()
+
+
+def distill(
+    model: LlamaForCausalLM, library: Library, recipe: Recipe, checkpoint: Path, *, argmax_share: float
+) -> None:
+    """Train the draft on the lessons until the recipe's budget is spent."""
+    train_on_lessons(
+        *(model, library, recipe, checkpoint),
+        lambda lesson, rows, _: lesson_loss(model, lesson, rows, argmax_share),
+    )

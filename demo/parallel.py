@@ -19,8 +19,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo import checkpoints, corpus, vocabulary
-from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, batches
-from demo.pretrain import Recipe, Stage
+from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, train_on_lessons
+from demo.pretrain import Recipe
 from demo.teacher import Lessons, generate_lessons
 from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
 
@@ -102,21 +102,10 @@ def parallel_loss(
 
 def train(model: LlamaForCausalLM, library: Library, recipe: Recipe, checkpoint: Path) -> None:
     """Trains until the recipe's budget is spent; each pass over the lessons takes in new ones."""
-    queue: list[tuple[Lessons, torch.Tensor]] = []
-    epochs = iter(range(10**6))
-
-    def loss_of(step: int, progress: float) -> tuple[torch.Tensor, int]:
-        if not queue:
-            lessons = library.all()
-            if not lessons:
-                raise FileNotFoundError(f"no lessons in {library.folder}")
-            queue.extend(batches(lessons, recipe.batch_tokens, next(epochs)))
-            print(f"{recipe.name}: a pass over {len(lessons)} files, {len(queue)} batches", flush=True)
-        lesson, chosen = queue.pop()
-        return parallel_loss(model, lesson, chosen, ARGMAX_SHARE, seed=step)
-
-    Stage(model, recipe, checkpoint).run(loss_of)
-    model.eval()
+    train_on_lessons(
+        *(model, library, recipe, checkpoint),
+        lambda lesson, chosen, step: parallel_loss(model, lesson, chosen, ARGMAX_SHARE, seed=step),
+    )
 
 
 def publish(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

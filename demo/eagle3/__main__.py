@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo import corpus
-from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, batches
+from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, train_on_lessons
 from demo.eagle3.head import Head, hidden_states, logits_of, unroll
-from demo.pretrain import Recipe, Stage
+from demo.pretrain import Recipe
 from demo.teacher import Lessons, generate_lessons
 from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
 
@@ -80,21 +80,10 @@ def unrolled_loss(
 def train(head: Head, target: LlamaForCausalLM, library: Library, recipe: Recipe, checkpoint: Path) -> None:
     """Trains until the recipe's budget is spent; each pass over the lessons takes in new ones."""
     target.requires_grad_(False)
-    queue: list[tuple[Lessons, torch.Tensor]] = []
-
-    def loss_of(step: int, progress: float) -> tuple[torch.Tensor, int]:
-        if not queue:
-            lessons = library.all()
-            if not lessons:
-                raise FileNotFoundError(f"no lessons in {library.folder}")
-            # A run that continues does not begin again with the sequences that it began with before.
-            queue.extend(batches(lessons, recipe.batch_tokens, epoch=step))
-            print(f"{recipe.name}: a pass over {len(lessons)} files, {len(queue)} batches", flush=True)
-        lesson, chosen = queue.pop()
-        return unrolled_loss(head, target, lesson, chosen, ARGMAX_SHARE, seed=step)
-
-    Stage(head, recipe, checkpoint).run(loss_of)
-    head.eval()
+    train_on_lessons(
+        *(head, library, recipe, checkpoint),
+        lambda lesson, chosen, step: unrolled_loss(head, target, lesson, chosen, ARGMAX_SHARE, seed=step),
+    )
 
 
 def published_config(head: Head) -> dict[str, Any]:

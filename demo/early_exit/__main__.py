@@ -21,8 +21,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo import checkpoints, corpus
-from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, batches
-from demo.pretrain import Recipe, Stage, held_out_loss
+from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, train_on_lessons
+from demo.pretrain import Recipe, held_out_loss
 from demo.teacher import Lessons, generate_lessons
 from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
 
@@ -69,22 +69,12 @@ def exit_losses(
 
 def train(model: LlamaForCausalLM, library: Library, recipe: Recipe, checkpoint: Path) -> None:
     """Trains until the recipe's budget is spent; each pass over the lessons takes in new ones."""
-    queue: list[tuple[Lessons, torch.Tensor]] = []
 
-    def loss_of(step: int, progress: float) -> tuple[torch.Tensor, int]:
-        if not queue:
-            lessons = library.all()
-            if not lessons:
-                raise FileNotFoundError(f"no lessons in {library.folder}")
-            # A run that continues does not begin again with the sequences that it began with before.
-            queue.extend(batches(lessons, recipe.batch_tokens, epoch=step))
-            print(f"{recipe.name}: a pass over {len(lessons)} files, {len(queue)} batches", flush=True)
-        lesson, chosen = queue.pop()
+    def loss_of(lesson: Lessons, chosen: torch.Tensor, step: int) -> tuple[torch.Tensor, int]:
         early, full, num_tokens = exit_losses(model, lesson, chosen, EXITS[step % len(EXITS)])
         return early + full, num_tokens
 
-    Stage(model, recipe, checkpoint).run(loss_of)
-    model.eval()
+    train_on_lessons(model, library, recipe, checkpoint, loss_of)
 
 
 def build_parser() -> argparse.ArgumentParser:

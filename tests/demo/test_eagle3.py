@@ -78,7 +78,8 @@ def assert_engine_gives_the_same(folder: Path, target_dir: Path, head: Head, tar
         torch.testing.assert_close(found[1 : base + 1], logits[0][:base], atol=1e-5 * scale, rtol=1e-4)
         for depth in range(1, num_depths):
             expected = logits[depth][base - 1]
-            torch.testing.assert_close(found[base + depth], expected, atol=1e-5 * scale, rtol=1e-4)
+            # A row takes the output of the one before it, and with it a multiple of its rounding.
+            torch.testing.assert_close(found[base + depth], expected, atol=1e-4 * scale, rtol=1e-3)
         kv.free()
 
 
@@ -132,11 +133,7 @@ def test_a_depth_keeps_chains_of_the_depth_before_it() -> None:
 
 
 def test_rows_of_few_chains_are_those_of_all_chains() -> None:
-<<<<<<< HEAD
     """Chains that a step leaves out change nothing of those that it runs."""
-=======
-    """Chains that a step leaves out change nothing of those it runs."""
->>>>>>> train
     target = tiny_model()
     head = tiny_head(target)
     token_ids = torch.randint(3, 64, (2, 30))

@@ -172,8 +172,10 @@ class StepItem:
     paths: Sequence[Sequence[int]] | None = None  # KV entries that each node attends to, as in QueryBlock
     chain: Chain | None = None
     num_masks: int = 0  # mask tokens fed behind the last row, each for one more token below what the one before guesses
-    # For a draft head: slots of the entries before the fed ones, and the target's features there, as on the wire.
+    # For a draft head: slots of committed entries, and the target's features there, as on the wire.
     features: tuple[npt.NDArray[np.int64], bytes] | None = None
+    corrected: Sequence[int] = ()  # committed tokens that it runs again on such features, in the same pass
+    corrected_end: int = 0  # the entry after their last
 
 
 @dataclass(frozen=True, slots=True)

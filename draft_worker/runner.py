@@ -58,7 +58,12 @@ def run_step(
         if item.features is not None:
             assert isinstance(engine, HeadEngine)
             engine.take_features(*item.features)
-    logits = engine.forward([_chunk(item, engine.mask_token_id) for item in step.items])
+    again = [
+        SequenceChunk(HeadEngine.first_entries(item.kv, item.corrected_end), item.corrected, 0)
+        for item in step.items
+        if item.corrected
+    ]
+    logits = engine.forward([*(_chunk(item, engine.mask_token_id) for item in step.items), *again])
     for item in step.items:
         item.kv.truncate(item.kv.length - item.num_masks)
     expansions = _expand_items(step.items, logits, num_children)

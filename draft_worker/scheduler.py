@@ -237,6 +237,9 @@ class DraftScheduler(Attachments[DraftSession]):
             session = self._sessions[item.session_id]  # events are handled between steps only
             if item.paths is None:
                 session.num_prefix += len(item.token_ids)
+                session.num_corrected = session.num_prefix  # a head's pending tokens wait for the target's features
+            elif item.corrected:
+                session.num_corrected = item.corrected_end
             if self.limits.enable_prefix_caching:
                 session.publish()  # only now: the step has done the moves of entries
             hints = session.expand(item.node_ids, expanded, item.num_masks)

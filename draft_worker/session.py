@@ -9,8 +9,8 @@ that their full blocks can be shared with other sessions. Entries of nodes are n
 An alternative becomes a node, and is sent, only when it is fed next: without a continuation it is useless to the
 target. Until then its parent keeps it.
 
-A draft head computes committed entries from the target's features alone, which come with the commits. Its nodes below
-are computed from its own states, so a commit, which brings the features of what they guessed, starts a new tree.
+A draft head rides ahead on its own states. When the target's features of what was committed arrive, the entries that
+were run without them are run again beside the next nodes; entries below `num_corrected` are final.
 
 Invariants: while `num_prefix == len(token_ids)` the cursor is fed; otherwise the tokens without KV are pending and no
 node is fed. Every node that is kept was sent, so the target's cursor can go wherever this one can.
@@ -65,6 +65,7 @@ class DraftSession:
     base_len: int = 0
     cursor_node: DraftNode = field(default_factory=draft_node.root)
     num_prefix: int = 0
+    num_corrected: int = 0  # of a draft head: leading entries that were run on the target's features
     nodes: dict[int, DraftNode] = field(default_factory=dict)  # below the cursor
     candidates: Candidates = field(default_factory=Candidates)
     entry_nodes: list[int] = field(default_factory=list)
@@ -123,12 +124,6 @@ class DraftSession:
         """
         own_path = primary_path(self.cursor_node, self.nodes)
         draft_node.calibrate(self.calibration, token_ids, self.acceptance.rate, own_path)
-        if self.features is not None:
-            self.token_ids.extend(token_ids)
-            self._read(token_ids)
-            self._plant()
-            self.kv.truncate(self.num_prefix)
-            return None
         path: list[DraftNode] = []
         is_lost = self.num_pending > 0
         for token_id in token_ids:
@@ -141,11 +136,13 @@ class DraftSession:
         self.token_ids.extend(token_ids)
         self._read(token_ids)
         fed = [node.entry for node in path if node.entry is not None]
-        if is_lost or len(fed) < len(path):
-            survivors: list[int] = []
-        else:
-            survivors = draft_node.fed_below(self.cursor_node, self.nodes)
-        move = self._compact(fed, survivors)
+        is_fed = not is_lost and len(fed) == len(path)
+        survivors = draft_node.fed_below(self.cursor_node, self.nodes) if is_fed else []
+        is_run_again = self.features is not None and not is_fed  # by the pass that feeds the pending tokens
+        move = self._compact([] if is_run_again else fed, survivors)
+        if is_run_again:
+            self.num_prefix = self.num_corrected
+            self.kv.truncate(self.num_prefix)
         if is_lost:
             self._plant()
         return move
@@ -240,19 +237,19 @@ class DraftSession:
 
     def wants_to_grow(self) -> bool:
         """Whether more nodes may be drafted."""
-        if self.features is not None and self.features.num_known < len(self.token_ids) - 1:
+        if self.features is not None and self.num_pending and self.features.num_known < len(self.token_ids) - 1:
             return False
         return self.accepts_hints and len(self.token_ids) < self.limits.max_model_len - 1
 
     def begin(self) -> int:
         """Takes over the blocks that other sessions have computed for the committed tokens; returns the number of
         entries."""
-        self.num_prefix = self.blocks.adopt(self.token_ids)
+        self.num_prefix = self.num_corrected = self.blocks.adopt(self.token_ids)
         return self.num_prefix
 
     def publish(self) -> None:
         """Shares the blocks of committed tokens with other sessions; no `KVMove` of this session may be outstanding."""
-        self.blocks.publish(self.token_ids, self.num_prefix)
+        self.blocks.publish(self.token_ids, self.num_prefix if self.features is None else self.num_corrected)
 
     def next_priority(self) -> float:
         """Priority of the candidate to feed next: the probability that it is reached; 0.0 when nothing can grow.

@@ -63,7 +63,7 @@ def grow_item(session: DraftSession, node_ids: list[int], beyond: Beyond) -> Ste
     session.entry_nodes = session.entry_nodes + node_ids
     branches = [session.branch(node_id) for node_id in node_ids]
     paths = [[node.entry or 0 for node in branch] for branch in branches]
-    return _item(
+    item = _item(
         session,
         [session.nodes[node_id].hint.token_id for node_id in node_ids],
         node_ids,
@@ -72,6 +72,19 @@ def grow_item(session: DraftSession, node_ids: list[int], beyond: Beyond) -> Ste
         _chain(session, session.nodes[node_ids[0]], session.num_prefix, paths[0], beyond),
         num_masks,
     )
+    return item if session.features is None else _corrected(item, session, session.features)
+
+
+def _corrected(item: StepItem, session: DraftSession, arrived: ArrivedFeatures) -> StepItem:
+    """The item with the committed entries whose features have arrived since they were run: each row takes that of the
+    entry before it."""
+    start, end = session.num_corrected, min(arrived.num_known + 1, session.num_prefix)
+    if start >= end:
+        return item
+    first, last = max(start - 1, 0), min(arrived.num_known, session.num_prefix)
+    arrived.drop_before(first)
+    features = (session.kv.slots(first, last), arrived.rows(first, last)) if first < last else None
+    return replace(item, features=features, corrected=session.token_ids[start:end], corrected_end=end)
 
 
 def _item(

@@ -34,11 +34,11 @@ def write_head(folder: Path, vocab_size: int, longest: int, target_width: int = 
         "max_position_embeddings": longest,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "eagle_aux_hidden_state_layer_ids": [0, 1],
     }
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {
-        "fc.weight": (WIDTH, 3 * target_width),
+        "fc.weight": (WIDTH, 2 * target_width),
         "embed_tokens.weight": (vocab_size, WIDTH),
         "lm_head.weight": (vocab_size, WIDTH),
         "midlayer.self_attn.q_proj.weight": (NUM_HEADS * HEAD_DIM, 2 * WIDTH),

@@ -293,7 +293,8 @@ def check_case(case: str, draft: str, rule: str, num_sessions: int) -> None:
     if draft == "none":
         assert drawn.verified == 0
     elif params.max_tokens > 1:
-        assert drawn.verified > num_sessions / 10, "hints were hardly used, so this shows nothing"
+        least = num_sessions / (20 if draft == "head" else 10)  # a random head is hardly ever right
+        assert drawn.verified > least, "hints were hardly used, so this shows nothing"
         assert drawn.accepted > 0
     check_distribution(drawn, params, language)
 

@@ -220,7 +220,7 @@ class TestRanking:
         draft = replace(GOOD, pair=replace(pair_of(text(0.97), draft_ms=3.0), target=flat(10.0)))
         lookup = replace(LOOKUP, pair=replace(pair_of(blocks), target=flat(10.0)), num_offered=(offered,))
         found = comparison(draft, lookup, batches=(1, 64))
-        first, second = verdict(found)
+        first, _, second = verdict(found)
         assert first.startswith("Use the MODEL")
         assert second.startswith("At batch 64 lookup alone is better: 1.")
 
@@ -230,7 +230,8 @@ class TestWords:
         found = comparison(GOOD, NO_LOOKUP)
         assert found.best is not None
         each = found.best.forecasts[0]
-        [sentence] = verdict(found)
+        sentence, target = verdict(found)
+        assert "a step costs 1.25× that of one token" in target
         assert sentence.startswith("Use the MODEL (draft model) on a draft worker: about ")
         assert f"{each.speedup:.2f}× at batch 1 with γ = {each.num_speculative_tokens}" in sentence
 
@@ -238,11 +239,12 @@ class TestWords:
         ("chosen", "words"),
         [
             (MASKED, "the MASKS with 3 mask tokens on a draft worker"),
-            (EXIT, "the 2 layers of the target on a draft worker"),
+            (replace(MASKED, num_masks=0), "the MASKS with no mask tokens on a draft worker"),
+            (EXIT, "the target's first 2 layers on a draft worker"),
             (LOCAL_HEAD, "the EAGLE3 (EAGLE-3 head) beside the target's model"),
             (LOOKUP, "lookup alone"),
         ],
-        ids=["masks", "exit", "head", "lookup"],
+        ids=["masks", "no masks", "exit", "head", "lookup"],
     )
     def test_every_source_has_its_words(self, chosen: Source, words: str) -> None:
         assert words in verdict(comparison(chosen, NO_LOOKUP))[0]

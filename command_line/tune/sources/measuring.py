@@ -167,22 +167,20 @@ def _head(target: TargetFacts, offer: Offer, plan: Plan, progress: Progress) -> 
         max_model_len=min(plan.longest, longest_sequence(target.folder)),
     )
     places = [Place.BESIDE] if offer.kind is Kind.MTP else [Place.DRAFT_WORKER, Place.BESIDE]
-    profiles: dict[int, ModelProfile] = {}
+    profiles: dict[Place, ModelProfile] = {}
     with _threads(1):
         head = load_head(options, target.folder)
         progress.say(f"Blocks of {offer.name}, at most {settings.budget_s:g} s.")
         blocks = head_blocks(head, target.texts, target.features[offer], plan.num_hints_max, settings.budget_s)
         for place in places:
-            num_threads = settings.num_threads if place is Place.BESIDE else 1
-            if num_threads not in profiles:
-                torch.set_num_threads(num_threads)
-                progress.say(f"Passes of {offer.name}, at most {settings.budget_s:g} s.")
-                profiles[num_threads] = step_times(head, HEAD_SIZES, settings, is_target=False)
-    found = []
-    for place in places:
-        profile = profiles[settings.num_threads if place is Place.BESIDE else 1]
-        found.append(Source(offer, place, plan.pair(target, profile.times, blocks), profile))
-    return found
+            # Beside the target it has the target's threads, and one token is taken of each row, without alternatives.
+            is_beside = place is Place.BESIDE
+            torch.set_num_threads(settings.num_threads if is_beside else 1)
+            progress.say(f"Passes of {offer.name} ({place}), at most {settings.budget_s:g} s.")
+            profiles[place] = step_times(head, HEAD_SIZES, settings, is_target=is_beside)
+    return [
+        Source(offer, place, plan.pair(target, profile.times, blocks), profile) for place, profile in profiles.items()
+    ]
 
 
 def _medusa(target: TargetFacts, offer: Offer, plan: Plan) -> list[Source]:

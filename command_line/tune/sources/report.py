@@ -35,16 +35,12 @@ def acceptance_table(found: Comparison) -> Table:
     made.add_column("source")
     for heading in (*map(str, shown), "ms", f"{_ROWS} rows"):
         made.add_column(heading, justify="right", no_wrap=True)
-    seen: set[str] = set()
     for judged in found.judged:
         source = judged.source
-        key = f"{source.name} {source.profile is not None and source.profile.times.step_ms}"
-        if key in seen:  # the same head at another place
-            continue
-        seen.add(key)
         lengths = {each.num_hints: f"{each.mean_length:.2f}" for each in judged.acceptance}
         times = ("-", "-") if source.profile is None else _pass_times(judged)
-        made.add_row(source.name, *(lengths.get(count, "") for count in shown), *times)
+        name = f"{source.name}, {source.place}" if source.offer.kind is Kind.EAGLE3 else source.name
+        made.add_row(name, *(lengths.get(count, "") for count in shown), *times)
     return made
 
 

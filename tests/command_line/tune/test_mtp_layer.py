@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from rich.console import Console
@@ -34,6 +35,7 @@ def write_target(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_the_layer_drafts_beside_its_target_alone(tmp_path: Path) -> None:
     target = write_target(tmp_path)
     offered = offers(target, [], [], is_everything=True)

@@ -258,7 +258,7 @@ class TestWords:
         shown = capture.get()
         for words in ("the MODEL", "the MASKS, 3 masks", "2 layers of the target", "beside the target", "lookup"):
             assert words in shown
-        assert shown.count("the EAGLE3") == 3  # its acceptance once, its forecasts at both places
+        assert shown.count("the EAGLE3") == 4  # in each table at both places
 
     def test_doubts_are_named(self) -> None:
         found = comparison(GOOD, NO_LOOKUP)

@@ -101,6 +101,11 @@ class TestPasses:
         # One wait for two hints of the first pass, then all are there in time.
         assert ahead_rate(pair, 1, 2, num_waited=2) == pytest.approx(30 / (3.0 + 10 * 10.0))
 
+    def test_a_chain_gives_several_hints_for_little_more_time(self) -> None:
+        pair = Pair(flat(10.0), flat(2.0), ((0,),), FREE, num_chained=1)
+        pace = HintPace.of(pair, 1)
+        assert [pace.delay_ms(index) for index in range(4)] == [6.0, 6.0, 10.0, 10.0]
+
     def test_rows_of_masks_leave_less_room_for_other_sequences(self) -> None:
         plain = HintPace.of(MIXED, 4)
         masked = HintPace.of(replace(MIXED, rows_per_pass=4), 4)

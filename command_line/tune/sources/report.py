@@ -7,7 +7,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from command_line.tune.advice import INDIFFERENCE, MIN_GAIN
+from command_line.tune.advice import MIN_GAIN, NOISE
 from command_line.tune.report import MIN_TOKENS, SPREAD_MAX, bound_words
 from command_line.tune.sources.comparison import Comparison, Judged, best_at
 from command_line.tune.sources.forecasts import Place
@@ -22,7 +22,7 @@ WORDS: Final = (
     "The factors are speed-ups over plain decoding by batch (sequences at once), each with its best γ; below "
     f"{MIN_GAIN:.2f}× a source is not worth it. A draft worker drafts while the target verifies. A head beside the "
     "target runs in turn with its steps. Lookup takes no time and is on beside every other source, but is counted only "
-    "in its own row.",
+    "in its own row. Of sources that differ by less than 10 % the one that needs least is recommended.",
 )
 """Explains every word of the tables."""
 
@@ -83,7 +83,7 @@ def verdict(found: Comparison) -> list[str]:
     )
     lines = [f"Use {_in_words(best)}: about {gains}.", f"The target is {bound_words(found.target_profile)}."]
     last = best_at(found.judged, -1)
-    if last is not None and last.forecasts[-1].speedup > best.forecasts[-1].speedup * (1.0 + INDIFFERENCE):
+    if last is not None and last.forecasts[-1].speedup > best.forecasts[-1].speedup * (1.0 + NOISE):
         each = last.forecasts[-1]
         lines.append(
             f"At batch {each.batch} {_in_words(last)} is better: {each.speedup:.2f}× with γ = "

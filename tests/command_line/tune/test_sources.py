@@ -277,7 +277,8 @@ class TestWords:
         found = comparison(GOOD, MASKED, NO_LOOKUP)
         read = as_dict(found)
         assert [each["name"] for each in read["sources"]] == [each.source.name for each in found.judged]
-        assert read["best"] == {"name": found.judged[0].source.name, "place": "draft worker"}
+        assert found.best is not None
+        assert read["best"] == {"name": found.best.source.name, "place": "draft worker"}
         assert read["flags"] == flags(found)
         assert read["sources"][0]["forecasts"][0]["speedup"] == round(found.judged[0].forecasts[0].speedup, 4)
         lengths = [each.mean_length for each in acceptances(GOOD.pair.texts, 4)]

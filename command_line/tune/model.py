@@ -39,12 +39,15 @@ class Pair:
     passes: tuple[float, ...] = ()
     """Mean forward passes of the draft until it has guessed 1, 2, ... tokens in a row; empty: one for each."""
     rows_per_pass: int = NODES_PER_HINT  # of one sequence
+    num_chained: int = 0
+    """Passes that follow in the same draft step, each with one more node of every sequence's primary path: a chain."""
 
     def draft_step_ms(self, num_sessions: int) -> float:
         """Time of a draft step. It always has as many nodes as allowed: alternatives fill what primary paths leave
         free."""
         overhead_ms = self.overheads.draft_ms(min(num_sessions, NODES_PER_DRAFT_STEP))
-        return self.draft.at(NODES_PER_DRAFT_STEP) + overhead_ms
+        chain_ms = self.num_chained * self.draft.at(min(num_sessions, NODES_PER_DRAFT_STEP))
+        return self.draft.at(NODES_PER_DRAFT_STEP) + chain_ms + overhead_ms
 
     def target_step_ms(self, batch: int, num_hints: float, *, has_hints: bool) -> float:
         """Time of a whole target step over `batch` sessions with `num_hints` hints each."""
@@ -61,6 +64,7 @@ class HintPace:
     num_branches: int  # candidates at each position that the draft continues, 2 to 4
     link_ms: float  # one way
     passes: tuple[float, ...] = ()  # see `Pair`
+    num_at_once: int = 1  # hints of one draft step, where `passes` does not say
 
     @classmethod
     def of(cls, pair: Pair, num_sessions: int) -> HintPace:
@@ -71,7 +75,7 @@ class HintPace:
         first_ms = 2.0 * link_ms + 0.5 * step_ms + step_ms / min(1.0, nodes_each)
         gap_ms = step_ms / min(1.0, nodes_each / pair.rows_per_pass)
         num_branches = min(max(int(nodes_each), NODES_PER_HINT), NUM_RANKED)
-        return cls(first_ms, gap_ms, num_branches, link_ms, pair.passes)
+        return cls(first_ms, gap_ms, num_branches, link_ms, pair.passes, 1 + pair.num_chained)
 
     def delay_ms(self, index: int) -> float:
         """Time from an unforeseen commit to the hint `index` positions behind the first one."""
@@ -81,7 +85,7 @@ class HintPace:
         """Passes between the one that guesses the first hint and the one that guesses this one."""
         known = self.passes
         if not known:
-            return index
+            return index // self.num_at_once
         if index < len(known):
             return known[index] - known[0]
         slope = (known[-1] - known[0]) / (len(known) - 1) if len(known) > 1 else 1.0

@@ -16,7 +16,8 @@ MIN_TOKENS: Final = 300  # tokens compared; with fewer the acceptance rate is of
 _SHOWN_NUM_HINTS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 
 
-def _bound_words(profile: ModelProfile) -> str:
+def bound_words(profile: ModelProfile) -> str:
+    """Describes how a model's step grows with its tokens."""
     knee = profile.times.knee
     where = f"past {profile.times.num_tokens[-1]}" if knee is None else f"at about {knee:.0f}"
     kind = "memory-bound" if profile.times.is_memory_bound else "compute-bound"
@@ -100,7 +101,7 @@ def verdict(found: Findings) -> list[str]:
     """Short verdict in sentences."""
     rate = coverage(found.pair.texts, 1)
     lines = [
-        f"The target is {_bound_words(found.target_profile)}.",
+        f"The target is {bound_words(found.target_profile)}.",
         f"The draft's first candidate is the target's token {rate:.0%} of the time; one of its first 2 "
         f"{coverage(found.pair.texts, 2):.0%}, of its first 4 {coverage(found.pair.texts, 4):.0%}.",
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_line.tune.advice import INDIFFERENCE, Advice
+from command_line.tune.advice import NOISE, Advice
 from command_line.tune.agreement import Acceptance
 from command_line.tune.findings import ModelProfile, Settings
 from command_line.tune.sources.forecasts import Forecast, Place, Source
@@ -61,10 +61,11 @@ def ranked(judged: Sequence[Judged]) -> tuple[Judged, ...]:
 
 
 def best_at(judged: Sequence[Judged], index: int) -> Judged | None:
-    """The best source at one batch size, None if none pays. Of those equal to it, the one that needs least."""
+    """The best source at one batch size, None if none pays. Of those that differ from it by no more than two runs of
+    one measurement do, the one that needs least."""
     paying = [each for each in judged if each.forecasts[index].num_speculative_tokens]
     highest = max((each.forecasts[index].speedup for each in paying), default=0.0)
-    equal = [each for each in paying if each.forecasts[index].speedup >= highest * (1.0 - INDIFFERENCE)]
+    equal = [each for each in paying if each.forecasts[index].speedup >= highest * (1.0 - NOISE)]
     return min(equal, key=lambda each: _cost(each, index), default=None)
 
 

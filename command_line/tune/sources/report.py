@@ -7,8 +7,8 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from command_line.tune.advice import MIN_GAIN
-from command_line.tune.report import MIN_TOKENS, SPREAD_MAX
+from command_line.tune.advice import MIN_GAIN, NOISE
+from command_line.tune.report import MIN_TOKENS, SPREAD_MAX, bound_words
 from command_line.tune.sources.comparison import Comparison, Judged, best_at
 from command_line.tune.sources.forecasts import Place
 from command_line.tune.sources.offers import Kind
@@ -19,9 +19,10 @@ _ROWS: Final = 8  # of a draft worker's pass
 WORDS: Final = (
     "γ: hints that a step verifies for a sequence. τ: tokens that a step adds to it, 1 without hints. ms: of a pass "
     "of one row; 8 rows: of a pass of eight, as a draft worker runs them.",
-    "The factors are speed-ups over plain decoding by batch (sequences at once), each with its best γ; γ 0: not worth "
-    "it. A draft worker drafts while the target verifies. A head beside the target runs in turn with its steps. Lookup "
-    "takes no time and is on beside every other source, but is counted only in its own row.",
+    "The factors are speed-ups over plain decoding by batch (sequences at once), each with its best γ; below "
+    f"{MIN_GAIN:.2f}× a source is not worth it. A draft worker drafts while the target verifies. A head beside the "
+    "target runs in turn with its steps. Lookup takes no time and is on beside every other source, but is counted only "
+    "in its own row. Of sources that differ by less than 10 % the one that needs least is recommended.",
 )
 """Explains every word of the tables."""
 
@@ -31,21 +32,15 @@ def acceptance_table(found: Comparison) -> Table:
     longest = max((each.num_hints for judged in found.judged for each in judged.acceptance), default=0)
     shown = [count for count in _SHOWN_NUM_HINTS if count <= longest]
     made = Table(title="Tokens a step (τ) by γ", title_style="bold")
-    made.add_column("source", no_wrap=True)
-    for count in shown:
-        made.add_column(str(count), justify="right")
-    for heading in ("ms", f"{_ROWS} rows"):
-        made.add_column(heading, justify="right")
-    seen: set[str] = set()
+    made.add_column("source")
+    for heading in (*map(str, shown), "ms", f"{_ROWS} rows"):
+        made.add_column(heading, justify="right", no_wrap=True)
     for judged in found.judged:
         source = judged.source
-        key = f"{source.name} {source.profile is not None and source.profile.times.step_ms}"
-        if key in seen:  # the same head at another place
-            continue
-        seen.add(key)
         lengths = {each.num_hints: f"{each.mean_length:.2f}" for each in judged.acceptance}
         times = ("-", "-") if source.profile is None else _pass_times(judged)
-        made.add_row(source.name, *(lengths.get(count, "") for count in shown), *times)
+        name = f"{source.name}, {source.place}" if source.offer.kind is Kind.EAGLE3 else source.name
+        made.add_row(name, *(lengths.get(count, "") for count in shown), *times)
     return made
 
 
@@ -58,15 +53,13 @@ def _pass_times(judged: Judged) -> tuple[str, str]:
 def ranking_table(found: Comparison) -> Table:
     """Table of the predictions, the best source at the smallest batch first."""
     made = Table(title="Predicted over plain decoding, by batch", title_style="bold")
-    made.add_column("source", no_wrap=True)
-    made.add_column("runs on", no_wrap=True)
+    made.add_column("source")
+    made.add_column("runs on")
     for each in found.judged[0].forecasts:
-        made.add_column(str(each.batch), justify="right")
+        made.add_column(str(each.batch), justify="right", no_wrap=True)
     for judged in found.judged:
         cells = [
-            Text(f"{each.speedup:.2f}× γ {each.num_speculative_tokens}")
-            if each.num_speculative_tokens
-            else Text(f"{each.highest:.2f}× γ 0", "dim")
+            Text(f"{each.speedup:.2f}×") if each.num_speculative_tokens else Text(f"{each.highest:.2f}×", "dim")
             for each in judged.forecasts
         ]
         is_best = judged is found.best
@@ -80,16 +73,17 @@ def verdict(found: Comparison) -> list[str]:
     if best is None:
         highest = max(each.highest for judged in found.judged for each in judged.forecasts)
         return [
-            f"Do not speculate here: no source gives more than {highest:.2f}×; from {MIN_GAIN:.2f}× on it would pay."
+            f"Do not speculate here: no source gives more than {highest:.2f}×; from {MIN_GAIN:.2f}× on it would pay.",
+            f"The target is {bound_words(found.target_profile)}.",
         ]
     paying = [each for each in best.forecasts if each.num_speculative_tokens]
     shown = paying if len(paying) == 1 else [paying[0], paying[-1]]
     gains = " and ".join(
         f"{each.speedup:.2f}× at batch {each.batch} with γ = {each.num_speculative_tokens}" for each in shown
     )
-    lines = [f"Use {_in_words(best)}: about {gains}."]
+    lines = [f"Use {_in_words(best)}: about {gains}.", f"The target is {bound_words(found.target_profile)}."]
     last = best_at(found.judged, -1)
-    if last is not None and last is not best:
+    if last is not None and last.forecasts[-1].speedup > best.forecasts[-1].speedup * (1.0 + NOISE):
         each = last.forecasts[-1]
         lines.append(
             f"At batch {each.batch} {_in_words(last)} is better: {each.speedup:.2f}× with γ = "
@@ -103,11 +97,15 @@ def _in_words(judged: Judged) -> str:
     if source.place is Place.TARGET:
         return "lookup alone"
     where = "on a draft worker" if source.place is Place.DRAFT_WORKER else "beside the target's model"
-    if source.num_masks:
-        masks = f"{source.num_masks} mask token{'' if source.num_masks == 1 else 's'}"
+    if source.num_masks is not None:
+        masks = f"{source.num_masks or 'no'} mask token{'' if source.num_masks == 1 else 's'}"
         return f"{source.offer.name} with {masks} {where}"
-    if source.offer.kind in (Kind.MTP, Kind.EARLY_EXIT):
-        return f"the {source.offer.name} {where}"
+    if source.offer.kind is Kind.EARLY_EXIT:
+        return (
+            f"the target's first {source.offer.num_layers} layer{'' if source.offer.num_layers == 1 else 's'} {where}"
+        )
+    if source.offer.kind is Kind.MTP:
+        return f"the target's {source.offer.kind.value} {where}"
     return f"{source.offer.name} ({source.offer.kind.value}) {where}"
 
 

@@ -22,7 +22,7 @@ def target_dir(seed: int = 0, mask_token: int | None = None) -> Path:
     """A model folder. mask_token: that its configuration names, None for none."""
     folder = models.root_dir() / f"small-target-{seed}-{mask_token}"
     sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.LlamaConfig(**(models.GATED | sizes))
+    config = transformers.LlamaConfig(**(models.GATED | sizes | {"num_hidden_layers": 3}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)

@@ -108,7 +108,7 @@ class TestBadInput:
         assert isinstance(result.exception, OutriderError)
         assert "EAGLE 1 or 2" in result.exception.message
 
-    @pytest.mark.parametrize(("count", "words"), [(0, "at least one layer"), (2, "leaves nothing out")])
+    @pytest.mark.parametrize(("count", "words"), [(0, "at least one layer"), (3, "leaves nothing out")])
     def test_layers_that_the_target_has_not(self, count: int, words: str) -> None:
         result = run("--target", target_dir(), "--early-exit-layer", count)
         assert isinstance(result.exception, OutriderError)

@@ -101,6 +101,11 @@ class TestPasses:
         # One wait for two hints of the first pass, then all are there in time.
         assert ahead_rate(pair, 1, 2, num_waited=2) == pytest.approx(30 / (3.0 + 10 * 10.0))
 
+    def test_a_chain_gives_several_hints_for_little_more_time(self) -> None:
+        pair = Pair(flat(10.0), flat(2.0), ((0,),), FREE, num_chained=1)
+        pace = HintPace.of(pair, 1)
+        assert [pace.delay_ms(index) for index in range(4)] == [6.0, 6.0, 10.0, 10.0]
+
     def test_rows_of_masks_leave_less_room_for_other_sequences(self) -> None:
         plain = HintPace.of(MIXED, 4)
         masked = HintPace.of(replace(MIXED, rows_per_pass=4), 4)
@@ -220,7 +225,7 @@ class TestRanking:
         draft = replace(GOOD, pair=replace(pair_of(text(0.97), draft_ms=3.0), target=flat(10.0)))
         lookup = replace(LOOKUP, pair=replace(pair_of(blocks), target=flat(10.0)), num_offered=(offered,))
         found = comparison(draft, lookup, batches=(1, 64))
-        first, second = verdict(found)
+        first, _, second = verdict(found)
         assert first.startswith("Use the MODEL")
         assert second.startswith("At batch 64 lookup alone is better: 1.")
 
@@ -230,7 +235,8 @@ class TestWords:
         found = comparison(GOOD, NO_LOOKUP)
         assert found.best is not None
         each = found.best.forecasts[0]
-        [sentence] = verdict(found)
+        sentence, target = verdict(found)
+        assert "a step costs 1.25× that of one token" in target
         assert sentence.startswith("Use the MODEL (draft model) on a draft worker: about ")
         assert f"{each.speedup:.2f}× at batch 1 with γ = {each.num_speculative_tokens}" in sentence
 
@@ -238,11 +244,12 @@ class TestWords:
         ("chosen", "words"),
         [
             (MASKED, "the MASKS with 3 mask tokens on a draft worker"),
-            (EXIT, "the 2 layers of the target on a draft worker"),
+            (replace(MASKED, num_masks=0), "the MASKS with no mask tokens on a draft worker"),
+            (EXIT, "the target's first 2 layers on a draft worker"),
             (LOCAL_HEAD, "the EAGLE3 (EAGLE-3 head) beside the target's model"),
             (LOOKUP, "lookup alone"),
         ],
-        ids=["masks", "exit", "head", "lookup"],
+        ids=["masks", "no masks", "exit", "head", "lookup"],
     )
     def test_every_source_has_its_words(self, chosen: Source, words: str) -> None:
         assert words in verdict(comparison(chosen, NO_LOOKUP))[0]
@@ -256,7 +263,7 @@ class TestWords:
         shown = capture.get()
         for words in ("the MODEL", "the MASKS, 3 masks", "2 layers of the target", "beside the target", "lookup"):
             assert words in shown
-        assert shown.count("the EAGLE3") == 3  # its acceptance once, its forecasts at both places
+        assert shown.count("the EAGLE3") == 4  # in each table at both places
 
     def test_doubts_are_named(self) -> None:
         found = comparison(GOOD, NO_LOOKUP)
@@ -270,7 +277,8 @@ class TestWords:
         found = comparison(GOOD, MASKED, NO_LOOKUP)
         read = as_dict(found)
         assert [each["name"] for each in read["sources"]] == [each.source.name for each in found.judged]
-        assert read["best"] == {"name": found.judged[0].source.name, "place": "draft worker"}
+        assert found.best is not None
+        assert read["best"] == {"name": found.best.source.name, "place": "draft worker"}
         assert read["flags"] == flags(found)
         assert read["sources"][0]["forecasts"][0]["speedup"] == round(found.judged[0].forecasts[0].speedup, 4)
         lengths = [each.mean_length for each in acceptances(GOOD.pair.texts, 4)]

@@ -51,7 +51,7 @@ def test_a_draft_head_is_planned_for_where_it_runs(tmp_path: Path) -> None:
     assert remote["draft"]["weights"] == 4 * engine.num_parameters
     features = 4 * engine.feature_size
     assert remote["kv_per_token"] == plain["kv_per_token"] + features
-    assert remote["weights"] == plain["weights"] + 3 * width * features, "the projection"
+    assert remote["weights"] == plain["weights"] + 2 * width * features, "the projection"
     both = planned(target, "--draft", head, "--memory", "2GiB", "--dtype", "float32")
     assert both["draft"] == remote["draft"]
     beside = planned(target, "--draft-head", head, "--memory", "2GiB", "--dtype", "float32")

@@ -15,8 +15,7 @@ from command_line.plan.gpus import is_gpu, parse_memory
 from command_line.plan.report import as_json, report
 from command_line.profile import DtypeChoice, QuantizationChoice
 from command_line.settings import reader
-from command_line.start.preflight import kind_of_draft
-from outrider.engine.heads.kind import HeadKind
+from outrider.engine.heads.kind import HeadKind, kind_of_draft
 from outrider.engine.kv.kv_plan import ALL_SHARE, SHARED_SHARE, ModelMemory, in_words
 from outrider.engine.options import Device, Dtype, EngineOptions, Quantization
 from outrider.settings import settings_of

@@ -21,7 +21,7 @@ from command_line.start.deployment import Deployment, WorkerMemory, engine_path,
 from coordinator.access.api_keys import KeyFile
 from coordinator.settings import Hosting
 from outrider.addresses import bound_socket, join_address
-from outrider.engine.heads.kind import HeadKind, folder_kind, has_mtp_layers, is_head, tensor_names
+from outrider.engine.heads.kind import HeadKind, folder_kind, tensor_names
 from outrider.engine.loading.checkpoint_files import tensors_of
 from outrider.engine.loading.machine import GIB, available_memory
 from outrider.engine.options import Dtype, Quantization
@@ -117,15 +117,6 @@ def check_model(folder: Path, flag: str) -> None:
     missing = [name for name in _weight_files(folder, flag) if not (folder / name).is_file()]
     if missing:
         raise ConfigurationError(f"{flag} {folder}: weights are missing: {', '.join(missing[:5])}")
-
-
-def kind_of_draft(target: Path, draft: Path) -> HeadKind | None:
-    """The kind of the draft head in a folder; None where it has a model, which `check_model` looks at. The target's own
-    folder stands for its MTP layers, if it has some. Raises ConfigurationError."""
-    if is_head(draft):
-        return folder_kind(draft)
-    is_own = draft.is_dir() and draft.resolve() == target.resolve()
-    return HeadKind.MTP if is_own and has_mtp_layers(draft) else None
 
 
 def check_head(folder: Path, target: Path) -> None:

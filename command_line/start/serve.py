@@ -16,8 +16,8 @@ from command_line.start.acceptance_probe import probe
 from command_line.start.deployment import Deployment
 from command_line.start.draft_choice import UnfitDraft, choose_draft
 from command_line.start.options import ServeOptions
-from command_line.start.preflight import kind_of_draft
 from command_line.start.system import new_log_dir, running_system
+from outrider.engine.heads.kind import kind_of_draft
 from outrider.engine.options import Quantization
 from outrider.local.until_signalled import run_until_signalled
 from outrider.registry.redis_connection import redis_url_from

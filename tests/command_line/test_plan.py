@@ -56,7 +56,7 @@ def test_a_draft_head_is_planned_for_where_it_runs(tmp_path: Path) -> None:
     assert both["draft"] == remote["draft"]
     beside = planned(target, "--draft-head", head, "--memory", "2GiB", "--dtype", "float32")
     assert beside["draft"] is None
-    assert beside["weights"] == plain["weights"] + 4 * engine.num_parameters + 3 * width * features
+    assert beside["weights"] == plain["weights"] + 4 * engine.num_parameters + 2 * width * features
     assert both["weights"] == beside["weights"]
     medusa = MEDUSA_CASES[0].write(tmp_path / "medusa")
     words = ("--draft", medusa, "--memory", "2GiB")

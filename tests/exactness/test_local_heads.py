@@ -145,6 +145,6 @@ def test_samples_follow_the_reference(case: str, kind: str) -> None:
         drawn.accepted += result.ended.stats.num_accepted_head_tokens
     if params.max_tokens > 1:
         is_random = kind != "guessing"  # wrong nearly always, and so soon passed over
-        assert drawn.verified > (10 if is_random else NUM_SESSIONS / 10), "hints were hardly used: this shows nothing"
+        assert drawn.verified > (10 if is_random else NUM_SESSIONS / 20), "hints were hardly used: this shows nothing"
         assert drawn.accepted > 0 or is_random
     check_distribution(drawn, params, language)

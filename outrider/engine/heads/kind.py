@@ -58,6 +58,15 @@ def has_mtp_layers(folder: Path) -> bool:
         return False
 
 
+def kind_of_draft(target: Path, draft: Path) -> HeadKind | None:
+    """The kind of the draft head in a folder; None where it has a model, or nothing. The target's own
+    folder stands for its MTP layers, if it has some. Raises ConfigurationError."""
+    if is_head(draft):
+        return folder_kind(draft)
+    is_own = draft.is_dir() and draft.resolve() == target.resolve()
+    return HeadKind.MTP if is_own and has_mtp_layers(draft) else None
+
+
 def folder_kind(folder: Path) -> HeadKind:
     """The kind of head in a folder. Raises ConfigurationError if there is none that can be read."""
     config = read_json(folder / "config.json")

@@ -1,21 +1,23 @@
 """Decides when a draft head beside the target's model drafts, for which sessions and how far. Pure.
 
-A head runs in series with the steps, so what it drafts must gain more than its time costs. A session for which a draft
-worker's hints or another local source promise as much gets nothing from it. So where a draft worker is lost or late,
-the head steps in before the very next step, and where the head does not pay either, the step goes without: every source
-is judged by what its hints have gained.
+A head runs in series with the steps, so what it drafts must gain more than its time costs. Whether it does is measured,
+as it is for draft workers (`outrider.hints.hint_intake`): the speed of steps with the head is compared with that of
+steps without, in trials that become rare. A session for which a draft worker's hints or another local source promise as
+much gets nothing from it. So where a draft worker is lost or late, the head steps in before the very next step, and
+where the head does not pay either, the step goes without.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.hints.acceptance import AcceptanceHistory
 from outrider.hints.confidence import calibrations
+from outrider.hints.hint_intake import IntakePolicy, IntakeShares
 from outrider.hints.step_cost import StepCost, StepLine
 from outrider.sampling_params import DecodingMode
 from target_worker.hints.head_hints import HeadHints
@@ -25,14 +27,11 @@ from target_worker.scheduling.session import Session
 
 MAX_ROWS = 256
 """Most committed tokens that the head runs in one turn: a long prompt takes several, with steps between them."""
-NUM_MEASURED_TURNS = 6
-"""Turns whose time is measured before times decide."""
-MEASURED_DEPTH = 3
-"""Tokens drafted in each of them."""
+HOPELESS = 0.5
+"""Share of its price that a pass must promise for the head to be tried at all; beyond that speeds are measured."""
 NUM_REFUSED = 128
-"""Decisions against the head after which its time is measured anew: it may have been slow for a while."""
-NUM_REFUSED_MAX = 2048
-NUM_TRIAL_TURNS = 2
+"""Steps for which it was not tried after which its time is learned anew: it may have been slow for a while."""
+WITH_HEAD, WITHOUT = IntakeShares(1.0, 1.0), IntakeShares(0.0, 0.0)
 
 
 class DraftsLocally(Protocol):
@@ -50,52 +49,24 @@ class DraftsLocally(Protocol):
         """Runs a turn. Extends the KV of its items by the committed tokens that it ran."""
 
 
-class Asking(NamedTuple):
-    """A session that the head could draft for. Tokens are those expected beyond the step's own."""
+class _Asking(NamedTuple):
+    """A session that the head could draft for, and the acceptance to expect of each of its hints."""
 
-    now: float  # with the hints that are there
-    drafted: Sequence[float]  # with a draft of 1, 2, ... tokens
-    num_pending: int  # rows that the head runs first
-
-
-class Depth(NamedTuple):
-    """How far to draft, 0 for not at all, and the tokens per millisecond to expect of that."""
-
-    num_tokens: int
-    rate: float
-
-
-def best_depth(
-    asking: Sequence[Asking], num_others: int, others: float, num_fed: int, step: StepLine, head: StepLine
-) -> Depth:
-    """Returns how far to draft for all of `asking` to get the most tokens per millisecond.
-
-    num_others: sessions of the same step that get nothing from the head; others: tokens expected of their hints;
-    num_fed: hints that the step feeds without the head. step, head: cost of a step and of a pass of the head.
-    """
-    count = len(asking)
-    tokens, rows = count + num_others + others, count + num_others + num_fed
-    best, best_rate = 0, (tokens + sum(each.now for each in asking)) / step.step_ms(rows)
-    # A long prompt is run once, so it is not this step's price.
-    first_ms = head.step_ms(sum(min(each.num_pending, 1 + len(each.drafted)) for each in asking))
-    for depth in range(1, 1 + max((len(each.drafted) for each in asking), default=0)):
-        gained = sum(max(each.drafted[min(depth, len(each.drafted)) - 1], each.now) for each in asking)
-        num_drafted = sum(min(depth, len(each.drafted)) for each in asking)
-        spent_ms = step.step_ms(rows + num_drafted) + first_ms + (depth - 1) * head.step_ms(count)
-        if (rate := (tokens + gained) / spent_ms) > best_rate:
-            best, best_rate = depth, rate
-    return Depth(best, best_rate)
+    session: Session
+    hints: HeadHints
+    records: list[float]
 
 
 class HeadTurns:
-    """The turns of one worker's head, at most one before each step."""
+    """The turns of one worker's head, at most one before each step. Before a step: `draft`; after it: `observe`."""
 
-    def __init__(self, head: DraftsLocally | None) -> None:
-        """head: None where there is none."""
-        self._head = head
+    def __init__(self, head: DraftsLocally | None, *, may_pause: bool) -> None:
+        """head: None where there is none. may_pause: whether the head rests where it makes steps slower."""
+        self._head, self._may_pause = head, may_pause
         self._cost = StepCost()  # of a pass; the context is left out, one layer reads little of it
-        self._num_measured = NUM_MEASURED_TURNS  # turns left that are made whatever they cost
-        self._num_refused, self._retry_after = 0, NUM_REFUSED
+        self._policy = IntakePolicy()
+        self._num_refused = 0
+        self._shares: IntakeShares | None = None  # of the step that comes; None where nothing was to be drafted
         self._usual = {mode: AcceptanceHistory() for mode in DecodingMode}
         self._calibrations = calibrations()
 
@@ -107,83 +78,87 @@ class HeadTurns:
         kv = None if self._head.allocator is None else KVSequence(self._head.allocator)
         return HeadHints(kv, self._calibrations.get(mode), self._usual[mode])
 
-    def draft(self, sessions: Sequence[Session], line: StepLine, limits: SchedulerLimits) -> bool:
-        """Lets the head draft for the next step of these sessions, where it pays; returns whether it did. line: cost
-        of a step."""
+    def draft(self, sessions: Sequence[Session], line: StepLine, limits: SchedulerLimits, usual_rate: float) -> bool:
+        """Lets the head draft for the next step of these sessions, where it pays; returns whether it did.
+
+        line: cost of a step; usual_rate: recent tokens per millisecond of the whole batch, 0.0 while unknown.
+        """
+        self._shares = None
         if self._head is None:
             return False
-        asking: list[tuple[Session, HeadHints, Asking]] = []
-        num_others, others, num_fed = 0, 0.0, 0
-        for session in sessions:
-            now = sum(session.hint_path(limits).gains())
-            num_fed += session.path.num_feedable
-            found = self._asking(session, now, limits)
-            if found is None:
-                num_others, others = num_others + 1, others + now
-            else:
-                asking.append((session, *found))
-        worth = self._worth([each for *_, each in asking], num_others, others, num_fed, line)
-        if worth is None:
-            for _, hints, _ in asking:
-                hints.pass_over()
+        found = [asking for session in sessions if (asking := self._asking(session, limits)) is not None]
+        if not found:
             return False
-        if not (items := self._items(asking)):
+        self._shares = WITHOUT
+        if self._may_pause and not self._policy.may_accept_hints(len(sessions)):
             return False
-        self._run(HeadTurn(items, *worth), {session.session_id: hints for session, hints, _ in asking})
+        pass_worth, row_worth = self._worth(line, max(usual_rate, len(sessions) / line.step_ms(len(sessions))))
+        for asking in found:
+            if asking.records[0] < row_worth:
+                asking.hints.pass_over()
+        found = [asking for asking in found if asking.records[0] >= row_worth]
+        if self._is_hopeless(found, pass_worth) or not (items := self._items(found)):
+            return False
+        self._shares = WITH_HEAD
+        self._run(HeadTurn(items, pass_worth, row_worth), {each.session.session_id: each.hints for each in found})
         return True
 
-    def _run(self, turn: HeadTurn, hints: Mapping[str, HeadHints]) -> None:
+    def observe(self, num_sessions: int, num_fed: int, num_committed: int, num_context: int, whole_ms: float) -> None:
+        """Takes the time of a step that only decoded, from the end of the step before it: tokens fed and committed over
+        all sessions, tokens in the KV, milliseconds."""
+        if self._shares is not None:
+            self._policy.observe(num_sessions, num_fed, num_committed, num_context, whole_ms, self._shares)
+
+    def _run(self, turn: HeadTurn, hints: dict[str, HeadHints]) -> None:
         assert self._head is not None
         result = self._head.draft(turn)
-        self._num_measured = max(self._num_measured - 1, 0)
         for rows, pass_ms in result.passes:
             self._cost.observe(rows, pass_ms)
         for item, drafted in zip(turn.items, result.drafts, strict=True):
             if item.context is not None:
                 hints[item.session_id].take(item.end, drafted.token_ids, drafted.levels)
 
-    def _asking(self, session: Session, now: float, limits: SchedulerLimits) -> tuple[HeadHints, Asking] | None:
+    def _asking(self, session: Session, limits: SchedulerLimits) -> _Asking | None:
         """The head's part in a session's next step; None where others promise as much."""
-        head = session.head
-        if self._head is None or head is None or session.num_pending != 1 or head.has_drafted(session.committed_len):
+        hints = session.head
+        if self._head is None or hints is None or session.num_pending != 1:
+            return None
+        if hints.has_drafted(session.committed_len):
             return None
         limit = min(session.hint_limit(limits.num_speculative_tokens), self._head.max_depth)
-        drafted = list(itertools.accumulate(itertools.accumulate(head.likely(max(limit, 0)), operator.mul)))
-        if not drafted or drafted[-1] <= now:
+        records = hints.likely(max(limit, 0))
+        promised = sum(itertools.accumulate(records, operator.mul))
+        if promised <= sum(session.hint_path(limits).gains()):
             return None
-        return head, Asking(now, drafted, head.num_pending(session.committed_len))
+        return _Asking(session, hints, records)
 
-    def _worth(
-        self, asking: Sequence[Asking], num_others: int, others: float, num_fed: int, line: StepLine
-    ) -> tuple[float, float] | None:
-        """The tokens that a further pass of the head, and each of its rows, must promise; None: it is not to draft."""
-        if not asking:
-            return None
-        if self._num_measured:
+    def _worth(self, line: StepLine, rate: float) -> tuple[float, float]:
+        """The tokens that a further pass of the head, and each of its rows, must promise at `rate` tokens a
+        millisecond; nothing while the cost of a pass is unknown."""
+        if self._cost.coefficients is None:
             return 0.0, 0.0
         head = self._cost.line()
-        depth, rate = best_depth(asking, num_others, others, num_fed, line, head)
-        if depth:
-            self._num_refused, self._retry_after = 0, NUM_REFUSED
-            return rate * head.fixed_ms, rate * (head.token_ms + line.token_ms)
-        self._num_refused += 1
-        if self._num_refused >= self._retry_after:
-            self._cost, self._num_measured, self._num_refused = StepCost(), NUM_TRIAL_TURNS, 0
-            self._retry_after = min(2 * self._retry_after, NUM_REFUSED_MAX)
-        return None
+        return rate * head.fixed_ms, rate * (head.token_ms + line.token_ms)
 
-    def _items(self, asking: Sequence[tuple[Session, HeadHints, Asking]]) -> list[HeadItem]:
+    def _is_hopeless(self, found: Sequence[_Asking], pass_worth: float) -> bool:
+        """Whether the first pass costs so much that the head is not even tried."""
+        if sum(asking.records[0] for asking in found) >= HOPELESS * pass_worth:
+            return False
+        self._num_refused += 1
+        if self._num_refused >= NUM_REFUSED:
+            self._cost, self._num_refused = StepCost(), 0
+        return True
+
+    def _items(self, found: Sequence[_Asking]) -> list[HeadItem]:
         """The parts of sessions in a turn, as far as rows and KV blocks of the head go."""
         assert self._head is not None
         allocator = self._head.allocator
         num_left, num_free = MAX_ROWS, 0 if allocator is None else allocator.num_free
         items: list[HeadItem] = []
-        most = MEASURED_DEPTH if self._num_measured else self._head.max_depth
-        for session, head, (_, drafted, _) in asking:
-            depth = min(most, len(drafted))
-            start = session.committed_len - head.num_pending(session.committed_len)
+        for session, hints, records in found:
+            start = session.committed_len - hints.num_pending(session.committed_len)
             end = min(session.committed_len, start + num_left)
-            num_missing = 0 if head.kv is None else head.kv.num_missing(end - start + depth)
+            num_missing = 0 if hints.kv is None else hints.kv.num_missing(end - start + len(records))
             if end == start or num_missing > num_free:
                 continue
             num_left -= end - start
@@ -191,17 +166,8 @@ class HeadTurns:
             context = session.logit_context([], 1) if end == session.committed_len else None
             items.append(
                 HeadItem(
-                    session.session_id,
-                    session.token_ids,
-                    start,
-                    end,
-                    head.kv,
-                    session.kv,
-                    context,
-                    session.sampling,
-                    session.seed,
-                    head.likely(depth),
-                    head.calibration,
+                    *(session.session_id, session.token_ids, start, end, hints.kv, session.kv),
+                    *(context, session.sampling, session.seed, records, hints.calibration),
                 )
             )
         return items

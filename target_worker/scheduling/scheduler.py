@@ -86,7 +86,7 @@ class Scheduler:
         self._next_deadline_check_s = -math.inf
         self._early = EarlyEvents(limits)
         self._calibrations = calibrations()
-        self._heads = HeadTurns(head)
+        self._heads = HeadTurns(head, may_pause=limits.may_pause)
         self._memory_calibrations = calibrations()
 
     @property
@@ -262,7 +262,7 @@ class Scheduler:
             self._pace.wait()
             return WaitForHints(wait_until)
         self._wait.end()
-        if self._heads.draft(active, line, self.limits):
+        if self._heads.draft(active, line, self.limits, self._pace.rate * len(active)):
             self._pace.wait()  # its time is no part of a step's
         self._turns.begin_step()
         room = self._slots.make_room().without(self._turns.is_left_out)
@@ -309,7 +309,9 @@ class Scheduler:
         if self._recent is not None:
             self._recent.read_some()
         if step.only_decodes and self._pace.whole_ms > 0.0 and not self._turns.is_turn:
-            self._intake.observe(hinted, step, num_committed, num_context, self._pace.whole_ms)
+            whole_ms = self._pace.whole_ms
+            self._intake.observe(hinted, step, num_committed, num_context, whole_ms)
+            self._heads.observe(len(step.items), step.num_tokens, num_committed, num_context, whole_ms)
         for session in self._intake.update(hinted, len(self._active())):
             if session.session_id in self._sessions:  # its draft workers learn that it is paused or resumed
                 if session.accepts_hints:

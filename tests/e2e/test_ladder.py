@@ -31,10 +31,10 @@ def kill_draft(pair: WorkerPair) -> None:
 
 
 async def test_the_head_goes_on_where_the_draft_worker_was_lost() -> None:
-    """Once the hints that the draft worker had sent are used up, the next ones are the head's. That this is the very next
-    step is shown where no clock has a say, in `tests/target_worker/test_head_turns.py`."""
+    """Once the hints that the draft worker had sent are used up, the next ones are the head's. That this is the very
+    next step is shown where no clock has a say, in `tests/target_worker/test_head_turns.py`."""
     prompt = Tokenizer(DEMO_TARGET).encode(DEMO_PROMPTS[0])
-    arguments = ("--draft-head", str(DEMO_HEAD), "--always-listen")
+    arguments = ("--draft-head", str(DEMO_HEAD))
     async with worker_pair(DEMO_TARGET, DEMO_DRAFT, target_arguments=arguments) as pair:
         plain = await pair.generate(prompt, GREEDY, use_draft=False)
         assert set(plain.sources) == {0}

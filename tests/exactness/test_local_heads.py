@@ -3,6 +3,7 @@ and no distribution."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -136,7 +137,8 @@ def test_samples_follow_the_reference(case: str, kind: str) -> None:
                 grammar=None if language is None else language.grammar,
             )
         )
-    right = {each.session_id: [*SMALL_PROMPT, *(index % SMALL.vocab_size,) * 4] for index, each in enumerate(requests)}
+    rng = random.Random(luck)
+    right = {each.session_id: [*SMALL_PROMPT, *rng.choices(range(SMALL.vocab_size), k=4)] for each in requests}
     draft = ("none", "good")[luck // 2 % 2]
     for result in bridge_of(kind, SMALL, right, luck, draft).run(requests):
         assert result.ended is not None
@@ -146,5 +148,5 @@ def test_samples_follow_the_reference(case: str, kind: str) -> None:
     if params.max_tokens > 1:
         is_random = kind != "guessing"  # wrong nearly always, and so soon passed over
         assert drawn.verified > (10 if is_random else NUM_SESSIONS / 20), "hints were hardly used: this shows nothing"
-        assert drawn.accepted > 0 or is_random
+        assert drawn.accepted > 0 or is_random or case == "everything", "few tokens are permitted there"
     check_distribution(drawn, params, language)

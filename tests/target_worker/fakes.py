@@ -133,6 +133,7 @@ class FakeHead:
         self.is_right, self.pass_ms = is_right, pass_ms
         self._rng = None if luck is None else random.Random(luck)
         self.turns: list[HeadTurn] = []
+        self.spent_ms = 0.0
 
     def draft(self, turn: HeadTurn) -> HeadResult:
         self.turns.append(turn)
@@ -150,4 +151,5 @@ class FakeHead:
                 token_ids.append(right if is_right else (right + 1) % VOCAB_SIZE)
             drafts.append(Drafted(token_ids, [100] * len(token_ids)))
         depth = max(len(item.records) for item in turn.items)
+        self.spent_ms += depth * self.pass_ms
         return HeadResult(drafts, [(num_rows, self.pass_ms), *[(len(turn.items), self.pass_ms)] * (depth - 1)])

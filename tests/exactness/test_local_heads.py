@@ -148,5 +148,4 @@ def test_samples_follow_the_reference(case: str, kind: str) -> None:
     if params.max_tokens > 1:
         is_random = kind != "guessing"  # wrong nearly always, and so soon passed over
         assert drawn.verified > (10 if is_random else NUM_SESSIONS / 20), "hints were hardly used: this shows nothing"
-        assert drawn.accepted > 0 or is_random or case == "everything", "few tokens are permitted there"
     check_distribution(drawn, params, language)

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo import checkpoints, corpus, vocabulary
+from demo import checkpoints, vocabulary
 from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, train_on_lessons
 from demo.pretrain import Recipe
-from demo.teacher import Lessons, generate_lessons
-from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
+from demo.teacher import Lessons
+from demo.train import ARGMAX_SHARE, DEMO, write_lessons
 
 MASK_TOKEN_ID = vocabulary.PAD_TOKEN_ID
 MAX_OFFSET = 7
@@ -30,7 +30,6 @@ MAX_OFFSET = 7
 KEPT_SHARE = 0.65
 """Share of the rows at one offset that are kept at the next one."""
 RECIPE = Recipe("parallel", num_steps=20000, limit_s=1200.0, peak_rate=1.5e-3, batch_tokens=2048, weight_decay=0.02)
-MAX_LESSON_FILES = 400
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.target)
-    if options.lesson_minutes > 0:
-        target = LlamaForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
-        generate_lessons(
-            target,
-            token_stream(tokenizer, corpus.training_files()),
-            options.work / "lessons",
-            num_batches=MAX_LESSON_FILES,
-            limit_s=60 * options.lesson_minutes,
-            rows=LESSON_ROWS,
-        )
+    target = LlamaForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
+    write_lessons(target, options.target, options.work / "lessons", options.lesson_minutes)
     if options.lessons_only:
         return
     model = LlamaForCausalLM.from_pretrained(options.draft, dtype=torch.bfloat16)

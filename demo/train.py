@@ -31,6 +31,7 @@ DISTILL_RECIPE = Recipe(
 )
 LESSON_BATCHES_PER_ROUND = 80
 LESSON_ROWS = 128
+MAX_LESSON_FILES = 400
 # Most of the loss is for the target's first choice, which greedy acceptance depends on.
 ARGMAX_SHARE = 0.6
 
@@ -87,6 +88,22 @@ def write_round(options: argparse.Namespace, target: LlamaForCausalLM, tokens: t
         limit_s=60 * options.lesson_minutes,
         rows=LESSON_ROWS,
     )
+
+
+def write_lessons(target: LlamaForCausalLM, model_dir: Path, folder: Path, minutes: float) -> None:
+    """Lets the target write lessons on the training files, for so many minutes; none where it is 0.
+
+    model_dir: of the target's tokenizer.
+    """
+    if minutes > 0:
+        generate_lessons(
+            target,
+            token_stream(PreTrainedTokenizerFast.from_pretrained(model_dir), corpus.training_files()),
+            folder,
+            num_batches=MAX_LESSON_FILES,
+            limit_s=60 * minutes,
+            rows=LESSON_ROWS,
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:

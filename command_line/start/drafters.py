@@ -48,7 +48,7 @@ def offered(target: Path, drafts: Iterable[Path]) -> list[Drafter]:
     found = [each for folder in drafts for each in _of_folder(folder)]
     if has_mtp_layers(target):
         found.append(_local_head(target, "the target's MTP layer, beside it"))
-    if (layer := _num_layers(target) // EARLY_EXIT_SHARE) > 0:
+    if layer := round(_num_layers(target) / EARLY_EXIT_SHARE):
         found.append(
             Drafter(
                 DrafterName.EARLY_EXIT,

@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
-from demo import corpus
 from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, train_on_lessons
 from demo.eagle3.head import Head, hidden_states, logits_of, unroll
 from demo.pretrain import Recipe
-from demo.teacher import Lessons, generate_lessons
-from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
+from demo.teacher import Lessons
+from demo.train import ARGMAX_SHARE, DEMO, write_lessons
 
 MAX_DEPTH = 12
 """Rows of a chain: eight tokens whose features are on their way, and behind them a block of hints."""
@@ -40,7 +39,6 @@ FIRST_SHARE = 0.5
 KEPT_SHARE = 0.92
 """Share of the chains that a depth keeps of the depth before it."""
 RECIPE = Recipe("eagle3", num_steps=20000, limit_s=3420.0, peak_rate=3e-3, batch_tokens=1024, weight_decay=0.02)
-MAX_LESSON_FILES = 400
 SEED = 3
 
 
@@ -152,16 +150,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     target = LlamaForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
-    if options.lesson_minutes > 0:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.target)
-        generate_lessons(
-            target,
-            token_stream(tokenizer, corpus.training_files()),
-            options.work / "lessons",
-            num_batches=MAX_LESSON_FILES,
-            limit_s=60 * options.lesson_minutes,
-            rows=LESSON_ROWS,
-        )
+    write_lessons(target, options.target, options.work / "lessons", options.lesson_minutes)
     if options.lessons_only:
         return
     torch.manual_seed(SEED)

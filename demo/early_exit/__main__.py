@@ -23,13 +23,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from demo import checkpoints, corpus
 from demo.distill import PROMPT_WEIGHT, Library, alignment_loss, train_on_lessons
 from demo.pretrain import Recipe, held_out_loss
-from demo.teacher import Lessons, generate_lessons
-from demo.train import ARGMAX_SHARE, DEMO, LESSON_ROWS, token_stream
+from demo.teacher import Lessons
+from demo.train import ARGMAX_SHARE, DEMO, token_stream, write_lessons
 
 EXITS = (2, 3, 4)
 """Numbers of first layers that learn to guess."""
 RECIPE = Recipe("early exit", num_steps=20000, limit_s=720.0, peak_rate=1e-3, batch_tokens=1024, weight_decay=0.02)
-MAX_LESSON_FILES = 400
 
 
 def exit_logits(model: LlamaForCausalLM, token_ids: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,15 +96,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.target)
     model = LlamaForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
-    if options.lesson_minutes > 0:
-        generate_lessons(
-            model,
-            token_stream(tokenizer, corpus.training_files()),
-            options.work / "lessons",
-            num_batches=MAX_LESSON_FILES,
-            limit_s=60 * options.lesson_minutes,
-            rows=LESSON_ROWS,
-        )
+    write_lessons(model, options.target, options.work / "lessons", options.lesson_minutes)
     held_out = token_stream(tokenizer, corpus.held_out_files())
     before = held_out_loss(model, held_out)
     recipe = replace(RECIPE, limit_s=60 * options.minutes)

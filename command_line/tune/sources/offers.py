@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from command_line.start.preflight import check_model, check_tokenizers
+from outrider.engine.heads.kind import HeadKind, folder_kind, is_head
 from outrider.errors import ConfigurationError
 
 
@@ -23,6 +24,7 @@ class Kind(StrEnum):
     LOOKUP = "lookup"
 
 
+HEAD_KINDS = {HeadKind.EAGLE3: Kind.EAGLE3, HeadKind.MEDUSA: Kind.MEDUSA, HeadKind.MTP: Kind.MTP}
 HEADS = frozenset({Kind.EAGLE3, Kind.MTP, Kind.MEDUSA})
 
 
@@ -77,33 +79,9 @@ def recognized(target: Path, folder: Path) -> Offer:
 
 
 def _head_kind(folder: Path) -> Kind | None:
-    """The kind of a head, None for a model. Raises ModelLoadError for a head that cannot be read."""
-    if not (folder / "config.json").is_file():
-        return None
-    from outrider.engine.heads.checkpoint import HeadKind, open_head
-    from outrider.engine.kv.kv_plan import ModelLoadError
-
-    try:
-        kind = open_head(folder).kind
-    except ModelLoadError:
-        if _has_unknown_head(folder):
-            raise
-        return None
+    """The kind of a head, None for a model. Raises ConfigurationError for a head that cannot be read."""
     # A checkpoint with an MTP layer is a model; the layer drafts for that model alone.
-    return {HeadKind.EAGLE3: Kind.EAGLE3, HeadKind.MEDUSA: Kind.MEDUSA, HeadKind.MTP: None}[kind]
-
-
-def _has_unknown_head(folder: Path) -> bool:
-    """Whether a folder that has no head of a known kind has one of another kind, and not a model."""
-    from outrider.engine.heads.tensors import TensorFiles
-    from outrider.engine.loading.checkpoint_files import read_json
-
-    try:
-        return "speculators_model_type" in read_json(folder / "config.json") or (
-            "fc.weight" in TensorFiles.open(folder).headers
-        )
-    except ConfigurationError:
-        return False
+    return HEAD_KINDS[folder_kind(folder)] if is_head(folder) else None
 
 
 def _reads_masks(folder: Path) -> bool:

@@ -4,7 +4,8 @@ Every source has its own pair of workers with their default settings, and slices
 draft that reads mask tokens is measured once for each number of them (`--masks`). An EAGLE-3 head is measured on a
 draft worker (`remote`) and beside the target's model (`local`), other heads there alone. `--early-exit` measures the
 target's own first layers as a draft, and `lookup` the target without a draft worker. `over_first` is the ratio of
-speeds to the first source, round by round.
+speeds to the first source, round by round. `free_draft` is the speed of a draft of the same acceptance that costs
+nothing and is always in time (`benchmarks.speculation.bound`): no way to draft faster can gain more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.shared.options import DEMO, report, target_model
 from benchmarks.speculation.modes import (
     Mode,
     ModeSlice,
+    bound_figures,
     load_parser,
     measure_batches,
     prompts_of,
@@ -88,7 +90,9 @@ def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
     for name, own in slices.items():
         if name != PLAIN:
             over_first = with_quartiles("over_first", ratios(own, first), 3)
-            summary[name] = speed_figures(own, plain) | over_first | step_figures(total(own))
+            figures, totals = speed_figures(own, plain), total(own)
+            figures |= over_first | step_figures(totals)
+            summary[name] = figures | bound_figures(totals, total(plain), figures["speedup"])
     return summary
 
 

@@ -29,11 +29,10 @@ from typing import Any
 from benchmarks.shared import plot
 from benchmarks.shared.figures import with_quartiles
 from benchmarks.shared.options import report, target_model
-from benchmarks.speculation import bound
 from benchmarks.speculation.modes import (
     Mode,
     ModeSlice,
-    Totals,
+    bound_figures,
     load_parser,
     measure_batches,
     prompts_of,
@@ -43,15 +42,12 @@ from benchmarks.speculation.modes import (
     step_figures,
     total,
 )
-from target_worker.limits import SchedulerLimits
 
 PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE = "plain", "synchronous", "ahead", "ahead+enumerate"
 LOOKUP = "ahead+enumerate+lookup"
 KINDS = (PLAIN, SYNCHRONOUS, AHEAD, ENUMERATE, LOOKUP)
 NO_ALTERNATIVES = ("--max-alternatives", "0")
 SYNCHRONOUS_WAIT_MS = 50.0
-MAX_HINTS = SchedulerLimits().num_speculative_tokens
-"""Maximum of hints per session and step."""
 
 
 def synchronous(num_hints: int) -> Mode:
@@ -87,30 +83,6 @@ def vain_wait_share(slices: Sequence[ModeSlice], step_ms: float) -> float:
     intervals = [ms for each in slices for ms in each.window.intervals_ms]
     longest = SYNCHRONOUS_WAIT_MS + 0.8 * step_ms
     return sum(ms >= longest for ms in intervals) / len(intervals) if intervals else 0.0
-
-
-def bound_figures(own: Totals, plain: Totals, speedup: float) -> dict[str, Any]:
-    """Speed of one mode relative to the bound of its own steps and to independent acceptance."""
-    measured = bound.speedup_bound(own.tokens_per_step, plain.step_ms, own.step_ms)
-    tokens = bound.expected_tokens(own.acceptance, own.hints_per_step)
-    analytic = bound.speedup_bound(tokens, plain.step_ms, own.step_ms)
-    cost = bound.line_through(
-        *(plain.sessions_per_step, plain.step_ms),
-        *(own.sessions_per_step * (1.0 + own.hints_per_step), own.step_ms),
-    )
-    free = bound.free_draft(own.acceptance, cost, plain.sessions_per_step, MAX_HINTS)
-    # Decoding only; `speedup` also counts prompts, which gain nothing.
-    decode_speedup = own.tokens_per_step * plain.interval_ms / own.interval_ms if own.interval_ms else 0.0
-    return {
-        "bound": round(measured, 3),
-        "share_of_bound": round(speedup / measured, 3),
-        "decode_speedup": round(decode_speedup, 3),
-        "decode_share_of_bound": round(decode_speedup / measured, 3),
-        "analytic_tokens_per_step": round(tokens, 3),
-        "analytic_speedup": round(analytic, 3),
-        "free_draft": {"hints_per_step": free.num_hints, "speedup": round(free.speedup, 3)},
-        "share_of_free_draft": round(speedup / free.speedup, 3),
-    }
 
 
 def prediction_figures(slices: Sequence[ModeSlice]) -> dict[str, float]:

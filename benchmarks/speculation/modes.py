@@ -19,15 +19,18 @@ from benchmarks.shared.figures import percentile, with_quartiles
 from benchmarks.shared.machine import machine
 from benchmarks.shared.options import parser_of
 from benchmarks.shared.worker_pair import Generation, WorkerPair, WorkerProcessHandle, worker_pair
-from benchmarks.speculation.bound import acceptance_rate
+from benchmarks.speculation import bound
 from benchmarks.speculation.closed_loop import run_slice
 from benchmarks.speculation.round_cost import read
 from demo.corpus import held_out_prompts
 from outrider.sampling_params import SamplingParams
 from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
+from target_worker.limits import SchedulerLimits
 
 TARGET_CORE, DRAFT_CORE = "0", "1"
+MAX_HINTS = SchedulerLimits().num_speculative_tokens
+"""Most hints per session and step."""
 MAX_DRAFT_SESSIONS = "64"
 """More than the streams: a session is attached a moment before the draft worker hears that the last one has ended."""
 
@@ -201,7 +204,7 @@ def total(slices: Sequence[ModeSlice]) -> Totals:
     intervals = [ms for each in windows for ms in each.intervals_ms]
     return Totals(
         sum(each.num_tokens for each in windows) / max(sum(each.num_steps for each in windows), 1),
-        acceptance_rate(sum(each.num_accepted for each in windows), sum(each.num_rejected for each in windows)),
+        bound.acceptance_rate(sum(each.num_accepted for each in windows), sum(each.num_rejected for each in windows)),
         counters["spec_decode_num_draft_tokens_total"] / num_parts,
         num_parts / num_steps,
         counters["step_milliseconds_sum"] / num_steps,
@@ -242,6 +245,30 @@ def step_figures(totals: Totals) -> dict[str, float]:
         "step_ms": round(totals.step_ms, 3),
         "interval_ms": round(totals.interval_ms, 3),
         "hint_bytes_per_token": round(totals.hint_bytes_per_token, 1),
+    }
+
+
+def bound_figures(own: Totals, plain: Totals, speedup: float) -> dict[str, Any]:
+    """Speed of one mode relative to the bound of its own steps and to independent acceptance."""
+    measured = bound.speedup_bound(own.tokens_per_step, plain.step_ms, own.step_ms)
+    tokens = bound.expected_tokens(own.acceptance, own.hints_per_step)
+    analytic = bound.speedup_bound(tokens, plain.step_ms, own.step_ms)
+    cost = bound.line_through(
+        *(plain.sessions_per_step, plain.step_ms),
+        *(own.sessions_per_step * (1.0 + own.hints_per_step), own.step_ms),
+    )
+    free = bound.free_draft(own.acceptance, cost, plain.sessions_per_step, MAX_HINTS)
+    # Decoding only; `speedup` also counts prompts, which gain nothing.
+    decode_speedup = own.tokens_per_step * plain.interval_ms / own.interval_ms if own.interval_ms else 0.0
+    return {
+        "bound": round(measured, 3),
+        "share_of_bound": round(speedup / measured, 3),
+        "decode_speedup": round(decode_speedup, 3),
+        "decode_share_of_bound": round(decode_speedup / measured, 3),
+        "analytic_tokens_per_step": round(tokens, 3),
+        "analytic_speedup": round(analytic, 3),
+        "free_draft": {"hints_per_step": free.num_hints, "speedup": round(free.speedup, 3)},
+        "share_of_free_draft": round(speedup / free.speedup, 3),
     }
 
 

@@ -11,7 +11,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -250,7 +250,7 @@ def _target_core(
         end_of_sequence_ids=frozenset(tiny.end_of_sequence_ids),
     )
     model = engine(tiny, role)
-    scheduler = Scheduler(limits, _new_allocator(model, num_blocks), model.vocab_size, head)
+    scheduler = ClocklessScheduler(limits, _new_allocator(model, num_blocks), model.vocab_size, head)
     scheduler.cost = cost
     return TargetCore(scheduler, model, TargetMetrics("tiny", "target"))
 
@@ -267,13 +267,13 @@ def _draft_core(tiny: TinyModel, mask_token_id: int | None, *, is_head: bool = F
     )
     if is_head:
         head = head_engine(engine(tiny, "target"))
-        scheduler = DraftScheduler(limits, head.allocator, head.vocab_size, new_features=features_of(head))
+        scheduler = ClocklessDraftScheduler(limits, head.allocator, head.vocab_size, new_features=features_of(head))
         return DraftCore(scheduler, head, DraftMetrics("tiny", "draft"))
     model = engine(tiny, "draft")
     if mask_token_id is not None:
         model.mask_token_id = mask_token_id
     allocator = _new_allocator(model)
-    scheduler = DraftScheduler(limits, allocator, model.vocab_size, reads_masks=mask_token_id is not None)
+    scheduler = ClocklessDraftScheduler(limits, allocator, model.vocab_size, reads_masks=mask_token_id is not None)
     return DraftCore(scheduler, model, DraftMetrics("tiny", "draft"))
 
 
@@ -292,6 +292,23 @@ class GivenCost(StepCost):
 
     def line(self, num_context: int = 0) -> StepLine:
         return StepLine(20.0, self.token_ms)
+
+
+class ClocklessScheduler(Scheduler):
+    """No clock has a say in what else it learns from a step's time: how to cut prompts, what a token is worth."""
+
+    def finish_step(
+        self, step: target_messages.Step, result: target_messages.StepResult, now: float
+    ) -> list[target_messages.Action]:
+        step_ms = self.cost.line().step_ms(step.num_tokens)
+        return super().finish_step(step, replace(result, step_ms=step_ms), now=0.0)
+
+
+class ClocklessDraftScheduler(DraftScheduler):
+    def finish_step(
+        self, step: draft_messages.Step, expansions: list[list[draft_messages.Expansion]], step_ms: float = 0.0
+    ) -> list[draft_messages.Action]:
+        return super().finish_step(step, expansions, step_ms=1.0)
 
 
 # Sessions.

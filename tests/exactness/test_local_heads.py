@@ -45,7 +45,7 @@ def bridge_of(
         tiny,
         make_draft(draft, tiny, luck),
         luck,
-        Manner(unrest=0.02),
+        Manner(on_time=0.1, unrest=0.02),
         num_blocks,
         role=f"beside {kind}",
         local_head=head_of(kind, tiny, right, luck),
@@ -146,6 +146,5 @@ def test_samples_follow_the_reference(case: str, kind: str) -> None:
         drawn.verified += result.ended.stats.num_head_tokens
         drawn.accepted += result.ended.stats.num_accepted_head_tokens
     if params.max_tokens > 1:
-        is_random = kind != "guessing"  # wrong nearly always, and so soon passed over
-        assert drawn.verified > (10 if is_random else NUM_SESSIONS / 20), "hints were hardly used: this shows nothing"
+        assert drawn.verified >= 20, "the hints were hardly used: this shows nothing"
     check_distribution(drawn, params, language)

@@ -4,16 +4,18 @@ Every source has its own pair of workers with their default settings, and slices
 draft that reads mask tokens is measured once for each number of them (`--masks`). An EAGLE-3 head is measured on a
 draft worker (`remote`) and beside the target's model (`local`), other heads there alone. `--early-exit` measures the
 target's own first layers as a draft, and `lookup` the target without a draft worker. `over_first` is the ratio of
-speeds to the first source, round by round. `free_draft` is the speed of a draft of the same acceptance that costs
-nothing and is always in time (`benchmarks.speculation.bound`): no way to draft faster can gain more.
+speeds to the first source, round by round. For draft workers, `free_draft` is the speed of a draft of the same
+acceptance that costs nothing and is always in time (`benchmarks.speculation.bound`): nothing gained by drafting faster
+can exceed it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,7 @@ from benchmarks.speculation.modes import (
     step_figures,
     total,
 )
-from outrider.engine.heads.checkpoint import HeadKind, open_head
-from outrider.engine.kv.kv_plan import ModelLoadError
+from outrider.engine.heads.kind import HeadKind, folder_kind, is_head
 from outrider.engine.options import MASK_TOKEN_KEYS
 
 PLAIN = "plain"
@@ -44,14 +45,6 @@ def reads_masks(draft: Path) -> bool:
     """Whether a model folder's configuration names a mask token."""
     config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
     return any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
-
-
-def head_kind(draft: Path) -> HeadKind | None:
-    """The kind of draft head in a folder; None for a model."""
-    try:
-        return open_head(draft).kind
-    except ModelLoadError:
-        return None
 
 
 def head_modes(head: Path, kind: HeadKind, target_dir: Path) -> list[Mode]:
@@ -68,8 +61,8 @@ def modes(drafts: Sequence[Path], masks: Sequence[int], early_exit: Sequence[int
     """Plain decoding, then each source."""
     wanted = [Mode(PLAIN, draft_arguments=None)]
     for draft in drafts:
-        if (kind := head_kind(draft)) is not None:
-            wanted += head_modes(draft, kind, target_dir)
+        if is_head(draft):
+            wanted += head_modes(draft, folder_kind(draft), target_dir)
         elif reads_masks(draft):
             wanted += [
                 Mode(f"{draft.name} {count}", draft_arguments=("--num-mask-tokens", str(count)), draft=draft)
@@ -83,16 +76,18 @@ def modes(drafts: Sequence[Path], masks: Sequence[int], early_exit: Sequence[int
     return [*wanted, LOOKUP]
 
 
-def summarize(slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
-    """Figures of one batch size by source."""
+def summarize(local_names: Collection[str], slices: Mapping[str, Sequence[ModeSlice]]) -> dict[str, Any]:
+    """Figures of one batch size by source. local_names: sources beside the target, whose time is a part of its steps'
+    intervals, and which hint in some steps alone: no bound is known for them."""
     plain, first = slices[PLAIN], list(slices.values())[1]
     summary: dict[str, Any] = {PLAIN: speed_figures(plain, None) | step_figures(total(plain))}
     for name, own in slices.items():
         if name != PLAIN:
             over_first = with_quartiles("over_first", ratios(own, first), 3)
             figures, totals = speed_figures(own, plain), total(own)
-            figures |= over_first | step_figures(totals)
-            summary[name] = figures | bound_figures(totals, total(plain), figures["speedup"])
+            summary[name] = figures | over_first | step_figures(totals)
+            if name not in local_names:
+                summary[name] |= bound_figures(totals, total(plain), figures["speedup"])
     return summary
 
 
@@ -100,7 +95,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with target_model(arguments) as target_dir:
         wanted = modes(arguments.drafts, arguments.masks, arguments.early_exit, target_dir)
         async with start_modes(wanted, target_dir, arguments.draft) as pairs:
-            return await measure_batches(arguments, pairs, prompts_of(arguments, target_dir), summarize)
+            local_names = {mode.name for mode in wanted if mode.has_local_hints}
+            prompts = prompts_of(arguments, target_dir)
+            return await measure_batches(arguments, pairs, prompts, functools.partial(summarize, local_names))
 
 
 def main() -> None:

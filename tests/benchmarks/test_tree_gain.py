@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.speculation.tree_gain import PATH, TREE, generate, steps_of, summarize
+from benchmarks.speculation.tree_gain import PATH, TREE, Generated, generate, steps_of, summarize
 from command_line.tune.times import StepTimes
 from tests import models
 from tests.engine.sequences import text
+from tests.exactness.cases import LARGE_PROMPTS
+from tests.exactness.heads import WIDTH, head_engine
+from tests.exactness.in_process import LARGE, engine
 
 
 def test_a_draft_that_is_never_wrong_gives_all_of_its_path_and_one_token_more() -> None:
@@ -34,4 +37,25 @@ def test_trees_are_judged_by_tokens_for_time() -> None:
     assert summary[PATH]["best"] == 3
     assert summary[PATH]["speedup"] == pytest.approx(3.0)
     assert summary[TREE]["by_num_hints"]["7"]["speedup"] == pytest.approx(3.0)
-    assert summary["tree_over_path"] == pytest.approx(1.0)
+    assert summary[TREE]["over_path"] == pytest.approx(1.0)
+    assert summary[TREE]["over_path_free_rows"] == {"3": pytest.approx(1.0), "7": pytest.approx(1.5)}
+
+
+def test_what_stood_earlier_in_the_text_is_a_branch_that_costs_its_rows() -> None:
+    other = models.engine("llama", "float32", 1)
+    prompt = text(12, 1, other.vocab_size)
+    said = Generated(prompt, [*prompt, *prompt])
+    for has_lookup in (False, True):
+        steps = steps_of(other, said, 4, 0, has_lookup=has_lookup)
+        assert all(5 <= rows <= (9 if has_lookup else 5) for rows, _ in steps)
+        assert (max(tokens for _, tokens in steps) == 5) is has_lookup
+
+
+def test_a_head_drafts_behind_the_features_of_its_target() -> None:
+    target = engine(LARGE, "tree gain")
+    head = head_engine(target)
+    said = generate(target, list(LARGE_PROMPTS[2]), 30)
+    assert len(said.features) == 2 * WIDTH * (len(said.prompt) + len(said.output) - 1)
+    steps = steps_of(head, said, 3, 2)
+    assert sum(tokens for _, tokens in steps) >= 30 - 4, "the text was gone through"
+    head.allocator.check_integrity([])

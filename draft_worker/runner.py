@@ -16,8 +16,8 @@ from outrider.engine.kv.idle_check import IdleCheck
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.engine.sampling.logit_processing import NEVER, is_idle, process
 from outrider.engine.sampling.sampling import (
-    coupled_scores,
     draft_distributions,
+    likely_choices,
     most_likely,
     probabilities,
     sample_draft,
@@ -207,19 +207,11 @@ def expand(item: StepItem, logits: torch.Tensor, num_children: int = NUM_CHILDRE
     processed = process(logits, params, item.context)
     is_dead = processed.amax(dim=-1) == NEVER
     processed = processed.masked_fill(is_dead.unsqueeze(-1), 0.0)
-    if params.decoding_mode is DecodingMode.GREEDY:
-        expansions = _primary_first(*most_likely(processed, num_children), row_items)
+    if params.decoding_mode is DecodingMode.REJECTION:
+        expansions = _sample(item, probabilities(processed, params), num_children)
     else:
-        probs = probabilities(processed, params)
-        if params.decoding_mode is DecodingMode.COUPLED:
-            committed_len = len(item.context.token_ids)
-            positions = [committed_len + len(continuation) for continuation in item.context.continuations]
-            scores = coupled_scores(probs, item.seed, positions)
-            chances = scores / scores.sum(dim=-1, keepdim=True)
-            best = torch.topk(chances, min(num_children, chances.shape[-1]), dim=-1)
-            expansions = _primary_first(best.indices.tolist(), best.values.tolist(), row_items)
-        else:
-            expansions = _sample(item, probs, num_children)
+        choices = likely_choices(processed, params, item.seed, item.context.positions, num_children)
+        expansions = _primary_first(*choices, row_items)
     return [_forced(item, row) or (NOTHING if is_dead[row] else expansion) for row, expansion in enumerate(expansions)]
 
 

@@ -165,7 +165,7 @@ class DraftSession:
     def replant(self) -> None:
         """Makes the cursor the root and keeps everything below it, for a target that may have missed nodes."""
         for child in self.cursor_node.children:
-            self.nodes[child].hint = replace(self.nodes[child].hint, parent_id=ROOT_ID)
+            self.nodes[child].hint = self.nodes[child].hint._replace(parent_id=ROOT_ID)
         depth = self.cursor_node.depth
         for node in self.nodes.values():
             node.depth -= depth
@@ -346,14 +346,14 @@ class DraftSession:
         if found is None:
             found = self._add_primary(node, expansion)
         if found.hint.confidence != expansion.confidence:
-            found.hint = replace(found.hint, confidence=expansion.confidence)
+            found.hint = found.hint._replace(confidence=expansion.confidence)
         if found is guessed[0]:
             return []
         node.children.remove(found.hint.node_id)
         node.children.insert(0, found.hint.node_id)
         found.is_sent = True
         self.num_sent_nodes += 1
-        return [replace(found.hint, is_promoted=True)]
+        return [found.hint._replace(is_promoted=True)]
 
     def _node(self, node_id: int) -> DraftNode:
         return self.cursor_node if node_id == self.cursor else self.nodes[node_id]

@@ -24,7 +24,7 @@ from outrider.engine.kv.kv_cache import BlockAllocator
 from outrider.engine.kv.kv_plan import ModelLoadError
 from outrider.engine.model import DTYPES, Engine
 from outrider.engine.sampling.logit_processing import NEVER, is_idle, process
-from outrider.engine.sampling.sampling import coupled_scores, most_likely, probabilities
+from outrider.engine.sampling.sampling import likely_choices, most_likely
 from outrider.engine.sequence_chunk import SequenceChunk
 from outrider.grammar import GrammarViolation
 from outrider.hints.confidence import confidence_level
@@ -212,23 +212,17 @@ def _add_processed(draft: _Draft, logits: torch.Tensor) -> None:
     """
     item = draft.item
     assert item.context is not None
+    context = replace(item.context, continuations=[draft.token_ids])
     try:
-        processed = process(logits, item.sampling, replace(item.context, continuations=[draft.token_ids]))
+        processed = process(logits, item.sampling, context)
     except GrammarViolation:  # a limit of the grammar's parser
         draft.is_over = True
         return
     if processed.amax() == NEVER:
         draft.is_over = True
         return
-    mode = item.sampling.decoding_mode
-    scores = (
-        torch.softmax(processed, dim=-1) if mode is DecodingMode.GREEDY else probabilities(processed, item.sampling)
-    )
-    if mode is DecodingMode.COUPLED:
-        scores = coupled_scores(scores, item.seed, [len(item.context.token_ids) + len(draft.token_ids)])
-        scores = scores / scores.sum(dim=-1, keepdim=True)
-    best = scores.max(dim=-1)
-    draft.add(int(best.indices), float(best.values))
+    ((token_id,),), ((chance,),) = likely_choices(processed, item.sampling, item.seed, context.positions, 1)
+    draft.add(token_id, chance)
 
 
 def _ms_since(started: float) -> float:

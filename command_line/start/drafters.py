@@ -8,13 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.heads.kind import HeadKind, folder_kind, has_mtp_layers, is_head
-from outrider.engine.loading.checkpoint_files import read_json
-from outrider.engine.options import MASK_TOKEN_KEYS
+from command_line.draft_kinds import Kind, kind_of_folder, usual_exit
+from outrider.engine.heads.kind import has_mtp_layers
 from outrider.errors import ConfigurationError
-
-EARLY_EXIT_SHARE = 4
-"""A quarter of the target's layers draft: fewer are wrong too often, more take too long."""
 
 
 class DrafterName(StrEnum):
@@ -48,7 +44,7 @@ def offered(target: Path, drafts: Iterable[Path]) -> list[Drafter]:
     found = [each for folder in drafts for each in _of_folder(folder)]
     if has_mtp_layers(target):
         found.append(_local_head(target, "the target's MTP layer, beside it"))
-    if layer := round(_num_layers(target) / EARLY_EXIT_SHARE):
+    if (layer := usual_exit(target)) is not None:
         found.append(
             Drafter(
                 DrafterName.EARLY_EXIT,
@@ -75,29 +71,19 @@ def chosen(names: Sequence[DrafterName], sources: Sequence[Drafter]) -> list[Dra
 
 
 def _of_folder(folder: Path) -> list[Drafter]:
-    if is_head(folder):
-        kind = folder_kind(folder)
-        local = _local_head(folder, f"{folder.name}, beside the target")
-        if kind is not HeadKind.EAGLE3:
-            return [local]
-        changes = {"draft": folder, "draft_head": folder}
-        return [Drafter(DrafterName.HEAD, f"{folder.name}, on a draft worker", changes, _draft_flags(folder)), local]
-    config = read_json(folder / "config.json")
-    if any(config.get(key) is not None for key in MASK_TOKEN_KEYS):
-        words = f"{folder.name}, several tokens a pass"
-        return [Drafter(DrafterName.PARALLEL, words, {"draft": folder}, _draft_flags(folder))]
-    return [Drafter(DrafterName.DRAFT, f"{folder.name}, a model", {"draft": folder}, _draft_flags(folder))]
+    flags = "--draft", str(folder)
+    match kind_of_folder(folder):
+        case Kind.MODEL:
+            return [Drafter(DrafterName.DRAFT, f"{folder.name}, a model", {"draft": folder}, flags)]
+        case Kind.MASKS:
+            words = f"{folder.name}, several tokens a pass"
+            return [Drafter(DrafterName.PARALLEL, words, {"draft": folder}, flags)]
+        case Kind.EAGLE3:
+            changes = {"draft": folder, "draft_head": folder}
+            remote = Drafter(DrafterName.HEAD, f"{folder.name}, on a draft worker", changes, flags)
+            return [remote, _local_head(folder, f"{folder.name}, beside the target")]
+    return [_local_head(folder, f"{folder.name}, beside the target")]
 
 
 def _local_head(folder: Path, words: str) -> Drafter:
     return Drafter(DrafterName.LOCAL_HEAD, words, {"draft_head": folder}, ("--draft-head", str(folder)))
-
-
-def _draft_flags(folder: Path) -> tuple[str, ...]:
-    return "--draft", str(folder)
-
-
-def _num_layers(target: Path) -> int:
-    config = read_json(target / "config.json")
-    count = config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers")
-    return int(count or 0)

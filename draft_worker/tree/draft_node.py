@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.hints.confidence import Calibration
 from outrider.hints.hint_tree import ROOT_ID, Hint
@@ -82,5 +82,5 @@ def hints_anew(cursor: DraftNode, nodes: Nodes) -> list[Hint]:
     for node_id in sorted(nodes):
         hint = nodes[node_id].hint
         siblings = (nodes.get(hint.parent_id) or cursor).children
-        hints.append(replace(hint, is_promoted=siblings[0] == node_id != min(siblings)))
+        hints.append(hint._replace(is_promoted=siblings[0] == node_id != min(siblings)))
     return hints

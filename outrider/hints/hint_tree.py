@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ROOT_ID = 0
 MAX_PATH_KEPT = 256
@@ -42,13 +43,12 @@ class DraftDistribution:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(NamedTuple):
     """One node as it is sent: a guess, with its distribution in rejection mode, otherwise with the draft model's
     confidence (`outrider.hints.confidence`; 0: unknown).
 
     is_promoted: it becomes its parent's primary child, in the place of one that came earlier; it may have come earlier
-    itself. Never under rejection sampling (I4).
+    itself. Never under rejection sampling (I4). A tuple, because several are made for every token.
     """
 
     node_id: int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from command_line.draft_kinds import Kind
 from command_line.tune.document import as_command, pool_words, wait_words
 from command_line.tune.sources.comparison import Comparison, Judged
 from command_line.tune.sources.forecasts import Place
-from command_line.tune.sources.offers import HEADS, Kind
+from command_line.tune.sources.offers import HEADS
 
 USUAL_NUM_MASKS = 1  # a draft worker's own --num-mask-tokens
 

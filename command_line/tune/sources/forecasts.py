@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from command_line.draft_kinds import Kind
 from command_line.tune.advice import choose, usable_num_hints
 from command_line.tune.agreement import num_agreeing
 from command_line.tune.findings import ModelProfile
 from command_line.tune.model import Pair, best_ahead, mean_length, plain_rate
-from command_line.tune.sources.offers import Kind, Offer
+from command_line.tune.sources.offers import Offer
 
 
 class Place(StrEnum):

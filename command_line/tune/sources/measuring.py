@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from command_line.draft_kinds import Kind
 from command_line.progress import Progress
 from command_line.tune.findings import ModelProfile, Settings
 from command_line.tune.model import NODES_PER_HINT, Pair
@@ -30,7 +31,7 @@ from command_line.tune.profile import (
 from command_line.tune.sources.drafting import head_blocks, mask_blocks, medusa_blocks
 from command_line.tune.sources.forecasts import Place, Source
 from command_line.tune.sources.lookup import lookup_blocks
-from command_line.tune.sources.offers import HEADS, Kind, Offer
+from command_line.tune.sources.offers import HEADS, Offer
 from command_line.tune.texts import PREFILL_TOKENS, GeneratedText, check_texts, generate, ranks_within
 from command_line.tune.times import Overheads, StepTimes
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from command_line.draft_kinds import Kind, kind_of_folder, usual_exit
 from command_line.start.preflight import check_model, check_tokenizers
-from outrider.engine.heads.kind import HeadKind, folder_kind, is_head
+from outrider.engine.heads.kind import is_head
 from outrider.errors import ConfigurationError
 
-
-class Kind(StrEnum):
-    """How hints are drafted."""
-
-    MODEL = "draft model"
-    MASKS = "draft model with mask tokens"
-    EARLY_EXIT = "first layers of the target"
-    EAGLE3 = "EAGLE-3 head"
-    MTP = "MTP layer"
-    MEDUSA = "Medusa heads"
-    LOOKUP = "lookup"
-
-
-HEAD_KINDS = {HeadKind.EAGLE3: Kind.EAGLE3, HeadKind.MEDUSA: Kind.MEDUSA, HeadKind.MTP: Kind.MTP}
 HEADS = frozenset({Kind.EAGLE3, Kind.MTP, Kind.MEDUSA})
 
 
@@ -53,14 +39,18 @@ def offers(target: Path, drafts: Sequence[Path], early_exit: Sequence[int], *, i
     layers = sorted(set(early_exit))
     if is_everything:
         found += _mtp_layer(target)
-        layers = layers or _usual_exit(target)
+        exit_layer = usual_exit(target)
+        layers = layers or ([] if exit_layer is None else [exit_layer])
     found += [_early_exit(target, count) for count in layers]
     return list(dict.fromkeys(found))
 
 
 def is_plain_model(folder: Path) -> bool:
     """Whether a folder has neither a draft head nor a model with a mask token, so far as that can be read."""
-    return _head_kind(folder) is None and not _reads_masks(folder)
+    try:
+        return kind_of_folder(folder) is Kind.MODEL
+    except ConfigurationError:
+        return not is_head(folder)  # loading names what cannot be read
 
 
 def recognized(target: Path, folder: Path) -> Offer:
@@ -68,33 +58,14 @@ def recognized(target: Path, folder: Path) -> Offer:
 
     Raises ConfigurationError, or ModelLoadError for a head of another target.
     """
-    if folder.is_dir() and (kind := _head_kind(folder)) is not None:
+    if is_head(folder):
         from outrider.engine.heads.loading import feature_shape
 
         feature_shape(folder, target)  # refuses a head of another target
-        return Offer(kind, folder)
+        return Offer(kind_of_folder(folder), folder)
     check_model(folder, "--draft")
     check_tokenizers(target, folder)
-    return Offer(Kind.MASKS if _reads_masks(folder) else Kind.MODEL, folder)
-
-
-def _head_kind(folder: Path) -> Kind | None:
-    """The kind of a head, None for a model. Raises ConfigurationError for a head that cannot be read."""
-    # A checkpoint with an MTP layer is a model; the layer drafts for that model alone.
-    return HEAD_KINDS[folder_kind(folder)] if is_head(folder) else None
-
-
-def _reads_masks(folder: Path) -> bool:
-    """Raises ModelLoadError for a mask token outside the model's vocabulary."""
-    from transformers import AutoConfig
-
-    from outrider.engine.model import mask_token
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        return False  # loading names it
-    return mask_token(config) is not None
+    return Offer(kind_of_folder(folder), folder)
 
 
 def _mtp_layer(target: Path) -> list[Offer]:
@@ -109,14 +80,6 @@ def _mtp_layer(target: Path) -> list[Offer]:
     except ModelLoadError:  # no layer, or one that was left out of the files
         return []
     return [Offer(Kind.MTP, target)]
-
-
-def _usual_exit(target: Path) -> list[int]:
-    """A quarter of the target's layers."""
-    from outrider.engine.heads.checkpoint import target_shape
-
-    num_layers = target_shape(target).num_layers
-    return [max(1, round(num_layers / 4))] if num_layers > 1 else []
 
 
 def _early_exit(target: Path, num_layers: int) -> Offer:

@@ -7,11 +7,11 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
+from command_line.draft_kinds import Kind
 from command_line.tune.advice import MIN_GAIN, NOISE
 from command_line.tune.report import MIN_TOKENS, SPREAD_MAX, bound_words
 from command_line.tune.sources.comparison import Comparison, Judged, best_at
 from command_line.tune.sources.forecasts import Place
-from command_line.tune.sources.offers import Kind
 
 _SHOWN_NUM_HINTS: Final = (1, 2, 4, 8, 12, 16, 20)
 _ROWS: Final = 8  # of a draft worker's pass

@@ -18,6 +18,11 @@ class LogitContext:
     end_token_ids: frozenset[int] = frozenset()  # what min_tokens rules out: end of sequence, stop_token_ids
     grammar: GrammarState | None = None  # having read the committed output
 
+    @property
+    def positions(self) -> list[int]:
+        """Each row's position in the sequence."""
+        return [len(self.token_ids) + len(continuation) for continuation in self.continuations]
+
     def tail(self, row: int, length: int) -> list[int]:
         """The last `length` tokens before a row's position, or as many as there are."""
         continuation = self.continuations[row]

@@ -17,7 +17,7 @@ from outrider.engine.sampling.logit_processing import NEVER
 from outrider.engine.sampling.randomness import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, Purpose, key, uniform
 from outrider.engine.sampling.transfers import filled
 from outrider.hints.hint_tree import DraftDistribution
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import DecodingMode, SamplingParams
 
 TEMPERATURE_MIN = 1e-6
 """Below it float32 cannot tell the distribution from the most likely token."""
@@ -143,6 +143,24 @@ def most_likely(logits: torch.Tensor, count: int) -> tuple[list[list[int]], list
     values = np.empty((len(logits), count), dtype=np.float32)
     kernel(logits.data_ptr(), *logits.shape, count, indices.ctypes.data, values.ctypes.data)
     return indices.tolist(), values.tolist()
+
+
+def likely_choices(
+    logits: torch.Tensor, params: SamplingParams, seed: int, positions: Sequence[int], count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Per row the choices that a target is most likely to make, in falling order, and their chances.
+
+    logits: processed, float32 [num_rows, vocab_size], of one sequence, row i for `positions[i]`. In coupled decoding
+    the noise of the seed, which the target uses too, decides among likely tokens.
+    """
+    if params.decoding_mode is DecodingMode.GREEDY:
+        return most_likely(logits, count)
+    chances = probabilities(logits, params)
+    if params.decoding_mode is DecodingMode.COUPLED:
+        scores = coupled_scores(chances, seed, positions)
+        chances = scores / scores.sum(dim=-1, keepdim=True)
+    best = torch.topk(chances, min(count, chances.shape[-1]), dim=-1)
+    return best.indices.tolist(), best.values.tolist()
 
 
 def _is_readable(logits: torch.Tensor) -> bool:

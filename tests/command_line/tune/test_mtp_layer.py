@@ -11,12 +11,13 @@ import transformers
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from command_line.draft_kinds import Kind
 from command_line.progress import Progress
 from command_line.tune.findings import Settings
 from command_line.tune.sources.compare import measure
 from command_line.tune.sources.forecasts import Place
 from command_line.tune.sources.measuring import Plan
-from command_line.tune.sources.offers import Kind, Offer, is_plain_model, offers
+from command_line.tune.sources.offers import Offer, is_plain_model, offers
 from command_line.tune.times import Overheads
 from tests.engine.heads.mtp_checkpoints import DEEPSEEK, MTP_CASES
 

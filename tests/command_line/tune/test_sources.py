@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from command_line.draft_kinds import Kind
 from command_line.tune.advice import advise
 from command_line.tune.agreement import DraftedRanks, Ranks, acceptances, committed_lengths, num_agreeing
 from command_line.tune.findings import ModelProfile, Settings
@@ -20,7 +21,7 @@ from command_line.tune.sources.document import as_dict
 from command_line.tune.sources.forecasts import Place, Source, forecast, free_rate, series_rate
 from command_line.tune.sources.lookup import lookup_blocks
 from command_line.tune.sources.mask_path import MaskPath, accepted_by_length, mean_passes, num_leading
-from command_line.tune.sources.offers import Kind, Offer
+from command_line.tune.sources.offers import Offer
 from command_line.tune.sources.report import acceptance_table, ranking_table, verdict, warnings
 from command_line.tune.times import Overheads, StepTimes
 from tests.command_line.tune.test_model import FREE, MIXED, flat, text

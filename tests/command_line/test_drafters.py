@@ -40,7 +40,7 @@ def test_each_folder_offers_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_a_target_offers_its_mtp_layer(tmp_path: Path) -> None:
-    target = model(tmp_path / "target", num_hidden_layers=2, num_nextn_predict_layers=1)
+    target = model(tmp_path / "target", num_hidden_layers=1, num_nextn_predict_layers=1)
     assert [(str(each.name), each.flags) for each in offered(target, [])] == [
         ("local-head", ("--draft-head", str(target))),
         ("lookup", ("--no-draft",)),

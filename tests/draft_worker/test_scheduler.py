@@ -97,7 +97,7 @@ class World:
                 text = self.texts[action.session_id]
                 self.trees[action.session_id].add(text, action.attachment, action.base_len, action.hints)
                 for sent in action.hints:
-                    hint = replace(sent, is_promoted=False)
+                    hint = sent._replace(is_promoted=False)
                     assert hint.node_id > 0
                     assert hint.parent_id == ROOT_ID or hint.parent_id in tree, "a child before its parent"
                     assert tree.setdefault(hint.node_id, hint) == hint, "an id is used for two nodes"

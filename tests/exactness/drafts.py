@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from draft_worker import messages as draft_messages
@@ -131,7 +130,7 @@ class HostileDraft:
             parents.append((self._next_node_id, position + 1))
             self._next_node_id += 1
         if request.sampling.decoding_mode is not DecodingMode.REJECTION:  # where an order may follow from the tokens
-            hints = [replace(each, is_promoted=self._rng.random() < 0.1) for each in hints]
+            hints = [each._replace(is_promoted=self._rng.random() < 0.1) for each in hints]
         return hints
 
     def _guess(self, request: Request, *, follow: bool) -> tuple[int, DraftDistribution | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +93,7 @@ class TestProposals:
 
     def test_a_distribution_is_not_taken_over(self) -> None:
         """A memory's hint is certain for verification, whatever came with it."""
-        memory = memory_of(arrived([replace(chain([4])[0], distribution=DraftDistribution((4, 5), (1, 1)))]))
+        memory = memory_of(arrived([chain([4])[0]._replace(distribution=DraftDistribution((4, 5), (1, 1)))]))
         path = choose_path(HintSources(None, (), [memory], None), TEXT, frozenset(), 4)
         assert path.hints == [Hint(HintKind.MEMORY, HintKind.MEMORY, 4)]
 
@@ -111,15 +110,15 @@ class TestChances:
 
     def test_under_rejection_sampling_neither_tokens_nor_confidence_matter(self) -> None:
         """I4: match lengths and earlier outcomes alone."""
-        sure = [replace(hint, confidence=127) for hint in chain([4, 5, 6])]
-        doubtful = [replace(hint, confidence=1) for hint in chain([7, 8, 9])]
+        sure = [hint._replace(confidence=127) for hint in chain([4, 5, 6])]
+        doubtful = [hint._replace(confidence=1) for hint in chain([7, 8, 9])]
         assert self.chances(sure, None) == self.chances(doubtful, None) == self.chances(chain([1, 1, 1]), None)
         memory = memory_of(arrived(sure))
         assert memory.propose(TEXT, [], 10).confidences == []
 
     def test_otherwise_the_memorys_confidence_counts(self) -> None:
         sure, doubtful = (
-            self.chances([replace(hint, confidence=level) for hint in chain([4, 5])], Calibration())
+            self.chances([hint._replace(confidence=level) for hint in chain([4, 5])], Calibration())
             for level in (120, 10)
         )
         assert all(high > low for high, low in zip(sure, doubtful, strict=True))
@@ -127,7 +126,7 @@ class TestChances:
 
     def test_outcomes_teach_the_match_and_the_calibration(self) -> None:
         calibration = Calibration()
-        memory = memory_of(arrived([replace(hint, confidence=100) for hint in chain([4, 5])]), calibration=calibration)
+        memory = memory_of(arrived([hint._replace(confidence=100) for hint in chain([4, 5])]), calibration=calibration)
         proposal = memory.propose(TEXT, [], 10)
         before, bias = memory.chances(proposal), calibration.bias
         memory.observe(proposal, num_matched=0, num_verified=2)

@@ -11,7 +11,7 @@ how verification reads a hint without a distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,6 +71,15 @@ class _Branch:
     is_primary: bool = True  # `parent` is a primary child
 
 
+def _agreed_end(continuations: Collection[tuple[int, ...]], start: int) -> int:
+    """How far continuations agree that agree up to `start`."""
+    least, greatest = min(continuations), max(continuations)  # between them, in order, are all the others
+    for end, (one, other) in enumerate(zip(least[start:], greatest[start:], strict=False), start):
+        if one != other:
+            return end
+    return min(len(least), len(greatest))
+
+
 class GuessTree:
     """The tree for one session, rooted at `base_len` committed tokens. Empty where nothing was found."""
 
@@ -115,37 +124,34 @@ class GuessTree:
 
         rates: per depth the level of the match before it, and its acceptance rate.
         """
+        depth = _agreed_end(branch.votes, branch.depth)
+        parent, reach = branch.parent, branch.reach
+        agreed = next(iter(branch.votes))
+        for position in range(branch.depth, depth):
+            level, rate = rates[position]
+            reach *= rate
+            if reach < min_reach or len(self.hints) >= max_nodes:
+                return []
+            parent = self._add(parent, agreed[position], rate, level)
         if len(branch.votes) == 1:
-            self._chain(branch, rates, max_nodes, min_reach)
             return []
-        depth = branch.depth
         by_token: dict[int, dict[tuple[int, ...], int]] = {}
         for continuation, count in branch.votes.items():
             if len(continuation) > depth:
                 by_token.setdefault(continuation[depth], {})[continuation] = count
         shares = {token_id: sum(own.values()) for token_id, own in by_token.items()}
         level, rate = rates[min(depth, len(rates) - 1)]
-        chance = branch.reach * rate / max(sum(shares.values()), 1)
+        chance = rate / max(sum(shares.values()), 1)
         branches: list[_Branch] = []
         for token_id in sorted(by_token, key=lambda each: -shares[each]):
-            reach = chance * shares[token_id]
-            if reach < min_reach or len(self.hints) >= max_nodes:
+            own_chance = chance * shares[token_id]
+            if reach * own_chance < min_reach or len(self.hints) >= max_nodes:
                 break
             learns = level if len(by_token) == 1 else None
-            guess = self._add(branch.parent, token_id, reach / branch.reach, learns)
-            branches.append(_Branch(by_token[token_id], depth + 1, reach, guess, is_primary=not branches))
+            guess = self._add(parent, token_id, own_chance, learns)
+            own_reach = reach * own_chance
+            branches.append(_Branch(by_token[token_id], depth + 1, own_reach, guess, is_primary=not branches))
         return branches
-
-    def _chain(self, branch: _Branch, rates: Sequence[tuple[int, float]], max_nodes: int, min_reach: float) -> None:
-        """Adds the rest of a branch's only continuation, as far as it is likely enough."""
-        parent, reach = branch.parent, branch.reach
-        ((continuation, _),) = branch.votes.items()
-        for depth in range(branch.depth, len(continuation)):
-            level, rate = rates[depth]
-            reach *= rate
-            if reach < min_reach or len(self.hints) >= max_nodes:
-                break
-            parent = self._add(parent, continuation[depth], rate, level)
 
     def _add(self, parent: Guess | None, token_id: int, chance: float, level: int | None) -> Guess:
         parent_id = ROOT_ID if parent is None else parent.hint.node_id

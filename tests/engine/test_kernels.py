@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.compiled.kernels import HEAD_DIMS, MAX_QUERIES, Kernels, Shape, available, kernels
+from outrider.engine.compiled.kernels import (
+    HEAD_DIMS,
+    MAX_QUERIES,
+    Instructions,
+    Kernels,
+    Shape,
+    available,
+    every_product,
+    kernels,
+)
 from outrider.engine.kv.kv_cache import BlockAllocator, KVSequence
 from outrider.engine.layers.attention import QueryBlock
 from outrider.engine.layers.decoder import RaggedStep
@@ -179,6 +189,7 @@ class Layer:
     rotary_dim: int | None = None
     norm_epsilon: float = 1e-6
     num_blocks: int = 200
+    has_dot_products: ClassVar[bool] = False  # attention of bfloat16 uses them
     allocator: BlockAllocator = field(init=False)
     keys: torch.Tensor = field(init=False)  # [num_slots, num_kv_heads, head_dim]
     values: torch.Tensor = field(init=False)
@@ -188,6 +199,11 @@ class Layer:
         shape = (self.num_blocks * self.block_size, self.num_kv_heads, self.head_dim)
         self.keys = normal(seeded(11), self.dtype, *shape)
         self.values = normal(seeded(12), self.dtype, *shape)
+
+    @property
+    def instructions(self) -> int:
+        has_dot_products = self.has_dot_products and self.dtype == torch.bfloat16
+        return Instructions.AVX512_BF16 if has_dot_products else 0
 
     @property
     def width(self) -> int:
@@ -204,7 +220,7 @@ class Layer:
     @property
     def struct(self) -> Shape:
         return Shape(
-            *(self.num_heads, self.num_kv_heads, self.head_dim, self.half, self.window),
+            *(self.num_heads, self.num_kv_heads, self.head_dim, self.half, self.window, self.instructions),
             *(self.scale, self.softcap, self.norm_epsilon),
         )
 
@@ -244,11 +260,11 @@ class Layer:
             raise RefusedError
         return attended
 
-    def exact(self, qkv: torch.Tensor, blocks: Sequence[QueryBlock]) -> torch.Tensor:
-        """The same in double precision, a row at a time."""
+    def exact(self, qkv: torch.Tensor, blocks: Sequence[QueryBlock]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in double precision, a row at a time; and the sums of the weighted values' magnitudes."""
         queries = qkv[:, : self.num_heads * self.head_dim].double()
         share = self.num_heads // self.num_kv_heads
-        rows = []
+        rows, magnitudes = [], []
         for query, slots in zip(queries, visible_slots(blocks), strict=True):
             seen = torch.from_numpy(slots[-self.window :] if self.window else slots)
             keys = self.keys[seen].double().repeat_interleave(share, dim=1)  # [num_keys, num_heads, head_dim]
@@ -256,8 +272,10 @@ class Layer:
             scores = torch.einsum("hd,khd->hk", query.view(self.num_heads, -1), keys) * self.scale
             if self.softcap:
                 scores = torch.tanh(scores / self.softcap) * self.softcap
-            rows.append(torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values).flatten())
-        return torch.stack(rows).to(self.dtype)
+            weights = scores.softmax(dim=-1)
+            rows.append(torch.einsum("hk,khd->hd", weights, values).flatten())
+            magnitudes.append(torch.einsum("hk,khd->hd", weights, values.abs()).flatten())
+        return torch.stack(rows), torch.stack(magnitudes)
 
 
 def visible_slots(blocks: Sequence[QueryBlock]) -> list[np.ndarray]:
@@ -297,12 +315,25 @@ def tree_block(kv: KVSequence, num_nodes: int, seed: int) -> QueryBlock:
 
 
 def assert_exact(layer: Layer, blocks: Sequence[QueryBlock]) -> None:
+    """But for one rounding of the result, and with dot products one of each weight."""
     qkv = layer.queries(blocks)
     rtol, atol = EXACT[layer.dtype]
-    torch.testing.assert_close(layer.attend(qkv, blocks), layer.exact(qkv, blocks), rtol=rtol, atol=atol)
+    found = layer.attend(qkv, blocks).double()
+    exact, magnitudes = layer.exact(qkv, blocks)
+    allowed = rtol * exact.abs() + atol + (2.0**-8 * magnitudes if layer.instructions else 0.0)
+    assert bool(((found - exact).abs() <= allowed).all())
 
 
 class TestAttend:
+    @pytest.fixture(params=[False, True], ids=["any", "dot"], scope="class", autouse=True)
+    @classmethod
+    def _arithmetic(cls, request: pytest.FixtureRequest) -> Iterator[None]:
+        if request.param and Instructions.AVX512_BF16 not in every_product():
+            pytest.skip("this processor has no dot products of bfloat16")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Layer, "has_dot_products", request.param)
+            yield
+
     @BOTH_TYPES
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     @pytest.mark.parametrize("share", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -362,7 +393,9 @@ class TestAttend:
         blocks = [QueryBlock(kv, 3) for kv in layer.sequences([40, 17])]
         qkv = layer.queries(blocks) * 64
         rtol, atol = (1e-3, 1e-3) if dtype == torch.float32 else (2**-7, 1e-3)
-        torch.testing.assert_close(layer.attend(qkv, blocks), layer.exact(qkv, blocks), rtol=rtol, atol=atol)
+        torch.testing.assert_close(
+            layer.attend(qkv, blocks), layer.exact(qkv, blocks)[0].to(dtype), rtol=rtol, atol=atol
+        )
 
     @BOTH_TYPES
     @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
@@ -433,6 +466,20 @@ class TestAttend:
             tree_block(kv, rows, before) if is_tree else QueryBlock(kv, rows)
             for kv, (is_tree, before, rows) in zip(kvs, parts, strict=True)
         ]
+        qkv = layer.queries(blocks)
+        together = layer.attend(qkv, blocks)
+        for row, alone in enumerate(rows_alone(blocks)):
+            assert torch.equal(together[row], layer.attend(qkv[row : row + 1].clone(), [alone])[0]), row
+
+    @BOTH_TYPES
+    @pytest.mark.parametrize("window", [0, 200, 300])
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    def test_long_texts_are_read_in_blocks(self, dtype: torch.dtype, head_dim: int, window: int) -> None:
+        """Keys come in blocks of 256, and queries in tiles of 96, whose ends are met here."""
+        layer = Layer(dtype, 3, 1, head_dim, window=window)
+        kvs = layer.sequences([255, 256, 257, 520, 770])
+        blocks = [QueryBlock(kv, num_rows) for kv, num_rows in zip(kvs, (1, 3, 33, 130, 9), strict=True)]
+        assert_exact(layer, blocks)
         qkv = layer.queries(blocks)
         together = layer.attend(qkv, blocks)
         for row, alone in enumerate(rows_alone(blocks)):

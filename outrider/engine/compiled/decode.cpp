@@ -31,7 +31,7 @@ struct Matrix {
   const BFloat16* weights;  // [num_groups][num_inputs / 2][GROUP][2], zeros behind the last output
   const BFloat16* bias;     // [num_outputs] or none
   int64_t num_inputs, num_outputs;
-  int64_t instructions;  // of the processor, one of the numbers below
+  int64_t instructions;
 };
 
 struct Layer {
@@ -56,8 +56,6 @@ struct Decoder {
 #if HAS_PRODUCTS
 
 namespace {
-
-constexpr int64_t DOT_PRODUCTS = 1, WIDENED_PRODUCTS = 2;
 
 constexpr int GROUP = 48;
 constexpr int AHEAD_BYTES = 4096;  // the processor's own prefetching stops at the end of a page

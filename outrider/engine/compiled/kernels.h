@@ -1,4 +1,4 @@
-// Structures shared by kernels.cpp and decode.cpp; `kernels.py` has the same ones for callers.
+// What the C++ files share; `kernels.py` has the same ones for callers.
 
 #pragma once
 
@@ -8,16 +8,30 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Instructions of the processor that multiply bfloat16.
+constexpr int64_t DOT_PRODUCTS = 1, WIDENED_PRODUCTS = 2;
+
 // Parameters of a layer that are the same for every step.
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, rotary_half, window;
+  int64_t instructions;  // that attention uses, one of the numbers above; others: any processor's
   float scale, softcap, norm_epsilon;
 };
 
 struct Step {
   int64_t num_rows, num_members;
   const int32_t *positions, *write_slots;  // [num_rows]
-  const int32_t* members;                  // [num_members][6], see Member in kernels.cpp
+  const int32_t* members;                  // [num_members][6], see Member
   const int32_t *tables, *paths;           // block tables; entries of tree nodes
   int64_t block_size;
 };
+
+// Rows that see the same keys, each up to its own position. Key `p` is entry `p` of the sequence, or from `tree_start`
+// on the entry that `paths` names.
+struct Member {
+  int32_t first_row, num_rows, first_position, table, tree_start, path;
+};
+
+// Attention of a member's rows with DOT_PRODUCTS (attention.cpp); false for heads of an unknown width. slots: of the keys,
+// by position.
+bool attend_member_dot_products(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values);

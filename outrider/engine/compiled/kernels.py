@@ -1,5 +1,5 @@
-"""The compiled CPU kernels: a decoder layer's between its matrix products (`kernels.cpp`), the products themselves and
-whole steps (`decode.cpp`).
+"""The compiled CPU kernels: a decoder layer's between its matrix products (`kernels.cpp`, `attention.cpp`), the
+products themselves and whole steps (`decode.cpp`).
 
 The package's installation compiles them where there is a C++ compiler; `available` says whether it did. Tensors are
 passed by address and nothing is checked here: `FusedDecoder` passes only what it made itself.
@@ -20,7 +20,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5  # of the signatures; change it together with kernels_version() in kernels.cpp
+VERSION = 6  # of the signatures; change it together with kernels_version() in kernels.cpp
 HEAD_DIMS = (16, 32, 64, 128)
 NUM_MEMBER_FIELDS = 6
 MAX_QUERIES = 24
@@ -41,6 +41,7 @@ class Shape(ctypes.Structure):
         ("head_dim", _INT64),
         ("rotary_half", _INT64),
         ("window", _INT64),  # keys visible to a row, its own included; 0: all
+        ("instructions", _INT64),  # that attention uses: those of `attention_instructions`
         ("scale", _FLOAT),
         ("softcap", _FLOAT),  # 0: none
         ("norm_epsilon", _FLOAT),
@@ -143,7 +144,9 @@ class Kernels:
     rotate_and_store(qkv, step, shape, cosines, sines, query_norm, key_norm, keys, values): rotary embedding (Su et
     al., 2104.09864) of queries in place, of keys into the cache, values into the cache.
     attend(qkv, output, step, shape, keys, values, scores, stride, slots, first_member, last_member): attention over
-    the paged cache; scores is room for MAX_QUERIES * stride floats, slots for stride int32.
+    the paged cache; scores is room for MAX_QUERIES * stride floats, slots for stride int32. With AVX512_BF16 (bfloat16
+    alone, `attention.cpp`) the weights are rounded to bfloat16, as transformers does it, and prompts take 0.5 to 0.6 of
+    the time (`python -m benchmarks attention`).
     """
 
     def __init__(self, library: ctypes.PyDLL, dtype: str) -> None:
@@ -220,6 +223,12 @@ def every_product() -> Mapping[Instructions, Products]:
     library.has_instructions.restype = ctypes.c_bool
     unlocked = ctypes.CDLL(library._name)
     return {each: Products(unlocked, each) for each in Instructions if library.has_instructions(each)}
+
+
+def attention_instructions(dtype: torch.dtype) -> Instructions | None:
+    """What attention multiplies with on this processor; None: with instructions that every processor has."""
+    has_dot_products = dtype == torch.bfloat16 and Instructions.AVX512_BF16 in every_product()
+    return Instructions.AVX512_BF16 if has_dot_products else None
 
 
 def has_onednn_products() -> bool:

@@ -28,6 +28,7 @@ from outrider.engine.compiled.kernels import (
     Kernels,
     Shape,
     Step,
+    attention_instructions,
     kernels,
 )
 from outrider.engine.layers.attention import QueryBlock
@@ -317,6 +318,7 @@ def take_layer(
         head_dim=head_dim,
         rotary_half=rotary_half,
         window=_window(attention) or 0,
+        instructions=attention_instructions(keys.dtype) or 0,
         scale=attention.scaling,
         softcap=0.0,
         norm_epsilon=0.0 if query_norm is None else query_norm.variance_epsilon,

@@ -486,6 +486,22 @@ class TestAttend:
             assert torch.equal(together[row], layer.attend(qkv[row : row + 1].clone(), [alone])[0]), row
 
     @BOTH_TYPES
+    def test_several_threads_change_no_bit(self, dtype: torch.dtype) -> None:
+        layer = Layer(dtype, 6, 2, 64, num_blocks=80)
+        kvs = layer.sequences([600, 300, 20])
+        blocks = [QueryBlock(kvs[0], 200), QueryBlock(kvs[1], 9), QueryBlock(kvs[2], 1)]
+        qkv = layer.queries(blocks)
+        before = torch.get_num_threads()
+        found = []
+        try:
+            for num_threads in (1, 2, 5):
+                torch.set_num_threads(num_threads)
+                found.append(layer.attend(qkv, blocks))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(each, found[0]) for each in found)
+
+    @BOTH_TYPES
     def test_a_node_has_the_bits_of_the_same_text_in_a_line(self, dtype: torch.dtype) -> None:
         layer = Layer(dtype, 4, 2, 64, 7)
         tree_kv, line_kv = layer.sequences([53, 53])

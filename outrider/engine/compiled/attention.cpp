@@ -266,43 +266,53 @@ AVX512_BF16 void attend_tile(const Query* queries, int num_queries, const int32_
   }
 }
 
-}  // namespace
+// Queries `[first, first + TILE)` of those that read one KV head; they are ordered by row, then by head.
+template <int DIM>
+void attend_part(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int64_t kv_head, int64_t first) {
+  const int64_t kv_width = shape.num_kv_heads * DIM, share = shape.num_heads / shape.num_kv_heads;
+  const int64_t width = shape.num_heads * DIM + 2 * kv_width;
+  const int count = static_cast<int>(std::min<int64_t>(TILE, share * member.num_rows - first));
+  Query queries[TILE];
+  for (int q = 0; q < count; ++q) {
+    const int64_t row = (first + q) / share, head = kv_head * share + (first + q) % share;
+    const int32_t num_keys = member.first_position + static_cast<int32_t>(row) + 1;
+    queries[q] = {
+        reinterpret_cast<const int32_t*>(qkv + (member.first_row + row) * width + head * DIM),
+        output + (member.first_row + row) * shape.num_heads * DIM + head * DIM,
+        shape.window > 0 ? std::max<int32_t>(0, num_keys - static_cast<int32_t>(shape.window)) : 0,
+        num_keys,
+    };
+  }
+  attend_tile<DIM>(queries, count, slots, keys + kv_head * DIM, values + kv_head * DIM, kv_width, shape);
+}
+
+constexpr int64_t PRODUCTS_WORTH_THREADS = 1 << 22;  // about as many as take 50 us
 
 template <int DIM>
-AVX512_BF16 static void attend_member(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values) {
-  const int64_t kv_width = shape.num_kv_heads * DIM, share = shape.num_heads / shape.num_kv_heads;
-  const int64_t width = shape.num_heads * DIM + 2 * kv_width, total = share * member.num_rows;
-  for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
-    for (int64_t first = 0; first < total; first += TILE) {
-      const int count = static_cast<int>(std::min<int64_t>(TILE, total - first));
-      Query queries[TILE];
-      for (int q = 0; q < count; ++q) {
-        const int64_t row = (first + q) / share, head = kv_head * share + (first + q) % share;
-        const int32_t num_keys = member.first_position + static_cast<int32_t>(row) + 1;
-        queries[q] = {
-            reinterpret_cast<const int32_t*>(qkv + (member.first_row + row) * width + head * DIM),
-            output + (member.first_row + row) * shape.num_heads * DIM + head * DIM,
-            shape.window > 0 ? std::max<int32_t>(0, num_keys - static_cast<int32_t>(shape.window)) : 0,
-            num_keys,
-        };
-      }
-      attend_tile<DIM>(queries, count, slots, keys + kv_head * DIM, values + kv_head * DIM, kv_width, shape);
-    }
+void attend_member(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int32_t num_threads) {
+  const int64_t num_queries = shape.num_heads / shape.num_kv_heads * member.num_rows;
+  const int64_t num_tiles = (num_queries + TILE - 1) / TILE, num_parts = shape.num_kv_heads * num_tiles;
+  const int64_t num_products = 2 * shape.num_heads * member.num_rows * (member.first_position + member.num_rows) * DIM;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1 && num_products > PRODUCTS_WORTH_THREADS)
+  for (int64_t part = 0; part < num_parts; ++part) {
+    attend_part<DIM>(qkv, output, shape, member, slots, keys, values, part / num_tiles, part % num_tiles * TILE);
   }
 }
 
-bool attend_member_dot_products(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values) {
+}  // namespace
+
+bool attend_member_dot_products(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int32_t num_threads) {
   switch (shape.head_dim) {
-    case 16: attend_member<16>(qkv, output, shape, member, slots, keys, values); return true;
-    case 32: attend_member<32>(qkv, output, shape, member, slots, keys, values); return true;
-    case 64: attend_member<64>(qkv, output, shape, member, slots, keys, values); return true;
-    case 128: attend_member<128>(qkv, output, shape, member, slots, keys, values); return true;
+    case 16: attend_member<16>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
+    case 32: attend_member<32>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
+    case 64: attend_member<64>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
+    case 128: attend_member<128>(qkv, output, shape, member, slots, keys, values, num_threads); return true;
   }
   return false;
 }
 
 #else
 
-bool attend_member_dot_products(const BFloat16*, BFloat16*, const Shape&, const Member&, const int32_t*, const BFloat16*, const BFloat16*) { return false; }
+bool attend_member_dot_products(const BFloat16*, BFloat16*, const Shape&, const Member&, const int32_t*, const BFloat16*, const BFloat16*, int32_t) { return false; }
 
 #endif

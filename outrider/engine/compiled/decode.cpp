@@ -48,7 +48,6 @@ struct Decoder {
   Matrix head;
   const float *cosines, *sines;
   float epsilon;
-  int32_t num_threads;
   const int64_t* taps;
   int64_t num_taps;
 };
@@ -249,8 +248,8 @@ EXPORT bool decode_bfloat16(const Decoder* decoder, const Step* step, const int6
     if (token_ids[row] < 0 || token_ids[row] >= decoder->head.num_outputs) return false;
     std::memcpy(residual + row * width, decoder->embedding + token_ids[row] * width, width * sizeof(BFloat16));
   }
-  const auto product = [decoder](const Matrix& matrix, const BFloat16* from, auto* to, int64_t count) {
-    multiply(matrix, from, to, count, decoder->num_threads);
+  const auto product = [step](const Matrix& matrix, const BFloat16* from, auto* to, int64_t count) {
+    multiply(matrix, from, to, count, static_cast<int32_t>(step->num_threads));
   };
   const auto tap = [decoder, tapped, rows, width](int64_t layer, const BFloat16* states) {
     for (int64_t i = 0; tapped != nullptr && i < decoder->num_taps; ++i) {

@@ -322,7 +322,7 @@ INLINE void attend_members(const T* qkv, T* output, const Step& step, const Shap
       slots[p] = table[entry / block_size] * block_size + entry % block_size;
     }
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (shape.instructions == DOT_PRODUCTS && attend_member_dot_products(qkv, output, shape, member, slots, keys, values)) continue;
+      if (shape.instructions == DOT_PRODUCTS && attend_member_dot_products(qkv, output, shape, member, slots, keys, values, static_cast<int32_t>(step.num_threads))) continue;
     }
     for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
       const int64_t total = share * member.num_rows;

@@ -24,6 +24,7 @@ struct Step {
   const int32_t* members;                  // [num_members][6], see Member
   const int32_t *tables, *paths;           // block tables; entries of tree nodes
   int64_t block_size;
+  int64_t num_threads;  // at most, for products and for long attention
 };
 
 // Rows that see the same keys, each up to its own position. Key `p` is entry `p` of the sequence, or from `tree_start`
@@ -34,4 +35,4 @@ struct Member {
 
 // Attention of a member's rows with DOT_PRODUCTS (attention.cpp); false for heads of an unknown width. slots: of the keys,
 // by position.
-bool attend_member_dot_products(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values);
+bool attend_member_dot_products(const BFloat16* qkv, BFloat16* output, const Shape& shape, const Member& member, const int32_t* slots, const BFloat16* keys, const BFloat16* values, int32_t num_threads);

@@ -60,6 +60,7 @@ class Step(ctypes.Structure):
         ("tables", _POINTER),
         ("paths", _POINTER),
         ("block_size", _INT64),
+        ("num_threads", _INT64),
     )
 
 
@@ -106,7 +107,6 @@ class Decoder(ctypes.Structure):
         ("cosines", _POINTER),
         ("sines", _POINTER),
         ("epsilon", _FLOAT),
-        ("num_threads", _INT32),
         ("taps", _POINTER),
         ("num_taps", _INT64),
     )

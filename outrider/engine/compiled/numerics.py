@@ -23,7 +23,7 @@ import torch
 
 from outrider.engine.compiled import kernels
 
-NUMERICS_VERSION: Final = 1
+NUMERICS_VERSION: Final = 2
 """Version of this engine's own arithmetic. Raise it with every change that may change a bit of logits, or the choice
 among equal logits (attention, norms, sums over ranks, quantization, logit processing, sampling, grammar)."""
 

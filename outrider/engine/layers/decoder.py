@@ -101,7 +101,7 @@ class RaggedStep:
         for part in parts:
             addresses.append(address)
             address += 4 * len(part)
-        self.struct = Step(self.num_rows, self.num_members, *addresses, block_size)
+        self.struct = Step(self.num_rows, self.num_members, *addresses, block_size, torch.get_num_threads())
 
 
 @dataclass(slots=True)
@@ -257,7 +257,7 @@ class FusedDecoder:
         return compiled.Decoder(
             *(ctypes.addressof(layers), len(layers), self._width, self._intermediate, self._attended_width),
             *(self._embedding.data_ptr(), self._norm.data_ptr(), self._model.lm_head.matrix),
-            *(self._cosines.data_ptr(), self._sines.data_ptr(), self._epsilon, torch.get_num_threads()),
+            *(self._cosines.data_ptr(), self._sines.data_ptr(), self._epsilon),
             *(self._taps.ctypes.data, len(self._taps)),
         )
 

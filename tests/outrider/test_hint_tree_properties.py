@@ -120,7 +120,9 @@ def check(tree: HintTree, reference: Reference) -> None:
 
 
 SMALL = st.integers(0, 7)
-HINTS = st.lists(st.builds(Hint, SMALL, SMALL, st.integers(0, 2)), max_size=7)
+# Each field is named: of a tuple, hypothesis draws those with defaults, too.
+PLAIN = {"distribution": st.none(), "confidence": st.just(0), "is_promoted": st.just(False)}
+HINTS = st.lists(st.builds(Hint, node_id=SMALL, parent_id=SMALL, token_id=st.integers(0, 2), **PLAIN), max_size=7)
 STEPS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(-2, 4), HINTS, st.lists(st.integers(0, 2), max_size=2)),
     max_size=20,

@@ -226,7 +226,7 @@ def every_product() -> Mapping[Instructions, Products]:
 
 
 def attention_instructions(dtype: torch.dtype) -> Instructions | None:
-    """What attention multiplies with on this processor; None: with instructions that every processor has."""
+    """The instructions with which attention multiplies on this processor; None: those that every processor has."""
     has_dot_products = dtype == torch.bfloat16 and Instructions.AVX512_BF16 in every_product()
     return Instructions.AVX512_BF16 if has_dot_products else None
 

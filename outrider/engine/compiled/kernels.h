@@ -1,4 +1,4 @@
-// What the C++ files share; `kernels.py` has the same ones for callers.
+// What the C++ files share; `kernels.py` has the same structures for callers.
 
 #pragma once
 

@@ -65,7 +65,7 @@ class Step(ctypes.Structure):
 
 
 class Instructions(enum.IntEnum):
-    """Processor instructions that multiply bfloat16, the fastest first. The numbers are those of `decode.cpp`."""
+    """Processor instructions that multiply bfloat16, the fastest first. The numbers are those of `kernels.h`."""
 
     AVX512_BF16 = 1
     AVX2 = 2

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,24 +33,17 @@ from benchmarks.speculation.modes import (
     step_figures,
     total,
 )
-from outrider.engine.heads.kind import HeadKind, folder_kind, is_head
-from outrider.engine.options import MASK_TOKEN_KEYS
+from command_line.draft_kinds import Kind, kind_of_folder
 
 PLAIN = "plain"
 LOOKUP = Mode("lookup", ("--lookup",), None, has_local_hints=True)
 
 
-def reads_masks(draft: Path) -> bool:
-    """Whether a model folder's configuration names a mask token."""
-    config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
-    return any(config.get(key) is not None for key in MASK_TOKEN_KEYS)
-
-
-def head_modes(head: Path, kind: HeadKind, target_dir: Path) -> list[Mode]:
+def head_modes(head: Path, kind: Kind, target_dir: Path) -> list[Mode]:
     """A head where it can run."""
     beside = ("--draft-head", str(head))
     local = Mode(f"{head.name} local", beside, None, has_local_hints=True)
-    if kind is not HeadKind.EAGLE3:
+    if kind is not Kind.EAGLE3:
         return [local]
     tokenizer = ("--target-tokenizer", str(target_dir))
     return [Mode(f"{head.name} remote", (*beside, "--no-local-head"), tokenizer, draft=head), local]
@@ -61,15 +53,16 @@ def modes(drafts: Sequence[Path], masks: Sequence[int], early_exit: Sequence[int
     """Plain decoding, then each source."""
     wanted = [Mode(PLAIN, draft_arguments=None)]
     for draft in drafts:
-        if is_head(draft):
-            wanted += head_modes(draft, folder_kind(draft), target_dir)
-        elif reads_masks(draft):
-            wanted += [
-                Mode(f"{draft.name} {count}", draft_arguments=("--num-mask-tokens", str(count)), draft=draft)
-                for count in masks
-            ]
-        else:
-            wanted.append(Mode(draft.name, draft=draft))
+        match kind_of_folder(draft):
+            case Kind.MODEL:
+                wanted.append(Mode(draft.name, draft=draft))
+            case Kind.MASKS:
+                wanted += [
+                    Mode(f"{draft.name} {count}", draft_arguments=("--num-mask-tokens", str(count)), draft=draft)
+                    for count in masks
+                ]
+            case kind:
+                wanted += head_modes(draft, kind, target_dir)
     for layer in early_exit:
         arguments = ("--early-exit-layer", str(layer))
         wanted.append(Mode(f"{layer} layers", draft_arguments=arguments, draft=target_dir))
@@ -111,6 +104,9 @@ def main() -> None:
         "--early-exit", type=int, nargs="+", default=[], metavar="N", help="the target's first N layers"
     )
     arguments = parser.parse_args()
+    for folder in arguments.drafts:
+        if not (folder / "config.json").is_file():
+            parser.error(f"--drafts {folder} has no config.json; name folders of models or draft heads")
     report(arguments, asyncio.run(run(arguments)))
 
 

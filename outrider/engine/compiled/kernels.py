@@ -145,8 +145,8 @@ class Kernels:
     al., 2104.09864) of queries in place, of keys into the cache, values into the cache.
     attend(qkv, output, step, shape, keys, values, scores, stride, slots, first_member, last_member): attention over
     the paged cache; scores is room for MAX_QUERIES * stride floats, slots for stride int32. With AVX512_BF16 (bfloat16
-    alone, `attention.cpp`) the weights are rounded to bfloat16, as transformers does it, and prompts take 0.5 to 0.6 of
-    the time (`python -m benchmarks attention`).
+    alone, `attention.cpp`) the weights are rounded to bfloat16, as transformers does it, and prompts take 0.56 to
+    0.58 of the time (`python -m benchmarks attention`).
     """
 
     def __init__(self, library: ctypes.PyDLL, dtype: str) -> None:

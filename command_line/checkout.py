@@ -44,3 +44,22 @@ def not_installed(names: str, extra: str) -> ConfigurationError:
 def module(name: str) -> tuple[str, ...]:
     """The command that runs one of our packages with this interpreter."""
     return (sys.executable, "-m", name)
+
+
+def launcher(name: str, num_ranks: int, grace_s: float) -> tuple[str, ...]:
+    """The command that runs one of our packages in so many processes, the ranks of one group on this machine. grace_s:
+    longest that they may take to stop."""
+    if num_ranks == 1:
+        return module(name)
+    torchrun = (
+        *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)),
+        *("--monitor-interval", "0.2", "--shutdown-timeout", f"{grace_s:g}"),
+    )
+    return (*module("torch.distributed.run"), *torchrun, "-m", name)
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """Variables by which the ranks of `launcher` find each other: by the loopback, whatever the machine is called."""
+    if num_ranks == 1:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -10,10 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from outrider.engine.options import EngineOptions
+from outrider.engine.threads import wait_briefly
 from outrider.observability.telemetry import TargetMetrics
 from outrider.registry.worker_record import WorkerLoad
 from outrider.security.tls import ANY_ROLE, Role
-from outrider.settings import from_flags
+from outrider.settings import SettingError, from_flags
 from outrider.worker.worker_facts import worker_info
 from outrider.worker.worker_main import WorkerKind, grammar_compiler, serve_until_stopped
 from outrider.worker.worker_options import WorkerOptions
@@ -52,7 +53,13 @@ def lead_and_test(engine: Engine) -> None:
 
 
 def leave_room(config: EngineOptions, service: Service) -> EngineOptions:
-    """Leaves memory for the draft head. Raises ModelLoadError where the head does not fit the model."""
+    """Leaves cores to draft workers and memory for the draft head. Raises SettingError for more threads than there are,
+    ModelLoadError where the head does not fit the model."""
+    if (beside := service.num_threads_beside_draft) is not None:
+        if beside > config.num_threads:
+            why = f"--num-threads-beside-draft is {beside}; permitted: 1 to --num-threads ({config.num_threads})"
+            raise SettingError("num_threads_beside_draft", why)
+        config = replace(config, num_threads_beside_draft=beside)
     if service.draft_head is None:
         return config
     from outrider.engine.heads.loading import head_memory
@@ -79,18 +86,22 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits, service = from_flags(SchedulerLimits, arguments), from_flags(Service, arguments)
     name = arguments.served_model_name or arguments.model.resolve().name
+    if arguments.num_threads_beside_draft is not None:
+        wait_briefly()
     async with KIND.opened(arguments, partial(TargetMetrics, name, names=arguments.metrics_names)) as worker:
         process, metrics = worker.process, worker.metrics
         engine = await worker.load(partial(leave_room, service=service))
         # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
         from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
+        from target_worker.core_sharing import CoreSharing
         from target_worker.runner import TargetCore
         from target_worker.scheduling.scheduler import Scheduler
         from target_worker.serving.server import TargetServicer
 
         limits = replace(limits, max_model_len=engine.max_model_len, end_of_sequence_ids=engine.eos_token_ids)
         head = await worker.beside(lambda: add_head(engine, service, metrics))
-        scheduler = Scheduler(limits, engine.allocator, engine.vocab_size, head)
+        cores = CoreSharing() if engine.can_share_cores else None
+        scheduler = Scheduler(limits, engine.allocator, engine.vocab_size, head, cores)
         info = await worker.beside(
             lambda: worker_info(
                 *(engine, process.options, name, process.incarnation),
@@ -114,7 +125,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                 scheduler.num_running, num_waiting, scheduler.wait_ms, num_background=scheduler.num_background
             )
 
-        core = TargetCore(scheduler, engine, metrics)
+        core = TargetCore(scheduler, engine, metrics, cores)
         await serve_until_stopped(worker, engine, core, servicer, load, servicer.end_calls)
 
 

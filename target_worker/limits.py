@@ -41,6 +41,11 @@ class Service:
         True, "with --draft-head, also run the head in this process; without, draft workers alone do",
         MODEL,
     )  # fmt: skip
+    num_threads_beside_draft: int | None = setting(
+        None, "threads of steps that verify hints, where that was measured to be faster than --num-threads: for a "
+        "worker some of whose cores are those of its draft workers",
+        CAPACITY, "threads", at_least=1, shows="--num-threads in all steps",
+    )  # fmt: skip
     metrics_names: MetricsNames = setting(
         MetricsNames.BOTH, "names of the metrics that vLLM has, too: outrider_..., vllm:... or both; others have only "
         "ours",

@@ -18,6 +18,7 @@ from outrider.engine.sampling.transfers import filled
 from outrider.engine.sampling.verification import Verdict, VerificationRequest, verify
 from outrider.grammar import GrammarViolation
 from outrider.observability.telemetry import TargetMetrics
+from target_worker.core_sharing import CoreSharing
 from target_worker.messages import (
     Action,
     CommitPublished,
@@ -104,8 +105,12 @@ def with_features(actions: list[Action], features: torch.Tensor | None) -> list[
 class TargetCore:
     """The scheduler and the engine as one core for the model thread."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, metrics: TargetMetrics) -> None:
+    def __init__(
+        self, scheduler: Scheduler, engine: Engine, metrics: TargetMetrics, cores: CoreSharing | None = None
+    ) -> None:
+        """cores: the scheduler's own choice of the cores of each step."""
         self.scheduler = scheduler
+        self._cores = cores
         self.engine = engine
         self._metrics = metrics
         self._last_end: float | None = None
@@ -140,6 +145,8 @@ class TargetCore:
         if self._waits_since is not None:
             self._metrics.hint_wait_s.inc(began - self._waits_since)
             self._waits_since = None
+        if self._cores is not None:
+            self.engine.use_threads(beside_draft=not self._cores.uses_all_cores)
         result = run_step(self.engine, decision)
         self._last_end = self._bubble_since = time.perf_counter()
         self._metrics.step_ms.observe(result.step_ms)

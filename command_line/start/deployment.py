@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from command_line.checkout import ROOT, module
-from command_line.start.cores import plan_cores
+from command_line.checkout import ROOT, launcher, module, rank_environment
+from command_line.start.cores import WorkerThreads, draft_threads, plan_cores, target_threads
 from coordinator.formats.names import ReasoningParserName, ToolCallParserName, check_combination
 from coordinator.settings import ALL_TENANTS, CoordinatorSettings, Hosting, Listen, Proxy, check_identity_provider
 from draft_worker.limits import DraftModel
@@ -121,6 +121,14 @@ class Deployment:
         Affinity.AUTO, "auto gives each worker cores of its own where there are enough",
         CAPACITY, flag="--cpu-affinity",
     )  # fmt: skip
+    target_threads: int | None = setting(
+        None, "threads of each target worker, in every step",
+        CAPACITY, "threads", at_least=1,
+        shows="one on each of its cores, and on those of draft workers where that is measured to be faster",
+    )  # fmt: skip
+    draft_threads: int | None = setting(
+        None, "threads and cores of each draft worker", CAPACITY, "threads", at_least=1, shows="1"
+    )
     api_keys: Path | None = same_as(CoordinatorSettings, "api_keys_file")
     oidc_issuer: str | None = same_as(CoordinatorSettings, "oidc_issuer")
     oidc_audience: str | None = same_as(CoordinatorSettings, "oidc_audience")
@@ -232,7 +240,11 @@ def worker_specs(
     deployment = replace(deployment, max_model_len=None)
     num_drafts = deployment.num_draft_workers if deployment.draft is not None else 0
     usable = cores if deployment.affinity is Affinity.AUTO else ()
-    plan = plan_cores(usable, deployment.num_target_workers, num_drafts)
+    is_ours = deployment.engine is EngineName.OUTRIDER and deployment.tensor_parallel_size == 1
+    plan = plan_cores(
+        *(usable, deployment.num_target_workers, num_drafts, deployment.target_threads, deployment.draft_threads),
+        may_share=is_ours,  # ranks are not told how many threads a step has
+    )
     target = replace(deployment, served_model_name=deployment.model_name)
     if deployment.engine is EngineName.VLLM:
         specs = [_vllm_spec(i, target, own, run_id, told["target"]) for i, own in enumerate(plan.targets)]
@@ -241,8 +253,8 @@ def worker_specs(
         words += [*words_for(told["target"], EngineOptions), "--metrics-names", deployment.metrics_names.value]
         size = deployment.tensor_parallel_size
         specs = [
-            _worker_spec("target", i, deployment.target, deployment, own, size, run_id, words)
-            for i, own in enumerate(plan.targets)
+            _worker_spec("target", i, deployment.target, deployment, threads, size, run_id, words)
+            for i, threads in enumerate(target_threads(plan, deployment.target_threads, size))
         ]
     if deployment.draft is not None:
         draft = replace(deployment, quantization=deployment.draft_quantization)
@@ -252,8 +264,8 @@ def worker_specs(
         words += words_for(told["draft"], EngineOptions)
         size = deployment.draft_tensor_parallel_size
         specs += [
-            _worker_spec("draft", i, deployment.draft, deployment, own, size, run_id, words)
-            for i, own in enumerate(plan.drafts)
+            _worker_spec("draft", i, deployment.draft, deployment, threads, size, run_id, words)
+            for i, threads in enumerate(draft_threads(plan, size))
         ]
     return specs + [_memory_spec(i, deployment, run_id) for i in range(deployment.num_memory_workers)]
 
@@ -334,20 +346,22 @@ def _worker_spec(
     index: int,
     model: Path,
     deployment: Deployment,
-    cores: tuple[int, ...],
+    threads: WorkerThreads,
     num_ranks: int,
     run_id: str,
     words: Sequence[str],
 ) -> ChildSpec:
-    num_threads = max(len(cores) // num_ranks, 1) if cores else 0  # of each rank
-    flags = _flags_of(role, index, model, deployment, cores, run_id) | {"--num-threads": num_threads or None}
+    flags = _flags_of(role, index, model, deployment, threads.cores, run_id) | {
+        "--num-threads": threads.num_threads,
+        "--num-threads-beside-draft": threads.num_threads_beside_draft,
+    }
     # OpenMP reads its own variable before any flag of ours is parsed.
-    environment = {"OMP_NUM_THREADS": str(num_threads)} if cores else {}
+    environment = {"OMP_NUM_THREADS": str(threads.num_threads)} if threads.cores else {}
     environment |= rank_environment(num_ranks)
     return ChildSpec(
         f"{role}-{index}",
         role,
-        (*launcher(f"{role}_worker", num_ranks), *flatten(flags), *words),
+        (*threads.through, *launcher(f"{role}_worker", num_ranks, WORKER_GRACE_S), *flatten(flags), *words),
         environment,
         ready_timeout_s=WORKER_READY_TIMEOUT_S,
         stop_grace_s=WORKER_GRACE_S,
@@ -372,24 +386,6 @@ def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
         ready_timeout_s=COORDINATOR_READY_TIMEOUT_S,
         stop_grace_s=COORDINATOR_GRACE_S,
     )
-
-
-def launcher(name: str, num_ranks: int) -> tuple[str, ...]:
-    """The command that runs one of our packages in so many processes, the ranks of one group on this machine."""
-    if num_ranks == 1:
-        return module(name)
-    torchrun = (
-        *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)),
-        *("--monitor-interval", "0.2", "--shutdown-timeout", f"{WORKER_GRACE_S:g}"),
-    )
-    return (*module("torch.distributed.run"), *torchrun, "-m", name)
-
-
-def rank_environment(num_ranks: int) -> dict[str, str]:
-    """Variables by which the ranks of `launcher` find each other: by the loopback, whatever the machine is called."""
-    if num_ranks == 1:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def flatten(flags: Mapping[str, object]) -> list[str]:

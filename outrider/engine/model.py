@@ -34,6 +34,7 @@ from outrider.engine.options import MASK_TOKEN_KEYS, EngineOptions
 from outrider.engine.rank_messages import decode_pairs, decode_step, encode_pairs, encode_step
 from outrider.engine.ranks.rank_group import RankGroup, RankMessage
 from outrider.engine.sequence_chunk import SequenceChunk as SequenceChunk
+from outrider.engine.threads import threads
 from outrider.text.vocabulary_map import VocabularyMap
 
 NO_MASK_TOKEN = -1
@@ -84,6 +85,8 @@ class Engine:
         self.numerics = ""
         """The line that identifies the engine's arithmetic (`numerics`); the loader sets it."""
         self.eos_token_ids = _eos_token_ids(model)
+        self.can_share_cores = False
+        """Whether steps may have different numbers of threads; the loader sets it."""
         self.mask_token_id = NO_MASK_TOKEN
         """The token that a draft model for parallel drafting reads where it is to guess; `enable_masks` sets it."""
         dtype = DTYPES[config.dtype]
@@ -100,6 +103,7 @@ class Engine:
             )
             for each in layers
         ]
+        self._num_threads: int | None = None  # of the products and the attention of a step; None: torch's
         self._fused: FusedDecoder | None = None
         self._device_steps: DeviceSteps | None = None
         self._foreign: _ForeignVocabulary | None = None
@@ -126,6 +130,11 @@ class Engine:
     def is_paged(self) -> bool:
         """Whether steps attend through the block table, on a GPU."""
         return self._device_steps is not None
+
+    def use_threads(self, *, beside_draft: bool) -> None:
+        """Sets the threads of the steps from now on: those beside draft workers, or all there are. Only where
+        `can_share_cores` says so."""
+        self._num_threads = self.config.num_threads_beside_draft if beside_draft else self.config.num_threads
 
     def fuse(self, forms: LinearForms) -> None:
         """Moves the weights into a `FusedDecoder`, which runs all steps from then on."""
@@ -234,7 +243,8 @@ class Engine:
         blocks = [chunk.query_block() for chunk in chunks]
         if self._fused is not None:
             rows = None if wanted is None else torch.tensor(wanted)
-            return self._fused.forward(token_ids, blocks, rows, tapped).float()
+            with threads(self._num_threads):
+                return self._fused.forward(token_ids, blocks, rows, tapped).float()
         layout = plan_step(blocks, self.layers)
         num_tokens = token_ids.shape[0]
         padding = token_ids[:1].expand(padded_rows(num_tokens) - num_tokens)

@@ -75,6 +75,7 @@ class EngineOptions:
 
     has_trees: bool = False  # hint trees are fed, not only sequences
     early_exit_layer: int | None = None  # only so many of the model's layers run (`early_exit`)
+    num_threads_beside_draft: int | None = None  # of steps that leave cores to draft workers; None: of all steps
     beside_bytes: int = 0  # that stay free for what is loaded beside the model later, a draft head
     beside_bytes_per_token: int = 0  # the same of each KV entry
 

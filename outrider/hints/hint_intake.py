@@ -2,10 +2,8 @@
 
 Even hints that are never verified cost time: they are parsed, stored and answered, and steps wait for them. No model
 predicts that cost well, so it is measured. For every size of batch the worker compares its speed while it accepts hints
-with its speed while it does not. Now and then it tries the other way for a few steps. Trials become rarer while their
-result stays the same, end as soon as they are clearly slower, and start only when earlier trials have lost at most 1 %
-of the steps since. While accepting hints does not clearly pay, all sessions are paused and their draft workers are told
-so. A session whose own hints are hardly ever accepted is paused alone.
+with its speed while it does not (`Trials`). While accepting hints does not clearly pay, all sessions are paused and
+their draft workers are told so. A session whose own hints are hardly ever accepted is paused alone.
 
 Speeds are relative to the cost of plain decoding of the same batch, fitted over plain steps alone (`StepCost`), so that
 changing batch sizes and contexts do not matter. Nothing here depends on a hint's token or probability (invariant I4).
@@ -19,34 +17,13 @@ from typing import NamedTuple
 
 from outrider.concurrency.decayed_mean import DecayedMean
 from outrider.hints.step_cost import StepCost
+from outrider.hints.trials import NUM_TRIAL_STEPS_MAX, Trials
 
-NUM_TRIAL_STEPS = 42
-"""Most steps of a trial that count."""
-NUM_TRIAL_STEPS_MAX = 128
-"""Most steps of a trial in all. Draft workers that resume have to catch up with many sequences, and their cost
-meanwhile says nothing about their worth; half of these steps are allowed for that."""
-NUM_SETTLING_STEPS = 6
-"""Steps after a change that do not count."""
-NUM_STEADY_STEPS = 96
-NUM_STEADY_STEPS_MAX = 4096
-"""Steps between trials, doubled whenever a trial confirms the current way."""
 NUM_FIRST_STEPS = 8
 """Plain steps that a worker starts with, as a reference."""
-TRIAL_AT_SHARE = 0.85
-"""Share of the other way's last known speed below which the current way is put on trial at once."""
 MIN_SPEEDUP = 1.04
 """Speed, relative to plain decoding, that accepting hints must reach. A trial cannot resolve smaller differences, and
 draft workers serve other sessions better."""
-NUM_LOOK_STEPS = 8
-"""Steps after which a trial may end early because it is clearly slower."""
-NUM_STANDARD_ERRORS = 2.5
-"""Standard errors that count as clear. More than two, because it is tested after every step."""
-TRIAL_SHARE = 0.01
-"""Share of all steps that trials may lose."""
-OLD_WEIGHT = 0.25
-"""Weight, at the start of a trial, of what was measured of that way before."""
-NUM_KNOWN_STEPS = 24
-"""Steps of a way after which a single step counts at most three times the mean."""
 NUM_JUDGED_STEPS = 24
 """Steps of an accepting session before its own hints are judged."""
 MIN_WORTH = 0.05
@@ -62,25 +39,29 @@ class IntakeShares(NamedTuple):
     receiving: float  # accepts hints and has received some since
 
 
-@dataclass(slots=True)
-class Regime:
-    """Measurements and current way for one size of batch."""
+class Regime(Trials):
+    """Whether hints are accepted for one size of batch; on: accepting, off: plain decoding."""
 
-    accepts_hints: bool = True  # now; during a trial the other way
-    in_trial: bool = False
-    num_steps: int = 0  # since the last change
-    num_steady: int = NUM_STEADY_STEPS
-    num_steps_in_all: int = 0
-    num_lost: float = 0.0  # steps lost to trials
-    num_lost_now: float = 0.0  # steps lost to the current trial
-    trial: list[float] = field(default_factory=list)  # speeds measured in the current trial
-    accepting: DecayedMean = field(default_factory=lambda: DecayedMean(0.98))
-    plain: DecayedMean = field(default_factory=lambda: DecayedMean(0.98))
+    def __init__(self, accepts_hints: bool = True) -> None:
+        super().__init__(accepts_hints, min_gain=MIN_SPEEDUP)
+
+    @property
+    def accepts_hints(self) -> bool:
+        """Whether hints are accepted now; during a trial the other way."""
+        return self.is_on
 
     @property
     def accepts_by_default(self) -> bool:
         """The way in use when no trial is under way."""
-        return self.accepts_hints != self.in_trial
+        return self.is_on_by_default
+
+    @property
+    def accepting(self) -> DecayedMean:
+        return self.on
+
+    @property
+    def plain(self) -> DecayedMean:
+        return self.off
 
     def is_representative(self, shares: IntakeShares) -> bool:
         """Whether a step measures the current way. One that accepts hints from draft workers that have not caught up
@@ -89,54 +70,6 @@ class Regime:
             return shares.accepting == 0.0
         share = shares.receiving if self.num_steps < NUM_TRIAL_STEPS_MAX // 2 else shares.accepting
         return share >= 0.5
-
-    def observe(self, speed: float, *, is_representative: bool) -> None:
-        """Takes one step: its speed, and whether its sessions followed the current way."""
-        self.num_steps += 1
-        self.num_steps_in_all += 1
-        own, other = self.accepting, self.plain
-        if not self.accepts_hints:
-            own, other = other, own
-        if self.num_steps > NUM_SETTLING_STEPS and is_representative:
-            is_known = own.weight > NUM_KNOWN_STEPS and not self.in_trial
-            own.observe(min(speed, 3.0 * own.mean) if is_known else speed)
-            if self.in_trial:
-                self.trial.append(speed)
-        if self.in_trial:
-            self.num_lost_now += 1.0 - speed / other.mean if other.mean else 0.0
-            is_seen = len(self.trial) >= NUM_TRIAL_STEPS or self.num_steps >= NUM_TRIAL_STEPS_MAX
-            if is_seen or self._is_clearly_slower():
-                self._decide()
-        elif (self.num_steps >= self.num_steady and self.num_lost <= TRIAL_SHARE * self.num_steps_in_all) or (
-            self.num_steps >= NUM_STEADY_STEPS and other.weight > 0.0 and own.mean < TRIAL_AT_SHARE * other.mean
-        ):
-            self._begin_trial(other)
-
-    def _begin_trial(self, other: DecayedMean) -> None:
-        """Starts a trial and discounts what was measured of the other way before."""
-        other.total, other.weight = other.total * OLD_WEIGHT, other.weight * OLD_WEIGHT
-        self.in_trial, self.accepts_hints, self.num_steps = True, not self.accepts_hints, 0
-        self.trial.clear()
-        self.num_lost_now = 0.0
-
-    def _is_clearly_slower(self) -> bool:
-        """Whether the trial may end early."""
-        if len(self.trial) < NUM_LOOK_STEPS:
-            return False
-        tipping_point = self.plain.mean * MIN_SPEEDUP if self.accepts_hints else self.accepting.mean / MIN_SPEEDUP
-        num_steps, mean = len(self.trial), sum(self.trial) / len(self.trial)
-        # Not `statistics`: its exact fractions take tens of microseconds between two steps.
-        variance = sum((speed - mean) ** 2 for speed in self.trial) / (num_steps - 1)
-        return mean + NUM_STANDARD_ERRORS * math.sqrt(variance / num_steps) < tipping_point
-
-    def _decide(self) -> None:
-        is_better = self.accepting.mean > MIN_SPEEDUP * self.plain.mean
-        is_confirmed = is_better != self.accepts_hints  # the trial was of the other way
-        self.num_steady = min(2 * self.num_steady, NUM_STEADY_STEPS_MAX) if is_confirmed else NUM_STEADY_STEPS
-        self.in_trial = False
-        self.num_lost += max(self.num_lost_now, 0.0)
-        if is_better != self.accepts_hints:
-            self.accepts_hints, self.num_steps = is_better, 0
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from outrider.hints.pace import Pace
 from outrider.hints.step_cost import StepCost, StepLine
 from protos.outrider.v1 import target_pb2
 from target_worker.admission import check_request
+from target_worker.core_sharing import CoreSharing
 from target_worker.hints.lookup import RecentOutputs
 from target_worker.limits import SchedulerLimits
 from target_worker.messages import (
@@ -55,7 +56,7 @@ from target_worker.scheduling.forecast import Forecast
 from target_worker.scheduling.head_turns import DraftsLocally, HeadTurns
 from target_worker.scheduling.session import Session
 from target_worker.scheduling.session_sources import local_sources, take_hints
-from target_worker.scheduling.step_composition import compose, learn_chunks
+from target_worker.scheduling.step_composition import compose, learn_chunks, learn_cost
 
 LOOK_EVERY_S = 0.05
 """Least time between two checks of the deadlines."""
@@ -65,13 +66,16 @@ class Scheduler:
     """Schedules all sessions of one worker. Every method returns at once; the caller runs the steps."""
 
     def __init__(
-        self, limits: SchedulerLimits, allocator: BlockAllocator, vocab_size: int, head: DraftsLocally | None = None
-    ) -> None:
-        """head: a draft head that runs beside the model; called before steps, and so the one part that is not pure."""
+        self, limits: SchedulerLimits, allocator: BlockAllocator, vocab_size: int,
+        head: DraftsLocally | None = None, cores: CoreSharing | None = None,
+    ) -> None:  # fmt: skip
+        """head: a draft head that runs beside the model; called before steps, and so the one part that is not pure.
+        cores: chooses those of each step; None where no draft worker's can be shared."""
         self.limits = limits
         self.allocator = allocator
         self.vocab_size = vocab_size
-        self.cost = StepCost()
+        self._cores = cores
+        self.cost = StepCost() if cores is None else cores.cost  # of steps such as the one that comes
         self._chunk_cost = ChunkCost()
         self._intake = BatchIntake(may_pause=limits.may_pause)
         self._pace = Pace()
@@ -257,6 +261,8 @@ class Scheduler:
         for session in self._slots.running.values():
             session.count_outcome()
         active = self._turns.hold(self._slots.running.values(), self.cost)
+        if self._cores is not None:
+            self.cost = self._cores.choose(active)
         line = self.cost.line(sum(session.committed_len for session in active))
         if (wait_until := self._wait_for_hints(active, line, now)) is not None:
             self._pace.wait()
@@ -289,7 +295,7 @@ class Scheduler:
         num_context = step.num_context
         hinted = self._intake.hinted(self._active())
         busy_ms = self._pace.busy_ms(result.step_ms, now)
-        hint_price = self._learn_cost(step, num_context, busy_ms) if step.only_decodes else None
+        hint_price = learn_cost(self.cost, step, num_context, busy_ms) if step.only_decodes else None
         learn_chunks(self._chunk_cost, self.cost, step, result.step_ms)
         num_committed = sum(len(verdict.token_ids) for verdict in result.verdicts if verdict is not None)
         if step.only_decodes:
@@ -311,6 +317,8 @@ class Scheduler:
         if step.only_decodes and self._pace.whole_ms > 0.0 and not self._turns.is_turn:
             whole_ms = self._pace.whole_ms
             self._intake.observe(hinted, step, num_committed, num_context, whole_ms)
+            if self._cores is not None:
+                self._cores.observe(len(step.items), num_committed, num_context, whole_ms, hinted.shares)
             self._heads.observe(len(step.items), step.num_tokens, num_committed, num_context, whole_ms)
         for session in self._intake.update(hinted, len(self._active())):
             if session.session_id in self._sessions:  # its draft workers learn that it is paused or resumed
@@ -318,13 +326,6 @@ class Scheduler:
                     session.timing = session.timing.fresh(now)
                 actions += session.publish()
         return actions + self._end_overdue(now)
-
-    def _learn_cost(self, step: Step, num_context: int, step_ms: float) -> float:
-        """Learns from a decoding step; returns the price of feeding one of its hints, in tokens of plain decoding."""
-        num_sessions = len(step.items)
-        self.cost.observe(step.num_tokens, step_ms, num_context)
-        line = self.cost.line(num_context)
-        return line.token_ms * num_sessions / line.step_ms(num_sessions)
 
     def _commit(
         self,

@@ -46,6 +46,14 @@ def compose(room: StepRoom, limits: SchedulerLimits, line: StepLine, chunk_cost:
     return Step(items)
 
 
+def learn_cost(cost: StepCost, step: Step, num_context: int, step_ms: float) -> float:
+    """Learns from a decoding step; returns the price of feeding one of its hints, in tokens of plain decoding."""
+    num_sessions = len(step.items)
+    cost.observe(step.num_tokens, step_ms, num_context)
+    line = cost.line(num_context)
+    return line.token_ms * num_sessions / line.step_ms(num_sessions)
+
+
 def learn_chunks(chunk_cost: ChunkCost, cost: StepCost, step: Step, step_ms: float) -> None:
     """Learns from the time of a step what its prompt chunks cost beside the sessions that decoded."""
     chunks = [chunk for item in step.items if (chunk := item.chunk) is not None]

@@ -33,33 +33,75 @@ def flags(command: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "num_targets", "num_drafts", "targets", "drafts"),
+    ("num_cores", "num_targets", "num_drafts", "targets", "drafts", "shared"),
     [
-        (1, 1, 1, ((),), ((),)),
-        (2, 1, 1, ((0,),), ((1,),)),
-        (2, 1, 0, ((0, 1),), ()),
-        (3, 1, 1, ((0, 1),), ((2,),)),
-        (4, 1, 1, ((1, 2),), ((3,),)),
-        (4, 2, 2, ((0,), (1,)), ((2,), (3,))),
-        (8, 2, 1, ((1, 2, 3), (4, 5, 6)), ((7,),)),
-        (3, 2, 2, ((), ()), ((), ())),
+        (1, 1, 1, ((),), ((),), ((),)),
+        (2, 1, 1, ((0,),), ((1,),), ((1,),)),
+        (2, 1, 0, ((0, 1),), (), ((),)),
+        (3, 1, 1, ((0, 1),), ((2,),), ((2,),)),
+        (4, 1, 1, ((1, 2),), ((3,),), ((3,),)),
+        (4, 2, 2, ((0,), (1,)), ((2,), (3,)), ((2,), (3,))),
+        (8, 2, 1, ((1, 2, 3), (4, 5, 6)), ((7,),), ((7,), ())),
+        (8, 1, 1, ((1, 2, 3, 4, 5, 6),), ((7,),), ((),)),  # it would add too little
+        (3, 2, 2, ((), ()), ((), ()), ((), ())),
     ],
 )
-def test_no_two_workers_share_a_core(
+def test_workers_have_cores_of_their_own_and_a_target_may_use_those_of_its_drafts(
     num_cores: int,
     num_targets: int,
     num_drafts: int,
     targets: tuple[tuple[int, ...], ...],
     drafts: tuple[tuple[int, ...], ...],
+    shared: tuple[tuple[int, ...], ...],
 ) -> None:
-    assert plan_cores(range(num_cores), num_targets, num_drafts) == CorePlan(targets, drafts)
+    assert plan_cores(range(num_cores), num_targets, num_drafts) == CorePlan(targets, drafts, shared)
+    nothing = ((),) * num_targets
+    assert plan_cores(range(num_cores), num_targets, num_drafts, may_share=False) == CorePlan(targets, drafts, nothing)
+
+
+@pytest.mark.parametrize(
+    ("threads", "targets", "drafts", "shared"),
+    [
+        ((1, None), ((1,),), ((3,),), ((),)),
+        ((2, None), ((1, 2),), ((3,),), ((),)),
+        ((3, None), ((1, 2),), ((3,),), ((3,),)),
+        ((None, 2), ((1,),), ((2, 3),), ((2, 3),)),
+        ((None, 4), ((),), ((),), ((),)),  # there is none left for the target
+    ],
+)
+def test_numbers_of_threads_can_be_given(
+    threads: tuple[int | None, int | None],
+    targets: tuple[tuple[int, ...], ...],
+    drafts: tuple[tuple[int, ...], ...],
+    shared: tuple[tuple[int, ...], ...],
+) -> None:
+    assert plan_cores(range(4), 1, 1, *threads) == CorePlan(targets, drafts, shared)
 
 
 def test_workers_get_their_cores_as_flag_and_threads() -> None:
     target, draft = worker_specs(PAIR, [0, 1], "abc")
-    assert flags(target.command)["--cpu-affinity"] == "0"
+    assert flags(target.command)["--cpu-affinity"] == "0,1"
     assert flags(draft.command)["--cpu-affinity"] == "1"
-    assert flags(target.command)["--num-threads"] == target.environment["OMP_NUM_THREADS"] == "1"
+    assert flags(target.command)["--num-threads"] == target.environment["OMP_NUM_THREADS"] == "2"
+    assert flags(target.command)["--num-threads-beside-draft"] == "1"
+    assert flags(draft.command)["--num-threads"] == draft.environment["OMP_NUM_THREADS"] == "1"
+    assert draft.command[:3] == ("nice", "-n", "5"), "a step waits for the target's thread on its core"
+
+
+@pytest.mark.parametrize("given", [{"target_threads": 1}, {"tensor_parallel_size": 2}, {"engine": EngineName.VLLM}])
+def test_a_target_that_cannot_change_its_threads_leaves_the_drafts_core_alone(given: dict[str, Any]) -> None:
+    target, draft = worker_specs(replace(PAIR, **given), [0, 1], "abc")
+    assert target.command[target.command.index("--cpu-affinity") + 1] == "0"
+    assert "--num-threads-beside-draft" not in target.command
+    assert "nice" not in draft.command
+
+
+def test_a_target_with_two_threads_uses_both_cores_in_every_step() -> None:
+    target, draft = worker_specs(replace(PAIR, target_threads=2), [0, 1], "abc")
+    assert flags(target.command)["--cpu-affinity"] == "0,1"
+    assert flags(target.command)["--num-threads"] == "2"
+    assert "--num-threads-beside-draft" not in target.command
+    assert draft.command[0] == "nice"
 
 
 def test_affinity_none_pins_nobody() -> None:

@@ -13,16 +13,18 @@ from outrider.hints.hint_intake import (
     NUM_JUDGED_STEPS,
     NUM_PAUSED_STEPS,
     NUM_PAUSED_STEPS_MAX,
+    IntakePolicy,
+    IntakeShares,
+    Regime,
+    SessionIntake,
+)
+from outrider.hints.trials import (
     NUM_SETTLING_STEPS,
     NUM_STEADY_STEPS,
     NUM_STEADY_STEPS_MAX,
     NUM_TRIAL_STEPS,
     NUM_TRIAL_STEPS_MAX,
     TRIAL_SHARE,
-    IntakePolicy,
-    IntakeShares,
-    Regime,
-    SessionIntake,
 )
 
 NUM_SEEDS = 16

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -34,6 +33,7 @@ from command_line.tune.sources.lookup import lookup_blocks
 from command_line.tune.sources.offers import HEADS, Offer
 from command_line.tune.texts import PREFILL_TOKENS, GeneratedText, check_texts, generate, ranks_within
 from command_line.tune.times import Overheads, StepTimes
+from outrider.engine.threads import threads
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ def _head(target: TargetFacts, offer: Offer, plan: Plan, progress: Progress) -> 
     )
     places = [Place.BESIDE] if offer.kind is Kind.MTP else [Place.DRAFT_WORKER, Place.BESIDE]
     profiles: dict[Place, ModelProfile] = {}
-    with _threads(1):
+    with threads(1):
         head = load_head(options, target.folder)
         progress.say(f"Blocks of {offer.name}, at most {settings.budget_s:g} s.")
         blocks = head_blocks(head, target.texts, target.features[offer], plan.num_hints_max, settings.budget_s)
@@ -199,7 +199,7 @@ def _medusa(target: TargetFacts, offer: Offer, plan: Plan) -> list[Source]:
     from outrider.engine.heads.loading import load_medusa
     from outrider.engine.model import DTYPES
 
-    with _threads(plan.settings.num_threads):
+    with threads(plan.settings.num_threads):
         heads = load_medusa(offer.folder, target.folder, DTYPES[plan.settings.dtype])
         blocks = medusa_blocks(heads, target.texts, target.features[offer], plan.num_hints_max)
         profile = medusa_times(heads, plan.settings)
@@ -238,16 +238,3 @@ def _sampled(timed: Callable[[int], float], sizes: Sequence[int], deadline: floa
             timed(size)
             times.append(timed(size))
     return samples
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Lets torch have `count` threads for a while."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -4,7 +4,10 @@
 // all rows of a tile use what was read. Every output is one sum in the order of its inputs, whichever tile its row is in:
 // batch-invariant (invariant I2) by construction.
 
+#include <omp.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "kernels.h"
@@ -57,6 +60,7 @@ struct Decoder {
 namespace {
 
 constexpr int GROUP = 48;
+constexpr int MAX_PARTS = 64;  // of the groups of a product, for threads
 constexpr int AHEAD_BYTES = 4096;  // the processor's own prefetching stops at the end of a page
 
 // One tile of outputs: GROUP outputs, of which the first `num_outputs` exist, of up to MAX_ROWS rows.
@@ -217,14 +221,35 @@ void multiply_group(const Matrix& matrix, int64_t group, const BFloat16* inputs,
 }
 
 template <typename Output>
-void multiply(const Matrix& matrix, const BFloat16* inputs, Output* outputs, int64_t num_rows, int32_t num_threads) {
-  const int64_t num_groups = (matrix.num_outputs + GROUP - 1) / GROUP;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-  for (int64_t group = 0; group < num_groups; ++group) {
+void multiply_groups(const Matrix& matrix, int64_t first, int64_t end, const BFloat16* inputs, Output* outputs, int64_t num_rows) {
+  for (int64_t group = first; group < end; ++group) {
     if (matrix.instructions == DOT_PRODUCTS) {
       multiply_group<DotProducts>(matrix, group, inputs, outputs, num_rows);
     } else {
       multiply_group<WidenedProducts>(matrix, group, inputs, outputs, num_rows);
+    }
+  }
+}
+
+// Every thread has a part of the groups, read in order. One that is done helps the others with the rest of theirs, so that
+// a thread whose core does other work in between does not hold up the step.
+template <typename Output>
+void multiply(const Matrix& matrix, const BFloat16* inputs, Output* outputs, int64_t num_rows, int32_t num_threads) {
+  const int64_t num_groups = (matrix.num_outputs + GROUP - 1) / GROUP;
+  const int64_t num_parts = std::min<int64_t>({num_threads, num_groups, MAX_PARTS});
+  if (num_parts <= 1) return multiply_groups(matrix, 0, num_groups, inputs, outputs, num_rows);
+  struct alignas(64) Next {
+    std::atomic<int64_t> group;
+  } next[MAX_PARTS];
+  const auto begin_of = [=](int64_t part) { return part * num_groups / num_parts; };
+  for (int64_t part = 0; part < num_parts; ++part) next[part].group.store(begin_of(part), std::memory_order_relaxed);
+#pragma omp parallel num_threads(num_parts)
+  for (int64_t turn = 0, own = omp_get_thread_num(); turn < num_parts; ++turn) {
+    const int64_t part = (own + turn) % num_parts, end = begin_of(part + 1);
+    for (;;) {
+      const int64_t group = next[part].group.fetch_add(1, std::memory_order_relaxed);
+      if (group >= end) break;
+      multiply_groups(matrix, group, group + 1, inputs, outputs, num_rows);
     }
   }
 }

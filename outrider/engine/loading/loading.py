@@ -39,6 +39,7 @@ from outrider.engine.loading.checkpoint_files import check_checkpoint, unfinishe
 from outrider.engine.loading.early_exit import exit_early
 from outrider.engine.loading.machine import machine_memory
 from outrider.engine.loading.memory_plan import NoPlanError, ServingShape, loaded_memory, plan_memory
+from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import DTYPES, Engine, ModelLoadError, check_device, device_for, own_limit
 from outrider.engine.options import AUTO, EngineOptions
 from outrider.engine.ranks.rank_group import RankGroup
@@ -64,7 +65,8 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
     check_device(config.device)
     device = device_for(config.device)
     bound_products()
-    torch.set_num_threads(config.num_threads)
+    # What is outside of our own kernels has the same number all the time: its bits may depend on it.
+    torch.set_num_threads(config.num_threads_beside_draft or config.num_threads)
     model, config, decision = _read(config, device, group)
     _refuse_moving_frequencies(model, config)
     _refuse_row_scaling(model, config)
@@ -99,6 +101,8 @@ def load_model(config: EngineOptions, group: RankGroup | None = None) -> Engine:
         _use_device(engine, is_plain=all(layer.is_plain for layer in layers))
     probe_logits = _check_against(engine, expected)
     engine.numerics = _describe(engine, forms, probe_logits)
+    if config.num_threads_beside_draft is not None:
+        _share_cores(engine)
     _return_freed_memory()
     return engine
 
@@ -179,6 +183,20 @@ def _refuse_damaged_weights(model_dir: Path) -> None:
             f"{error.message}. Fetch the model again: `outrider fetch` checks every file, and leaves no folder "
             "that is not whole"
         ) from error
+
+
+def _share_cores(engine: Engine) -> None:
+    """Lets steps have different numbers of threads, where these do not matter for their bits: those of our kernels do
+    not depend on it, whatever runs outside of them may, and other ranks would not be told."""
+    if engine.is_fused and engine.group is None:
+        engine.can_share_cores = True
+        engine.can_share_cores = not batch_invariance_failures(engine, num_rounds=1)
+    engine.use_threads(beside_draft=not engine.can_share_cores)
+    if not engine.can_share_cores:
+        logger.warning(
+            "steps run on %d threads always: this model's results depend on their number here",
+            engine.config.num_threads_beside_draft,
+        )
 
 
 def _describe(engine: Engine, forms: LinearForms, probe_logits: torch.Tensor) -> str:

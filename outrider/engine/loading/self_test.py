@@ -14,7 +14,8 @@ from outrider.engine.sequence_chunk import SequenceChunk
 def batch_invariance_failures(engine: Engine, num_rounds: int = 3) -> list[str]:
     """Compares the bits of a sequence's logits when run alone, batched with others, in blocks and in chunks.
 
-    Returns the differences; empty when the machine keeps invariant I2 for this model.
+    Where steps may have different numbers of threads (`Engine.can_share_cores`), so do these. Returns the differences;
+    empty when the machine keeps invariant I2 for this model.
     """
     generator = np.random.default_rng(0)
     failures = []
@@ -22,12 +23,16 @@ def batch_invariance_failures(engine: Engine, num_rounds: int = 3) -> list[str]:
         length = min(40 + 110 * round_index, engine.max_model_len)
         tail = min(8, length // 2)
         token_ids = generator.integers(0, engine.vocab_size, length).tolist()
+        if engine.can_share_cores:
+            engine.use_threads(beside_draft=True)
         one_by_one = _logits_in_pieces(engine, token_ids, [length - tail] + [1] * tail)
         first = (length - tail) // 4
         for label, pieces in (
             (f"a block of {tail}", [length - tail, tail]),
             ("chunks", [first, length - tail - first, tail]),
         ):
+            if engine.can_share_cores:
+                engine.use_threads(beside_draft=False)
             together = _logits_in_pieces(engine, token_ids, pieces, num_others=round_index + 1)
             if not torch.equal(one_by_one[-tail:], together[-tail:]):
                 failures.append(f"{label} at length {length}")

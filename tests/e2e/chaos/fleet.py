@@ -29,8 +29,8 @@ from typing import Any
 import httpx
 import psutil
 
-from command_line.checkout import DEMO_DRAFT, DEMO_TARGET, ROOT, module
-from command_line.start.deployment import flatten, launcher, rank_environment
+from command_line.checkout import DEMO_DRAFT, DEMO_TARGET, ROOT, launcher, module, rank_environment
+from command_line.start.deployment import WORKER_GRACE_S, flatten
 from coordinator.settings import METRICS_PORTS
 from outrider.local.child import Child, StartError
 from outrider.local.child_log import ChildLog
@@ -228,7 +228,7 @@ class Fleet:
             "--num-threads": 1,
             "--drain-grace-s": options.drain_grace_s,
         }
-        command = [*launcher(f"{role}_worker", num_ranks), *flatten(flags | other)]
+        command = [*launcher(f"{role}_worker", num_ranks, WORKER_GRACE_S), *flatten(flags | other)]
         if role == "target" and options.vllm_python:
             command = self._vllm_command(flags)
         # Standard error goes to a file of its own, as it does where a service manager keeps it, and not through a pipe.

@@ -24,10 +24,12 @@ from benchmarks.peers.systems import (
 from benchmarks.shared.options import say
 from benchmarks.shared.worker_pair import (
     Generation,
+    TwoCores,
     WorkerPair,
     WorkerProcessHandle,
     attach_draft,
     worker_pair,
+    worker_words,
 )
 from outrider.engine.loading.machine import GIB, available_memory
 from outrider.sampling_params import SamplingParams
@@ -90,7 +92,8 @@ def check_memory(setup: Setup) -> None:
     """Raises PeerError if the systems would not fit into memory together."""
     weights = sum(path.stat().st_size for path in setup.target.glob("*.safetensors")) / GIB
     families = {system.name: system.family for system in setup.systems if system.family is not Family.OUTRIDER}
-    kinds = [Family.OUTRIDER, *families.values()]
+    ours = {system.num_target_cores for system in setup.systems if system.family is Family.OUTRIDER}
+    kinds = [*[Family.OUTRIDER] * max(len(ours), 1), *families.values()]
     wanted = sum(own + times * weights for own, times in (_NEEDS[kind] for kind in kinds))
     there = available_memory() / GIB
     if wanted > there:
@@ -107,9 +110,10 @@ async def running_systems(setup: Setup) -> AsyncIterator[tuple[dict[System, Runn
     async with AsyncExitStack() as stack:
         running: dict[System, Running] = {}
         ours = [system for system in setup.systems if system.family is Family.OUTRIDER]
-        if ours:
-            running |= await _start_outrider(stack, setup, ours)
-            say(f"outrider is ready after {time.perf_counter() - began:.0f} s")
+        for num_cores in sorted({system.num_target_cores for system in ours}):
+            own = [system for system in ours if system.num_target_cores == num_cores]
+            running |= await _start_outrider(stack, setup, own, is_shared=num_cores > 1)
+            say(f"{', '.join(system.name for system in own)}: ready after {time.perf_counter() - began:.0f} s")
 
         facts: dict[str, Any] = {}
 
@@ -137,24 +141,30 @@ async def running_systems(setup: Setup) -> AsyncIterator[tuple[dict[System, Runn
         yield {system: running[system] for system in setup.systems}, facts
 
 
-async def _start_outrider(stack: AsyncExitStack, setup: Setup, ours: Sequence[System]) -> dict[System, Running]:
-    """Starts one target worker on core 0 and one draft worker per draft on core 1; one draft at a time has load."""
+async def _start_outrider(
+    stack: AsyncExitStack, setup: Setup, ours: Sequence[System], *, is_shared: bool
+) -> dict[System, Running]:
+    """Starts one target worker on core 0, with `is_shared` also on core 1, and one draft worker per draft on core 1;
+    one draft at a time has load."""
     common = ["--max-model-len", str(MAX_MODEL_LEN)]
     modes = [system.mode for system in ours if system.mode != PLAIN]
     pair = await stack.enter_async_context(
         worker_pair(
             setup.target,
             setup.drafts[modes[0]] if modes else None,
-            target_arguments=["--cpu-affinity", "0", "--no-enable-prefix-caching", *common],
-            draft_arguments=["--cpu-affinity", "1", *common],
+            target_arguments=["--no-enable-prefix-caching", *common],
+            draft_arguments=common,
+            cores=TwoCores(is_shared=is_shared),
         )
     )
     pids, pairs = [pair.target.process.pid], dict.fromkeys([PLAIN, *modes[:1]], pair)
     if pair.draft is not None:
         pids.append(pair.draft.process.pid)
     if WEAK in modes[1:]:
+        own = TwoCores(is_shared=is_shared).draft
+        words = [*worker_words(own), *common]
         weak = await WorkerProcessHandle.start(
-            "draft_worker", "--model", str(setup.drafts[WEAK]), "--cpu-affinity", "1", *common
+            "draft_worker", "--model", str(setup.drafts[WEAK]), *words, through=own.through
         )
         stack.push_async_callback(weak.stop)
         pairs[WEAK] = await stack.enter_async_context(attach_draft(pair, weak.address))

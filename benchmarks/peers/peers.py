@@ -1,12 +1,13 @@
 """Compares Outrider, transformers' assisted generation and vLLM's CPU build.
 
-Outrider's target runs on core 0 and its draft on core 1, with speculation off and on. A peer runs on core 0 alone (as
-many cores for the target as Outrider's target) and on both (as many cores in total as Outrider with its draft), plain
-and with the same draft. Each peer configuration is a process that loads its models once. All systems alternate in
-rounds, so that a change of the machine's load affects all of them. The result shows the CPU use of idle systems
-(`idle_cores`, `others_busy_max`). All get the same token ids, decode greedily in bfloat16, without prefix caching and
-past the end token. A turn's rate is all its new tokens over its wall time, prefill included; the rate after the first
-tokens is shown as well. Medians and quartiles are over rounds, ratios are taken within rounds.
+Outrider's target runs on core 0 and its draft on core 1, with speculation off and on, and as `outrider serve` shares
+both cores out (`outrider-plain-2`, `outrider-draft-2`). A peer runs on core 0 alone (as many cores for the target as
+Outrider's target) and on both (as many cores in total as Outrider with its draft), plain and with the same draft. Each
+peer configuration is a process that loads its models once. All systems alternate in rounds, so that a change of the
+machine's load affects all of them. The result shows the CPU use of idle systems (`idle_cores`, `others_busy_max`). All
+get the same token ids, decode greedily in bfloat16, without prefix caching and past the end token. A turn's rate is all
+its new tokens over its wall time, prefill included; the rate after the first tokens is shown as well. Medians and
+quartiles are over rounds, ratios are taken within rounds.
 
 transformers is measured with one request at a time only, because assisted generation takes one. vLLM has an
 advantage: its engine runs in the client's process, while Outrider's times include a gRPC hop and its Python client,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.systems import DRAFT, PLAIN, WEAK, Family, System
+from benchmarks.peers.systems import PLAIN, Family, System
 from benchmarks.shared.figures import rounded, spread
 
 
@@ -90,13 +90,15 @@ def _comparisons(by_system: dict[System, dict[int, Turn]]) -> dict[str, Any]:
 
 
 def num_differing(turns: Sequence[Turn]) -> int:
-    """Number of Outrider's outputs with a draft that differ from its plain ones; anything but 0 is our defect."""
-    by_place = {
-        (turn.system.mode, turn.round, turn.batch): turn for turn in turns if turn.system.family is Family.OUTRIDER
-    }
+    """Number of Outrider's outputs that differ from its first plain ones; anything but 0 is our defect."""
+    ours = [turn for turn in turns if turn.system.family is Family.OUTRIDER]
+    plain: dict[tuple[int, int], Turn] = {}
+    for turn in ours:
+        if turn.system.mode == PLAIN:
+            plain.setdefault((turn.round, turn.batch), turn)
     return sum(
-        ours != plain
-        for (mode, number, batch), turn in by_place.items()
-        if mode in (DRAFT, WEAK) and (PLAIN, number, batch) in by_place
-        for ours, plain in zip(turn.texts, by_place[PLAIN, number, batch].texts, strict=True)
+        own != expected
+        for turn in ours
+        if (turn.round, turn.batch) in plain
+        for own, expected in zip(turn.texts, plain[turn.round, turn.batch].texts, strict=True)
     )

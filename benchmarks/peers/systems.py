@@ -26,8 +26,8 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to generate. Outrider's target has core 0 and its draft core 1; a peer runs both models on all its
-    cores."""
+    """One way to generate. Outrider's target has core 0 and its draft core 1, or with two target cores both, as
+    `outrider serve` shares them out; a peer runs both models on all its cores."""
 
     family: Family
     mode: str  # PLAIN, DRAFT or WEAK
@@ -36,13 +36,14 @@ class System:
     @property
     def name(self) -> str:
         """Name such as outrider-draft or vllm-draft-2, where 2 is the number of cores."""
-        cores = "" if self.family is Family.OUTRIDER else f"-{self.num_target_cores}"
+        is_apart = self.family is Family.OUTRIDER and self.num_target_cores == 1
+        cores = "" if is_apart else f"-{self.num_target_cores}"
         return f"{self.family}-{self.mode}{cores}"
 
     @property
     def num_cores(self) -> int:
         """Number of cores of target and draft together."""
-        has_draft_core = self.family is Family.OUTRIDER and self.mode != PLAIN
+        has_draft_core = self.family is Family.OUTRIDER and self.mode != PLAIN and self.num_target_cores == 1
         return self.num_target_cores + has_draft_core
 
     @property
@@ -59,10 +60,8 @@ class System:
 def all_systems(*, has_vllm: bool, has_weak_draft: bool) -> list[System]:
     """All systems, in the order of the first round."""
     modes = [PLAIN, DRAFT, *([WEAK] if has_weak_draft else [])]
-    families = [Family.TRANSFORMERS, *([Family.VLLM] if has_vllm else [])]
-    return [System(Family.OUTRIDER, mode, 1) for mode in modes] + [
-        System(family, mode, cores) for family in families for cores in (1, 2) for mode in modes
-    ]
+    families = [Family.OUTRIDER, Family.TRANSFORMERS, *([Family.VLLM] if has_vllm else [])]
+    return [System(family, mode, cores) for family in families for cores in (1, 2) for mode in modes]
 
 
 def select(systems: Sequence[System], patterns: Sequence[str]) -> list[System]:

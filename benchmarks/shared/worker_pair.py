@@ -17,6 +17,7 @@ import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from command_line.start.cores import CorePlan, WorkerThreads, draft_threads, plan_cores, target_threads
 from outrider.local import tether
 from outrider.sampling_params import SamplingParams, SpeculationSettings
 from outrider.worker.rpc import CHANNEL_OPTIONS
@@ -191,6 +192,34 @@ async def attach_draft(pair: WorkerPair, draft_address: str) -> AsyncIterator[Wo
         yield replace(pair, draft_stub=draft_pb2_grpc.DraftStub(channel))
 
 
+@dataclass(frozen=True, slots=True)
+class TwoCores:
+    """Cores of a target and a draft worker on two cores: as `outrider serve` plans them, or apart."""
+
+    is_shared: bool
+
+    @property
+    def _plan(self) -> CorePlan:
+        return plan_cores([0, 1], 1, 1, may_share=self.is_shared)
+
+    @property
+    def target(self) -> WorkerThreads:
+        return target_threads(self._plan, None, 1)[0]
+
+    @property
+    def draft(self) -> WorkerThreads:
+        return draft_threads(self._plan, 1)[0]
+
+
+def worker_words(threads: WorkerThreads) -> list[str]:
+    """The flags of a worker that say so."""
+    beside = threads.num_threads_beside_draft
+    return [
+        *("--cpu-affinity", ",".join(map(str, threads.cores)), "--num-threads", str(threads.num_threads)),
+        *(() if beside is None else ("--num-threads-beside-draft", str(beside))),
+    ]
+
+
 @contextlib.asynccontextmanager
 async def worker_pair(
     target_dir: Path,
@@ -198,17 +227,22 @@ async def worker_pair(
     *,
     target_arguments: Sequence[str] = (),
     draft_arguments: Sequence[str] = (),
+    cores: TwoCores | None = None,
 ) -> AsyncIterator[WorkerPair]:
     """Starts the workers, yields them, and always stops them.
 
-    Lookup is off unless `target_arguments` contain --lookup: the draft is measured.
+    Lookup is off unless `target_arguments` contain --lookup: the draft is measured. Arguments come after those of
+    `cores`, so that they can say otherwise.
     """
+    target_words = [] if cores is None else worker_words(cores.target)
+    draft_words = [] if cores is None else worker_words(cores.draft)
     async with contextlib.AsyncExitStack() as stack:
-        starts = [
-            WorkerProcessHandle.start(*("target_worker", "--model", str(target_dir), "--no-lookup", *target_arguments))
-        ]
+        words = ["--model", str(target_dir), "--no-lookup", *target_words, *target_arguments]
+        starts = [WorkerProcessHandle.start("target_worker", *words)]
         if draft_dir is not None:
-            starts.append(WorkerProcessHandle.start("draft_worker", "--model", str(draft_dir), *draft_arguments))
+            words = ["--model", str(draft_dir), *draft_words, *draft_arguments]
+            through = () if cores is None else cores.draft.through
+            starts.append(WorkerProcessHandle.start("draft_worker", *words, through=through))
         started = await asyncio.gather(*starts, return_exceptions=True)
         for handle in started:
             if isinstance(handle, WorkerProcessHandle):

@@ -38,8 +38,8 @@ def plan_cores(
     A draft model is small and gets one core, or `draft_threads`, from the end. Targets share the rest evenly; from four
     cores on one is left to the coordinator. Where that leaves a target few cores, it may use those of draft workers,
     too: it measures whether it is the faster for it. With `target_threads` each target has so many, those of draft
-    workers where its own are fewer. may_share: whether targets can use those of draft workers at all. Too few cores for one each: nobody is pinned. Each gets neighbours of `cores`,
-    which are near to one memory (`machine.usable_cores`).
+    workers where its own are fewer. may_share: whether targets can use those of draft workers at all. Too few cores for
+    one each: nobody is pinned. Each gets neighbours of `cores`, which are near to one memory (`machine.usable_cores`).
     """
     width = draft_threads or 1
     if len(cores) < num_targets + num_drafts * width:

@@ -28,6 +28,7 @@ from benchmarks.shared.figures import spread
 from benchmarks.shared.machine import machine
 
 OURS_PLAIN, OURS = System(Family.OUTRIDER, PLAIN, 1), System(Family.OUTRIDER, DRAFT, 1)
+SHARED = System(Family.OUTRIDER, DRAFT, 2)
 ON_ONE, ON_TWO = System(Family.VLLM, DRAFT, 1), System(Family.VLLM, DRAFT, 2)
 
 
@@ -38,12 +39,13 @@ def turn(system: System, number: int, rate: float, *, batch: int = 1, text: tupl
 def test_names_tell_systems_apart() -> None:
     systems = all_systems(has_vllm=True, has_weak_draft=True)
     names = [system.name for system in systems]
-    assert len(names) == len(set(names)) == 15
+    assert len(names) == len(set(names)) == 18
     assert {"outrider-plain", "outrider-weak", "transformers-draft-1", "vllm-plain-2"} <= set(names)
 
 
 def test_outriders_draft_has_a_core_that_counts_in_the_total_only() -> None:
     assert (OURS.num_target_cores, OURS.num_cores) == (1, 2)
+    assert (SHARED.num_target_cores, SHARED.num_cores) == (2, 2)
     assert (ON_TWO.num_target_cores, ON_TWO.num_cores) == (2, 2)
 
 
@@ -51,7 +53,8 @@ def test_systems_are_selected_by_pattern_and_a_pattern_without_a_system_is_refus
     systems = all_systems(has_vllm=True, has_weak_draft=False)
     chosen = select(systems, ["outrider-*", "vllm-*-2"])
     assert [each.name for each in chosen] == [
-        "outrider-plain", "outrider-draft", "vllm-plain-2", "vllm-draft-2",
+        *("outrider-plain", "outrider-draft", "outrider-plain-2", "outrider-draft-2"),
+        *("vllm-plain-2", "vllm-draft-2"),
     ]  # fmt: skip
     assert select(systems, []) == systems
     with pytest.raises(argparse.ArgumentTypeError, match=r"nothing-\*.*outrider-plain"):

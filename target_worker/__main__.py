@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from outrider.engine.options import EngineOptions
-from outrider.engine.threads import wait_briefly
+from outrider.engine.threads import bind_threads, cores_of, keep_off
 from outrider.observability.telemetry import TargetMetrics
 from outrider.registry.worker_record import WorkerLoad
 from outrider.security.tls import ANY_ROLE, Role
@@ -86,11 +86,12 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Loads the model, serves until told to stop. Raises OutriderError when it cannot start."""
     limits, service = from_flags(SchedulerLimits, arguments), from_flags(Service, arguments)
     name = arguments.served_model_name or arguments.model.resolve().name
-    if arguments.num_threads_beside_draft is not None:
-        wait_briefly()
+    if (num_own := service.num_threads_beside_draft) is not None:
+        bind_threads(cores_of(arguments.cpu_affinity))
     async with KIND.opened(arguments, partial(TargetMetrics, name, names=arguments.metrics_names)) as worker:
         process, metrics = worker.process, worker.metrics
         engine = await worker.load(partial(leave_room, service=service))
+        keep_off(cores_of(arguments.cpu_affinity)[num_own:] if num_own is not None else [])
         # Imported late: torch takes seconds, for which neither --help nor a probe should wait.
         from outrider.engine.loading.checkpoint_fingerprint import checkpoint_fingerprint
         from target_worker.core_sharing import CoreSharing

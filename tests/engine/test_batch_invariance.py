@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,9 +34,11 @@ from outrider.engine.layers.linear import (
     is_batch_invariant,
 )
 from outrider.engine.layers.quantized_linear import Fp8Linear, Int8Linear
+from outrider.engine.loading import loading
 from outrider.engine.loading.loading import load_model
 from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.model import Engine, SequenceChunk
+from outrider.engine.threads import threads
 from tests import models
 from tests.engine.sequences import text
 
@@ -53,6 +58,12 @@ any_products = pytest.mark.parametrize(
 needs_onednn = pytest.mark.skipif(not has_onednn_products(), reason="oneDNN has no bfloat16 here")
 
 
+def load_sharing(**options: Any) -> Engine:
+    """An engine whose steps have one thread or two."""
+    config = models.engine_config(models.model_dir("llama"), "bfloat16", num_threads=2, **options)
+    return models.load(replace(config, num_threads_beside_draft=1))
+
+
 class TestTheWholeEngine:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("family", models.SUPPORTED)
@@ -69,6 +80,35 @@ class TestTheWholeEngine:
         plain = {module for module in engine.model.modules() if type(module) is nn.Linear}
         assert plain <= {engine.model.lm_head}
         assert type(engine.model.lm_head) not in (Int8Linear, Fp8Linear)
+
+    @pytest.mark.skipif(products() is None, reason="only compiled products are independent of threads for sure")
+    def test_steps_with_different_numbers_of_threads_have_the_same_bits(self) -> None:
+        with threads(torch.get_num_threads()):
+            engine = load_sharing()
+            assert engine.can_share_cores
+            token_ids = text(60, 1, engine.vocab_size)
+            logits = []
+            for beside_draft in (False, True):
+                engine.use_threads(beside_draft=beside_draft)
+                kv = engine.new_sequence()
+                kv.extend(60)
+                logits.append(engine.forward([SequenceChunk(kv, token_ids, 60)]))
+                kv.free()
+            assert torch.equal(*logits)
+            assert torch.get_num_threads() == 1, "what runs outside of a step keeps its threads"
+
+    @pytest.mark.parametrize("is_eager", [True, False])
+    def test_results_that_depend_on_threads_keep_one_number_of_them(
+        self, is_eager: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Modules of others may, and the self-test finds what does."""
+        if not is_eager:
+            monkeypatch.setattr(loading, "batch_invariance_failures", lambda *_, **__: ["a block of 8"])
+        with threads(torch.get_num_threads()):
+            engine = load_sharing(enforce_eager=is_eager)
+            assert not engine.can_share_cores
+            assert torch.get_num_threads() == 1
+        assert "1 threads always" in caplog.text
 
     def test_self_test_notices_a_linear_that_depends_on_its_batch(self) -> None:
         """The check can fail."""
@@ -296,12 +336,11 @@ class TestLinearLayers:
         plain = nn.Linear(96, 500, dtype=torch.bfloat16).requires_grad_(False)
         rows = torch.randn(13, 96).to(torch.bfloat16)
         every = []
-        for num_threads in (1, 2, 5):
+        for num_threads in (1, 2, 5, 11, 100):  # there are eleven groups of outputs to share out
             outputs = torch.empty(13, 500, dtype=torch.bfloat16)
             CompiledLinear(plain, found).multiply(rows, outputs, num_threads)
             every.append(outputs)
-        assert torch.equal(every[0], every[1])
-        assert torch.equal(every[0], every[2])
+        assert all(torch.equal(every[0], each) for each in every[1:])
 
     def test_without_products_of_bfloat16_the_plain_ones_are_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """oneDNN refuses to pack bfloat16 for processors with neither AVX-512 nor AVX-NE-CONVERT."""

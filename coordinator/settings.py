@@ -98,8 +98,9 @@ class CoordinatorSettings:
         MODEL, "origin", flag="--cors-origin", shows="none",
     )  # fmt: skip
     seed_requests: bool = setting(
-        False, "give sampled requests without a seed a random one, reported in metrics.seed, so that any of them "
-        "can be repeated and all decoding is coupled",
+        True, "give sampled requests without a seed a random one, reported in metrics.seed: any of them can be "
+        "repeated, and all decoding is coupled, which sends no distributions between workers. Requests that ask for "
+        "rejection sampling get none",
         MODEL,
     )  # fmt: skip
     uses_priors: bool = setting(

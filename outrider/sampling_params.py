@@ -260,6 +260,12 @@ class SpeculationSettings:
         bits = self.draft_probs_bits
         _check("draft_probs_bits", bits, bits in DRAFT_PROBS_BITS, "0, or 4 to 16")
 
+    @property
+    def asks_for_rejection(self) -> bool:
+        """Whether something is set that only rejection sampling has."""
+        is_set = bool(self.num_draft_probs or self.draft_probs_bits)
+        return is_set or self.acceptance_rule is not AcceptanceRule.BLOCK
+
     @classmethod
     def from_proto(cls, message: common_pb2.SpeculationParams) -> SpeculationSettings:
         """Converts a coordinator's message; `enabled` is false where it is unset. Raises InvalidRequest."""

@@ -371,6 +371,8 @@ def _worker_spec(
 def coordinator_spec(deployment: Deployment, ray_temp_dir: Path) -> ChildSpec:
     """The coordinator with its HTTP and gRPC ports."""
     is_plain = deployment.hosting is Hosting.PLAIN
+    if deployment.engine is EngineName.VLLM:  # its seeds couple nothing, and a generator for each request costs time
+        deployment = replace(deployment, seed_requests=False)
     flags = {
         "--tokenizer": deployment.target,
         "--served-model-name": deployment.model_name,

@@ -30,7 +30,7 @@ from coordinator.models.served_model import ServedModel
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import InvalidRequest
 from outrider.registry.worker_record import WorkerRecord
-from outrider.sampling_params import GrammarSpec, SamplingParams
+from outrider.sampling_params import GrammarSpec, SamplingParams, SpeculationSettings
 from outrider.text.tokenizer import LONG_TEXT_CHARS, LONG_TEXT_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class RequestPreparation:
             bad_words=await self._unless_short(
                 len(request.bad_words) <= _INLINE_BAD_WORDS_MAX, _bad_word_token_ids, request, served.tokenizer
             ),
-            seed=self._seed(request.sampling),
+            seed=self._seed(request.sampling, request.speculation),
         )
         deadline_s, deadline_max_s = self.deadline_s(request, served), self._settings.deadline_max_s
         if not 0 < deadline_s <= deadline_max_s:
@@ -171,8 +171,8 @@ class RequestPreparation:
         """Does `work` here if it is short, else in a thread."""
         return work(*args, **kwargs) if is_short else await self._threads.run(work, *args, **kwargs)
 
-    def _seed(self, sampling: SamplingParams) -> int | None:
-        is_drawn = self._settings.seed_requests and sampling.temperature > 0
+    def _seed(self, sampling: SamplingParams, speculation: SpeculationSettings) -> int | None:
+        is_drawn = self._settings.seed_requests and sampling.temperature > 0 and not speculation.asks_for_rejection
         # Clients that store numbers as doubles can send 53 bits back unchanged.
         return self._chance.getrandbits(53) if is_drawn and sampling.seed is None else sampling.seed
 

@@ -30,8 +30,8 @@ def bind_threads(cores: Sequence[int]) -> None:
 
 
 def keep_off(cores: Sequence[int]) -> None:
-    """Restricts all threads that there are to other cores, and so all that they start; but for the bound ones of a step,
-    which are started by the thread that runs it. Where a system cannot do that, nothing happens."""
+    """Restricts all threads that there are to other cores, and with them all that they start, but for a step's own,
+    which are bound. Where a system cannot do that, nothing happens."""
     if sys.platform != "linux":
         return
     for thread in os.listdir("/proc/self/task"):

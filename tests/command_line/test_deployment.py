@@ -163,13 +163,16 @@ def test_what_is_asked_of_all_requests_reaches_the_processes_it_concerns() -> No
         draft=Path("/m/draft"),
         enable_prefix_caching=False,
         enable_lookup=False,
-        seed_requests=True,
+        seed_requests=False,
     )
     target, draft = worker_specs(deployment, [0, 1], "run")
     switches = {"--no-enable-prefix-caching", "--no-lookup"}
     assert switches <= set(target.command)
     assert switches & set(draft.command) == {"--no-enable-prefix-caching"}
-    assert "--seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
+    assert "--no-seed-requests" in coordinator_spec(deployment, Path("/tmp/x")).command
+    assert "--no-seed-requests" not in coordinator_spec(PAIR, Path("/tmp/x")).command
+    on_vllm = replace(PAIR, engine=EngineName.VLLM)
+    assert "--no-seed-requests" in coordinator_spec(on_vllm, Path("/tmp/x")).command, "its seeds couple nothing"
     plain = Deployment(target=Path("/m/target"), draft=None)
     assert not switches & set(worker_specs(plain, [0], "run")[0].command)
 

@@ -81,8 +81,8 @@ class TestRefusalsAtStart:
 
     def test_flags_become_settings(self, clusters: ClusterFactory) -> None:
         given = ["--tokenizer", str(clusters.model_dir), "--redis-url", "redis://127.0.0.1:1/0"]
-        assert not parse(given)[0].seed_requests
-        assert parse([*given, "--seed-requests"])[0].seed_requests
+        assert parse(given)[0].seed_requests
+        assert not parse([*given, "--no-seed-requests"])[0].seed_requests
         assert parse([*given, "--target-silence-max", "3.5"])[0].target_silence_max_s == 3.5
         assert parse([*given, "--client-stall-max", "4.5"])[0].client_stall_max_s == 4.5
 

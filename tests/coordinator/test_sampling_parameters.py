@@ -156,15 +156,25 @@ class TestNothingToSay:
 
 class TestSeeds:
     async def test_a_seed_that_was_used_is_told(self, clusters: ClusterFactory) -> None:
-        async with clusters.open([clusters.target()]) as cluster:
+        async with clusters.open([clusters.target()], settings={"seed_requests": False}) as cluster:
             given = (await cluster.complete(temperature=1, seed=2**64 - 1)).json()["metrics"]
             none = (await cluster.complete(temperature=1)).json()["metrics"]
         assert given["seed"] == 2**64 - 1
-        assert "seed" not in none
+        assert (none["decoding_mode"], "seed" in none) == ("rejection", False)
 
-    async def test_an_operator_may_have_every_sampled_request_seeded(self, clusters: ClusterFactory) -> None:
+    @pytest.mark.parametrize(
+        "asked", [{"acceptance_rule": "token"}, {"num_draft_probs": 8}, {"draft_probs_bits": 16}], ids=str
+    )
+    async def test_a_request_for_rejection_sampling_is_not_seeded(
+        self, clusters: ClusterFactory, asked: dict[str, object]
+    ) -> None:
+        async with clusters.open([clusters.target()]) as cluster:
+            told = (await cluster.complete(temperature=1, speculation=asked)).json()["metrics"]
+        assert (told["decoding_mode"], "seed" in told) == ("rejection", False)
+
+    async def test_sampled_requests_without_a_seed_get_one(self, clusters: ClusterFactory) -> None:
         target = clusters.target()
-        async with clusters.open([target], settings={"seed_requests": True}) as cluster:
+        async with clusters.open([target]) as cluster:
             drawn = [(await cluster.complete(temperature=1)).json()["metrics"] for _ in range(2)]
             greedy = (await cluster.complete()).json()["metrics"]
             own = (await cluster.complete(temperature=1, seed=5)).json()["metrics"]

@@ -80,13 +80,13 @@ class Speculation(Body):
     )
     acceptance_rule: Literal["block", "token"] = Field(
         default="block",
-        description="sampling without a seed: whether hints are accepted as a block or one by one",
+        description="rejection sampling: whether hints are accepted as a block or one by one; `token` asks for it",
     )
     num_draft_probs: Annotated[int, described(SPECULATION_BOUNDS["num_draft_probs"])] = Field(
-        default=0, description="entries of a hint's distribution; 0 leaves it to the draft worker"
+        default=0, description="entries of a hint's distribution in rejection sampling; 0 does not ask for any"
     )
     draft_probs_bits: Annotated[int, described(enum=[*DRAFT_PROBS_BITS])] = Field(
-        default=0, description="their precision; 0 leaves it to the draft worker"
+        default=0, description="bits of each entry; 0 leaves them to the draft worker"
     )
     detail: bool = Field(
         default=False,

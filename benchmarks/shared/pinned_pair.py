@@ -1,4 +1,4 @@
-"""A pair of workers with a core each and held-out prompts: what several benchmarks run on."""
+"""A pair of workers on two cores and held-out prompts: what several benchmarks run on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from benchmarks.shared.options import parser_of, target_model
-from benchmarks.shared.worker_pair import WorkerPair, worker_pair
+from benchmarks.shared.worker_pair import TwoCores, WorkerPair, worker_pair
 from demo.corpus import held_out_prompts
 from outrider.text.tokenizer import Tokenizer
 
@@ -19,6 +19,11 @@ def pair_parser(docstring: str) -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{worker}-argument", action="append", default=[], help="passed on, such as --hint-wait-ms=0"
         )
+    parser.add_argument(
+        "--share-cores",
+        action="store_true",
+        help="let the target use the draft's core too, as `outrider serve` does (default: a core each)",
+    )
     return parser
 
 
@@ -33,7 +38,8 @@ async def pinned_pair(
         async with worker_pair(
             target_dir,
             arguments.draft,
-            target_arguments=["--cpu-affinity", "0", *target_arguments, *arguments.target_argument],
-            draft_arguments=["--cpu-affinity", "1", *arguments.draft_argument],
+            target_arguments=[*target_arguments, *arguments.target_argument],
+            draft_arguments=arguments.draft_argument,
+            cores=TwoCores(is_shared=arguments.share_cores),
         ) as pair:
             yield pair, prompts

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.shared.figures import percentile, with_quartiles
 from benchmarks.shared.machine import machine
 from benchmarks.shared.options import parser_of
-from benchmarks.shared.worker_pair import Generation, WorkerPair, WorkerProcessHandle, worker_pair
+from benchmarks.shared.worker_pair import Generation, TwoCores, WorkerPair, WorkerProcessHandle, worker_pair
 from benchmarks.speculation import bound
 from benchmarks.speculation.closed_loop import run_slice
 from benchmarks.speculation.round_cost import read
@@ -28,7 +28,8 @@ from outrider.text.tokenizer import Tokenizer
 from protos.outrider.v1 import common_pb2
 from target_worker.limits import SchedulerLimits
 
-TARGET_CORE, DRAFT_CORE = "0", "1"
+APART = TwoCores(is_shared=False)
+DRAFT_CORE = "1"
 MAX_HINTS = SchedulerLimits().num_speculative_tokens
 """Most hints per session and step."""
 MAX_DRAFT_SESSIONS = "64"
@@ -46,11 +47,12 @@ class Mode:
     round_trip_ms: float | None = None  # delay of a proxy between the workers; None: no proxy
     draft: Path | None = None  # model folder; None: the one of all modes
     has_local_hints: bool = False
+    cores: TwoCores = APART
 
 
 @contextlib.asynccontextmanager
 async def start_modes(modes: Iterable[Mode], target_dir: Path, draft_dir: Path) -> AsyncIterator[dict[str, WorkerPair]]:
-    """Starts pairs by the names of their modes: targets on one core, drafts and proxies on another."""
+    """Starts pairs by the names of their modes: targets on the cores of their mode, proxies on the draft's."""
     async with contextlib.AsyncExitStack() as stack:
         pairs = {}
         for mode in modes:
@@ -59,11 +61,9 @@ async def start_modes(modes: Iterable[Mode], target_dir: Path, draft_dir: Path) 
                 worker_pair(
                     target_dir,
                     None if mode.draft_arguments is None else mode.draft or draft_dir,
-                    target_arguments=["--cpu-affinity", TARGET_CORE, *mode.target_arguments],
-                    draft_arguments=[
-                        *("--cpu-affinity", DRAFT_CORE, "--max-num-seqs", MAX_DRAFT_SESSIONS),
-                        *draft_arguments,
-                    ],
+                    target_arguments=mode.target_arguments,
+                    draft_arguments=["--max-num-seqs", MAX_DRAFT_SESSIONS, *draft_arguments],
+                    cores=mode.cores,
                 )
             )
             dialled = None

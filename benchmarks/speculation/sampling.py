@@ -86,7 +86,8 @@ def summarize(results: dict[str, list[Generation]]) -> dict[str, Any]:
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     # Variants that do not pay would otherwise silence those that do.
-    async with pinned_pair(arguments, arguments.prompts, "--always-listen") as (pair, prompts):
+    always = () if arguments.may_pause else ("--always-listen",)
+    async with pinned_pair(arguments, arguments.prompts, *always) as (pair, prompts):
         results = await measure(
             pair, prompts, arguments.variant, arguments.temperature, arguments.tokens, arguments.rounds
         )
@@ -103,6 +104,11 @@ def main() -> None:
         "--variant",
         action="append",
         help="RULE:ENTRIES:BITS, 0 for the worker's choice, or coupled (default: a few)",
+    )
+    parser.add_argument(
+        "--may-pause",
+        action="store_true",
+        help="let the target pause a draft that does not pay, as it does in service; then name one variant",
     )
     arguments = parser.parse_args()
     arguments.variant = arguments.variant or ["token:0:0", "block:0:0", "block:4:8", "block:32:16", "coupled"]

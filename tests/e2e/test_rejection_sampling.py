@@ -1,6 +1,7 @@
-"""I2 for rejection sampling: through real workers, the output *distribution* is the target's.
+"""I2 for sampling: through real workers, the output *distribution* is the target's, by rejection sampling and by
+coupled decoding over random seeds.
 
-Error rate: each chi-square test fails by chance once in 10,000 runs (p < 1e-4); there are two.
+Error rate: each chi-square test fails by chance once in 10,000 runs (p < 1e-4); there are two of each decoding mode.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from scipy import stats
 
 from benchmarks.shared.worker_pair import WorkerPair, worker_pair
-from outrider.sampling_params import SamplingParams
+from outrider.sampling_params import DecodingMode, SamplingParams
 from tests.models import write_tokenizer
 
 VOCAB_SIZE = 5
@@ -60,15 +62,19 @@ def exact_probabilities(model: Any) -> dict[tuple[int, ...], float]:
     return dict(zip(continuations, chosen.exp().tolist(), strict=True))
 
 
-async def draw(pair: WorkerPair, num_samples: int) -> tuple[collections.Counter[tuple[int, ...]], int, int]:
+async def draw(
+    pair: WorkerPair, num_samples: int, mode: DecodingMode
+) -> tuple[collections.Counter[tuple[int, ...]], int, int]:
     """Continuations by how often they came, and how many hints were accepted and rejected for them."""
-    params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS)
+    chance = random.Random(1)
     counts: collections.Counter[tuple[int, ...]] = collections.Counter()
     drafted = accepted = 0
 
     async def draw_some(num: int) -> None:
         nonlocal drafted, accepted
         for _ in range(num):
+            seed = chance.getrandbits(53) if mode is DecodingMode.COUPLED else None
+            params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=seed)
             result = await pair.generate(PROMPT, params, attach_first=True)
             counts[tuple(result.token_ids)] += 1
             drafted += result.finished.stats.num_draft_tokens
@@ -95,7 +101,8 @@ def chi_square_p(counts: collections.Counter[tuple[int, ...]], expected: dict[tu
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-async def test_samples_follow_the_target_whatever_the_draft_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [DecodingMode.REJECTION, DecodingMode.COUPLED])
+async def test_samples_follow_the_target_whatever_the_draft_says(tmp_path: Path, mode: DecodingMode) -> None:
     model = write_model(tmp_path / "target", seed=1)
     write_model(tmp_path / "draft", seed=2)
     expected = exact_probabilities(model)
@@ -107,7 +114,7 @@ async def test_samples_follow_the_target_whatever_the_draft_says(tmp_path: Path)
         target_arguments=[*arguments, *waits],
         draft_arguments=arguments,
     ) as pair:
-        counts, num_accepted, num_rejected = await draw(pair, NUM_SAMPLES)
+        counts, num_accepted, num_rejected = await draw(pair, NUM_SAMPLES, mode)
     assert sum(counts.values()) == NUM_SAMPLES
     assert num_accepted > NUM_SAMPLES / 4
     assert num_rejected > NUM_SAMPLES / 20

@@ -182,6 +182,9 @@ class Deployment:
             raise SettingError(
                 "draft_tensor_parallel_size", f"--draft-tensor-parallel-size {self.draft_tensor_parallel_size}: {why}"
             )
+        if is_vllm and self.target_threads is not None:
+            why = "vLLM binds threads of its own: set VLLM_CPU_OMP_THREADS_BIND"
+            raise SettingError("target_threads", f"--target-threads {self.target_threads}: {why}")
         if is_vllm and self.quantization is not Quantization.NONE:
             why = "is our engine's; give vLLM's own in --vllm-args, such as '--quantization fp8'"
             raise SettingError("quantization", f"--quantization {self.quantization} {why}")

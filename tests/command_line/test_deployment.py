@@ -282,6 +282,7 @@ class TestVllm:
             ("vllm_args", {"vllm_args": "'"}),
             ("vllm_args", {"vllm_args": "--seed 1", "engine": EngineName.OUTRIDER}),
             ("engine_python", {"engine_python": Path("python"), "engine": EngineName.OUTRIDER}),
+            ("target_threads", {"target_threads": 2}),
         ],
     )
     def test_what_does_not_go_with_the_engine_is_refused(self, name: str, given: dict[str, Any]) -> None:

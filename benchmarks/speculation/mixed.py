@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,16 @@ class MixedPair(WorkerPair):
 
     kinds: dict[tuple[int, ...], Kind] = field(default_factory=dict)
     with_draft: frozenset[str] = frozenset()  # names of kinds
+    has_seeds: bool = True  # of sampled requests, as the coordinator draws them
+    seeds: Iterator[int] = field(default_factory=itertools.count)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Generation:
         kind = self.kinds[tuple(token_ids)]
         options["use_draft"] = kind.name in self.with_draft
-        return await WorkerPair.generate(self, token_ids, kind.sampling, **options)
+        sampled = kind.sampling
+        if self.has_seeds and sampled.temperature:
+            sampled = replace(sampled, seed=next(self.seeds))
+        return await WorkerPair.generate(self, token_ids, sampled, **options)
 
 
 def bad_kind(name: str, good: Kind, vocab_size: int, temperature: float) -> Kind:
@@ -177,6 +183,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     *(pair.target, pair.draft, pair.target_stub, pair.draft_stub),
                     kinds=kinds,
                     with_draft=drafted[name],
+                    has_seeds=not arguments.rejection,
                 )
                 for name, pair in started.items()
             }
@@ -194,6 +201,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=BAD_KINDS,
         default="random-hot",
         help="prompts of random tokens or shuffled ones; hot: sampled (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rejection", action="store_true", help="sample by rejection instead of coupled decoding with a seed each"
     )
     parser.add_argument("--temperature", type=float, default=1.3, help="of hot requests (default %(default)s)")
     return parser.parse_args(arguments)

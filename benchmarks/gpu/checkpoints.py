@@ -184,7 +184,8 @@ def write(folder: Path, shape: Shape, language: Language, *, is_target: bool, se
     folder.mkdir(parents=True)
     _write_tokenizer(folder, shape.vocab_size)
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
-    weight_map, num_bytes = {}, 0
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
     told = candidates(language, is_target=is_target)
     pending: list[Future[None]] = []
     with ThreadPoolExecutor(NUM_WRITERS) as writers:

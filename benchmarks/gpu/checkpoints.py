@@ -31,7 +31,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu.language import END_TOKEN_ID, NONE, Language
+from benchmarks.gpu.language import END_TOKEN_ID, NONE, VOCAB_SIZES, Language
 
 CONTEXT_SHARE: Final = 0.25
 INPUT_STD: Final = 1.28  # of what queries, keys, values and neurons are, for a hidden state of RMS 1
@@ -66,10 +66,10 @@ class Shape:
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
 
-LLAMA_8B: Final = Shape(4096, 32, 32, 8, 128, 14336, 128256)
-LLAMA_1B: Final = Shape(2048, 16, 32, 8, 64, 8192, 128256)
-TINY_TARGET: Final = Shape(384, 4, 6, 2, 64, 768, 1024)
-TINY_DRAFT: Final = Shape(256, 2, 4, 2, 64, 512, 1024)
+LLAMA_8B: Final = Shape(4096, 32, 32, 8, 128, 14336, VOCAB_SIZES[False])
+LLAMA_1B: Final = Shape(2048, 16, 32, 8, 64, 8192, VOCAB_SIZES[False])
+TINY_TARGET: Final = Shape(384, 4, 6, 2, 64, 768, VOCAB_SIZES[True])
+TINY_DRAFT: Final = Shape(256, 2, 4, 2, 64, 512, VOCAB_SIZES[True])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.models_part import models_of, prompts_of
 from benchmarks.gpu.outcome import Outcome, Setting
 from outrider.engine.loading.loading import load_model
+from outrider.engine.loading.machine import usable_cores
 from outrider.engine.loading.memory_plan import ServingShape, plan_memory
 from outrider.engine.loading.self_test import batch_invariance_failures
 from outrider.engine.options import Device, EngineOptions
@@ -30,28 +31,47 @@ CONTEXT_LEN: Final = 512
 PROMPT_LEN: Final = 2000
 PROMPT_CHUNK: Final = 512  # rows of a step, the workers' default
 KV_GIB: Final = {"target": 6.0, "draft": 2.0}
+TINY_KV_GIB: Final = 0.2
 
 
-def load(folder: Path, setting: Setting, *, max_model_len: int, kv_gib: float) -> Engine:
+LONGEST: Final = 2600  # tokens of a sequence
+CPU_LEAST_S: Final = 30.0  # to load a draft there and time it
+CPU_KINDS: Final = ((1, 1), (1, 4), (1, 8))
+
+
+def load(folder: Path, device: str, kv_cache_gib: float, num_threads: int = 1) -> Engine:
     """An engine for eight sequences."""
     return load_model(
         EngineOptions(
             model=folder,
-            device=Device.CPU if setting.is_tiny else Device.CUDA,
+            device=Device(device),
             max_num_seqs=8,
-            max_model_len=max_model_len,
-            kv_cache_gib=0.2 if setting.is_tiny else kv_gib,
+            max_model_len=LONGEST,
+            kv_cache_gib=kv_cache_gib,
+            num_threads=num_threads,
         )
     )
 
 
-def timed_steps(engine: Engine, folder: Path, setting: Setting, num_steps: int) -> dict[str, dict[str, float]]:
+def kv_gib(setting: Setting, role: str) -> float:
+    """Memory for the KV of a role."""
+    return TINY_KV_GIB if setting.is_tiny else KV_GIB[role]
+
+
+def num_cpu_threads(setting: Setting) -> int:
+    """Threads of a draft on the CPU: all cores but two, which the target's process and the event loops have."""
+    return 1 if setting.is_tiny else max(1, len(usable_cores()) - 2)
+
+
+def timed_steps(
+    engine: Engine, folder: Path, num_steps: int, kinds: Sequence[tuple[int, int]] = KINDS
+) -> dict[str, dict[str, float]]:
     """Medians of every kind of step: milliseconds, their spread, and the share of what reading alone would take."""
     device = torch.device(engine.device).type
     needs = plan_memory(folder, ServingShape.of(engine.config, 1, device))
     speed = measure_device(engine.device, torch.bfloat16)
     found = {}
-    for each in profile_steps(engine, speed, needs.weights_read, KINDS, CONTEXT_LEN, num_steps):
+    for each in profile_steps(engine, speed, needs.weights_read, kinds, CONTEXT_LEN, num_steps):
         found[f"{each.num_sequences}x{each.num_rows}"] = {
             "ms": round(each.whole_ms, 3),
             "spread_ms": round(each.spread_ms, 3),
@@ -91,6 +111,7 @@ class Composition:
 
 
 TAIL: Final = 5
+OTHERS_LONGEST: Final = 1024  # entries of a sequence beside the compared one, which then begins anew
 ALONE: Final = Composition("alone, row by row", (300,), (1,) * TAIL)
 COMPOSITIONS: Final = (
     Composition("a block of 5 rows", (300,), (TAIL,)),
@@ -112,6 +133,8 @@ def logits_in(engine: Engine, token_ids: Sequence[int], how: Composition) -> tor
         for index, size in enumerate((*how.prefix, *how.tail)):
             chunks = []
             for other, num_rows in zip(others, how.others, strict=True):
+                if other.length + num_rows > OTHERS_LONGEST:
+                    other.truncate(0)
                 other.extend(num_rows)
                 beside = [(13 * i + index) % (engine.vocab_size - 1) + 1 for i in range(num_rows)]
                 chunks.append(SequenceChunk(other, beside, 1))
@@ -138,7 +161,7 @@ def run(setting: Setting, outcome: Outcome) -> None:
     tokens = prompts_of(models_of(setting).language, 1, PROMPT_LEN)[0]
     num_steps = 10 if setting.is_tiny else 40
     began = time.perf_counter()
-    engine = load(setting.target, setting, max_model_len=2600, kv_gib=KV_GIB["target"])
+    engine = load(setting.target, setting.device, kv_gib(setting, "target"))
     outcome.put("target_loaded_in_s", round(time.perf_counter() - began, 1))
     outcome.put("numerics", engine.numerics)
     outcome.put("attends_over_the_block_table", engine.is_paged)
@@ -150,13 +173,20 @@ def run(setting: Setting, outcome: Outcome) -> None:
     if not setting.is_tiny:
         torch.cuda.empty_cache()
     began = time.perf_counter()
-    draft = load(setting.draft, setting, max_model_len=2600, kv_gib=KV_GIB["draft"])
+    draft = load(setting.draft, setting.device, kv_gib(setting, "draft"))
     outcome.put("draft_loaded_in_s", round(time.perf_counter() - began, 1))
-    outcome.put("draft_steps", timed_steps(draft, setting.draft, setting, num_steps))
+    outcome.put("draft_steps", timed_steps(draft, setting.draft, num_steps))
+    del draft
+    gc.collect()
+    if setting.seconds_left < CPU_LEAST_S:
+        outcome.skip("draft_steps_on_cpu", "no time")
+        return
+    on_cpu = load(setting.draft, "cpu", kv_gib(setting, "draft"), num_cpu_threads(setting))
+    outcome.put("draft_steps_on_cpu", timed_steps(on_cpu, setting.draft, 8, CPU_KINDS))
 
 
 def _measure(setting: Setting, outcome: Outcome, engine: Engine, tokens: Sequence[int], num_steps: int) -> None:
-    steps: dict[str, dict[str, float]] = timed_steps(engine, setting.target, setting, num_steps)
+    steps: dict[str, dict[str, float]] = timed_steps(engine, setting.target, num_steps)
     outcome.put("target_steps", steps)
     one = steps["1x1"]
     outcome.put("share_of_measured_bandwidth", one["share_of_limit"])

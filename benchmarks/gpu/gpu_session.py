@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.gpu.language import made_language
 from benchmarks.gpu.outcome import Figures, Outcome, Setting, read, say
 from benchmarks.gpu.page import page
 from benchmarks.gpu.schedule import PARTS, Part, turn
@@ -139,9 +140,14 @@ def earlier_parts(arguments: argparse.Namespace, commit: str | None) -> dict[str
 def session(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Runs all parts, and writes the report after each of them."""
     began = time.monotonic()
-    report: dict[str, Any] = {"commit": commit(), "minutes": arguments.minutes, "tiny": arguments.tiny, "parts": {}}
+    report: dict[str, Any] = {
+        "commit": arguments.commit or commit(),
+        "minutes": arguments.minutes,
+        "tiny": arguments.tiny,
+        "parts": {},
+    }
     parts: dict[str, Figures] = report["parts"]
-    earlier = earlier_parts(arguments, report["commit"])
+    earlier = earlier_parts(arguments, tree)
     for part in PARTS:
         left_s = 60.0 * arguments.minutes - (time.monotonic() - began)
         succeeded = {name for name, entry in parts.items() if entry["status"] == "done"}
@@ -158,9 +164,20 @@ def session(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             parts[part.name] = start_part(part, arguments, decision.seconds, scratch)
             say(f"{part.name}: {parts[part.name]['status']} after {parts[part.name]['seconds']} s")
         report["seconds"] = round(time.monotonic() - began, 1)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        arguments.page.write_text(page(report))
+        _write(report, arguments)
+    try:
+        from benchmarks.gpu import prediction
+
+        parts["prediction"] = prediction.entry(parts, made_language(is_tiny=arguments.tiny))
+    except ImportError as error:  # it needs the packages of the command line
+        parts["prediction"] = {"status": "failed", "why": str(error), "seconds": 0.0, "figures": {}}
+    _write(report, arguments)
     return report
+
+
+def _write(report: dict[str, Any], arguments: argparse.Namespace) -> None:
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    arguments.page.write_text(page(report))
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -175,6 +192,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
                         "temporary one, deleted at the end)")  # fmt: skip
     parser.add_argument("--json", type=Path, default=Path("gpu_session.json"), help="file (default %(default)s)")
     parser.add_argument("--page", type=Path, default=Path("gpu_session.txt"), help="file (default %(default)s)")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell (default: git's)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)

@@ -83,3 +83,14 @@ def make_language(vocab_size: int, acceptance: float, second_share: float, seed:
 def _real(vocab_size: int) -> Ids:
     """All tokens but the end token."""
     return np.arange(END_TOKEN_ID + 1, vocab_size)
+
+
+ACCEPTANCE: Final = 0.8
+SECOND_SHARE: Final = 0.5
+SEED: Final = 1
+VOCAB_SIZES: Final = {False: 128256, True: 1024}
+
+
+def made_language(*, is_tiny: bool) -> Language:
+    """The language of a session."""
+    return make_language(VOCAB_SIZES[is_tiny], ACCEPTANCE, SECOND_SHARE, SEED)

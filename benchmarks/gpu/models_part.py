@@ -18,12 +18,9 @@ from benchmarks.gpu.checkpoints import (
     num_bytes_on_disk,
     write,
 )
-from benchmarks.gpu.language import END_TOKEN_ID, Language, make_language
+from benchmarks.gpu.language import ACCEPTANCE, END_TOKEN_ID, SEED, Language, made_language
 from benchmarks.gpu.outcome import Outcome, Setting
 
-ACCEPTANCE: Final = 0.8
-SECOND_SHARE: Final = 0.5
-SEED: Final = 1
 NUM_CHECKED: Final = 4096  # tokens
 
 
@@ -33,15 +30,13 @@ class Models:
 
     target: Shape
     draft: Shape
-
-    @property
-    def language(self) -> Language:
-        return make_language(self.target.vocab_size, ACCEPTANCE, SECOND_SHARE, SEED)
+    language: Language
 
 
 def models_of(setting: Setting) -> Models:
     """The models of a session."""
-    return Models(TINY_TARGET, TINY_DRAFT) if setting.is_tiny else Models(LLAMA_8B, LLAMA_1B)
+    shapes = (TINY_TARGET, TINY_DRAFT) if setting.is_tiny else (LLAMA_8B, LLAMA_1B)
+    return Models(*shapes, made_language(is_tiny=setting.is_tiny))
 
 
 def prompts_of(language: Language, num_prompts: int, num_tokens: int, seed: int = 7) -> list[list[int]]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.gpu.engine_part import KV_GIB
+from benchmarks.gpu.engine_part import kv_gib, num_cpu_threads
 from benchmarks.gpu.models_part import models_of, prompts_of
 from benchmarks.gpu.outcome import Outcome, Setting
 from benchmarks.shared.figures import spread
@@ -44,7 +43,7 @@ class DraftPlace:
 
 def same_gpu(setting: Setting) -> DraftPlace:
     """The target's device."""
-    kv = () if setting.is_tiny else ("--kv-cache-gib", str(KV_GIB["draft"]))
+    kv = ("--kv-cache-gib", str(kv_gib(setting, "draft")))
     return DraftPlace("on the target's device", ("--device", setting.device, *kv))
 
 
@@ -54,15 +53,14 @@ def own_gpu(setting: Setting) -> DraftPlace:
 
 
 def on_cpu(setting: Setting) -> DraftPlace:
-    """All cores but two, which the target's process and the event loops have."""
-    num_threads = 1 if setting.is_tiny else max(1, len(os.sched_getaffinity(0)) - 2)
-    return DraftPlace("on the CPU", ("--device", "cpu", "--num-threads", str(num_threads)))
+    """The CPU's cores, but for two."""
+    return DraftPlace("on the CPU", ("--device", "cpu", "--num-threads", str(num_cpu_threads(setting))))
 
 
 @contextlib.asynccontextmanager
 async def started(setting: Setting, place: DraftPlace) -> AsyncIterator[WorkerPair]:
     """The target's worker and the draft's, loaded at the same time."""
-    kv = () if setting.is_tiny else ("--kv-cache-gib", str(KV_GIB["target"]))
+    kv = ("--kv-cache-gib", str(kv_gib(setting, "target")))
     arguments = ["--device", setting.device, "--max-model-len", MAX_MODEL_LEN, *kv]
     own = ["--max-model-len", MAX_MODEL_LEN, "--max-num-seqs", MAX_DRAFT_SESSIONS, *place.arguments]
     if not place.through:

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import gpu_session, tests_part
+from benchmarks.gpu import engine_part, gpu_session, prediction, tests_part
 from benchmarks.gpu.checkpoints import TINY_DRAFT, TINY_TARGET, chosen_tokens, write
 from benchmarks.gpu.device_part import copy_gb_per_s, data_sheet
 from benchmarks.gpu.engine_part import COMPOSITIONS, changed_compositions, logits_in
 from benchmarks.gpu.goals import goals
-from benchmarks.gpu.language import END_TOKEN_ID, make_language
+from benchmarks.gpu.language import END_TOKEN_ID, made_language, make_language
 from benchmarks.gpu.models_part import prompts_of
 from benchmarks.gpu.outcome import Outcome, Setting, read
 from benchmarks.gpu.page import WIDTH, page
@@ -31,7 +31,6 @@ from benchmarks.shared.options import load
 from benchmarks.shared.worker_pair import Generation
 from outrider.engine.model import Engine, SequenceChunk
 from outrider.text.tokenizer import fingerprint
-from tests import models
 
 Z = 4.5
 """Standard errors that a count may be off: a fair one is further off in 7 of a million tests."""
@@ -112,26 +111,33 @@ class TestCheckpoints:
         assert (tmp_path / "draft" / "output.safetensors").read_bytes() != before
 
 
-class TestBits:
-    def test_compositions_leave_the_bits_alone(self) -> None:
-        engine = models.engine("llama", dtype="bfloat16")
-        num_free = engine.allocator.num_free
-        tokens = [each % (engine.vocab_size - 1) + 1 for each in range(305)]
-        assert changed_compositions(engine, tokens) == []
-        assert engine.allocator.num_free == num_free
-        assert logits_in(engine, tokens, COMPOSITIONS[0]).shape == (5, engine.vocab_size)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """The session's tiny target, loaded as the session does."""
+    folder = tmp_path_factory.mktemp("session") / "target"
+    language = made_language(is_tiny=True)
+    write(folder, TINY_TARGET, language, is_target=True, seed=1, device="cpu")
+    return engine_part.load(folder, "cpu", 0.1)
 
-    def test_a_composition_that_changes_a_bit_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = models.engine("llama", dtype="bfloat16")
-        forward = engine.forward
+
+class TestBits:
+    TOKENS = tuple(range(1, 306))
+
+    def test_compositions_leave_the_bits_alone(self, tiny: Engine) -> None:
+        num_free = tiny.allocator.num_free
+        assert changed_compositions(tiny, self.TOKENS) == []
+        assert tiny.allocator.num_free == num_free
+        assert logits_in(tiny, self.TOKENS, COMPOSITIONS[0]).shape == (5, tiny.vocab_size)
+
+    def test_a_composition_that_changes_a_bit_is_named(self, tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        forward = tiny.forward
 
         def changed(chunks: Sequence[SequenceChunk]) -> torch.Tensor:
             logits = forward(chunks)
             return logits + 1e-3 if len(chunks) == 8 else logits
 
-        monkeypatch.setattr(engine, "forward", changed)
-        tokens = [each % (engine.vocab_size - 1) + 1 for each in range(305)]
-        assert changed_compositions(engine, tokens) == [each.name for each in COMPOSITIONS if len(each.others) == 7]
+        monkeypatch.setattr(tiny, "forward", changed)
+        assert changed_compositions(tiny, self.TOKENS) == [each.name for each in COMPOSITIONS if len(each.others) == 7]
 
 
 class TestSchedule:
@@ -240,6 +246,35 @@ class TestPage:
         assert goals(parts)[0].is_met is False
 
 
+def steps(**ms: float) -> dict[str, dict[str, float]]:
+    return {kind.removeprefix("s"): STEP | {"ms": each} for kind, each in ms.items()}
+
+
+class TestPrediction:
+    LANGUAGE = make_language(1024, 0.8, 0.5, seed=1)
+    TARGET = steps(s1x1=5.0, s1x4=5.1, s1x8=5.2, s8x1=5.9, s8x5=7.0)
+    DRAFT = steps(s1x1=1.0, s1x4=1.0, s1x8=1.1)
+
+    def test_steps_become_times_by_rows_and_by_sequence(self) -> None:
+        times = prediction.step_times(self.TARGET)
+        assert times.num_tokens == (1, 4, 8, 40)
+        assert times.sequence_ms == pytest.approx(0.1)
+        assert times.at(40, 8) == pytest.approx(7.0)
+        assert prediction.step_times(self.DRAFT).at(8) == pytest.approx(1.1)
+
+    def test_the_page_has_what_tune_predicts(self) -> None:
+        figures = {"target_steps": self.TARGET, "draft_steps": self.DRAFT}
+        parts = {"device": entry({"device": "NVIDIA H100 80GB HBM3"}), "engine": entry(figures)}
+        parts["prediction"] = prediction.entry(parts, self.LANGUAGE)
+        text = page(a_report(**parts))
+        assert "draft on the target's GPU, in turns with it: " in text
+        assert "= 1.07 × the target alone, as replicas: " in text
+        assert "Not compared: the draft was not measured on the CPU." in text
+
+    def test_without_steps_there_is_none(self) -> None:
+        assert prediction.entry({}, self.LANGUAGE)["status"] == "skipped"
+
+
 class TestParts:
     def test_a_junit_report_is_counted(self) -> None:
         found = tests_part.read_report(
@@ -280,8 +315,32 @@ class TestParts:
         assert copy_gb_per_s("cpu", num_tries=1) > 0.0
 
 
-def run_session(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+WITHOUT_PACKAGES = """
+import sys
+from importlib import metadata
+
+MISSING = ("llguidance", "pydantic", "redis")
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def version(name, known=metadata.version):
+    if name in MISSING:
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+
+
+metadata.version = version
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def run_session(*words: object, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu_session", *map(str, words)],
         cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280,
@@ -299,7 +358,11 @@ class TestWholeSession:
         assert done.returncode == 0, done.stderr[-3000:]
         report = json.loads((tmp_path / "gpu_session.json").read_text())
         status = {name: part["status"] for name, part in report["parts"].items()}
-        assert status == dict.fromkeys(parts, "done") | {"own_gpu": "skipped", "cpu_draft": "skipped"}
+        assert status == dict.fromkeys(parts, "done") | {
+            "own_gpu": "skipped",
+            "cpu_draft": "skipped",
+            "prediction": "done",
+        }
         assert (tmp_path / "gpu_session.txt").read_text() in done.stdout
         found = {goal.words.split()[0]: goal.is_met for goal in goals(report["parts"])}
         assert found["bits"]
@@ -310,6 +373,20 @@ class TestWholeSession:
         later = json.loads((tmp_path / "gpu_session.json").read_text())["parts"]
         assert later["pair"] == report["parts"]["pair"]
         assert later["checkpoints"]["figures"]["target_written_in_s"] == 0.0
+
+    def test_a_bare_machine_is_told_what_is_missing(self, tmp_path: Path) -> None:
+        """Where packages of the workers are not installed, the session starts all the same, and names them."""
+        blocked = tmp_path / "blocked"
+        blocked.mkdir()
+        (blocked / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
+        done = run_session("--tiny", "--parts", "device", "checkpoints", cwd=tmp_path, path=blocked)
+        assert done.returncode == 1, done.stderr[-3000:]
+        text = (tmp_path / "gpu_session.txt").read_text()
+        assert "packages of a worker that are missing here: llguidance, redis" in text
+        assert "device: failed: ModuleNotFoundError" in text
+        assert "prediction: failed:" in text
+        report = json.loads((tmp_path / "gpu_session.json").read_text())
+        assert report["parts"]["checkpoints"]["status"] == "done"
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_a_gpu_it_says_so_at_once(self, tmp_path: Path) -> None:

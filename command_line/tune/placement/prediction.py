@@ -18,6 +18,7 @@ from enum import StrEnum
 from math import isclose
 from typing import Final
 
+from command_line.tune.advice import choose
 from command_line.tune.model import Pair, best_ahead, plain_rate, synchronous_rate
 from command_line.tune.placement.devices import CORE, GB_PER_S, on_another_gpu
 from command_line.tune.times import StepTimes
@@ -97,16 +98,15 @@ def _rate(placement: Placement, batch: int, num_hints_max: int) -> tuple[float, 
         return PER_S * batch * count * plain_rate(pair, batch), 0
     if placement.sharing == Sharing.ALONE:
         return PER_S * batch * _spread_rate(pair, batch, count), 0
-    best, chosen = plain_rate(pair, batch), 0
-    for gamma in range(1, num_hints_max + 1):
-        rate = (
-            synchronous_rate(pair, batch, gamma)
-            if placement.sharing == Sharing.IN_TURNS
-            else best_ahead(pair, batch, gamma)[0]
-        )
-        if rate > best:
-            best, chosen = rate, gamma
-    return PER_S * batch * best, chosen
+    plain = plain_rate(pair, batch)
+    rates = [
+        synchronous_rate(pair, batch, gamma)
+        if placement.sharing == Sharing.IN_TURNS
+        else best_ahead(pair, batch, gamma)[0]
+        for gamma in range(1, num_hints_max + 1)
+    ]
+    chosen = choose([rate / plain for rate in rates])
+    return PER_S * batch * (rates[chosen - 1] if chosen else plain), chosen
 
 
 def _spread_rate(pair: Pair, batch: int, num_targets: float) -> float:

@@ -140,12 +140,8 @@ def earlier_parts(arguments: argparse.Namespace, commit: str | None) -> dict[str
 def session(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Runs all parts, and writes the report after each of them."""
     began = time.monotonic()
-    report: dict[str, Any] = {
-        "commit": arguments.commit or commit(),
-        "minutes": arguments.minutes,
-        "tiny": arguments.tiny,
-        "parts": {},
-    }
+    tree = arguments.commit or commit()
+    report: dict[str, Any] = {"commit": tree, "minutes": arguments.minutes, "tiny": arguments.tiny, "parts": {}}
     parts: dict[str, Figures] = report["parts"]
     earlier = earlier_parts(arguments, tree)
     for part in PARTS:

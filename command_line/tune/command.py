@@ -67,7 +67,8 @@ def tune(**given: Any) -> None:
     Several sources of hints are compared on the same prompts, and the best one is recommended with its commands.
     Repeat [cyan]--draft[/cyan] for draft models, models with mask tokens and draft heads (EAGLE-3, Medusa), which are
     told apart by their folders, and give [cyan]--all-sources[/cyan] for what the target's own folder offers. Lookup
-    always takes part. A single plain draft model gets a longer report of its own.
+    always takes part. A single plain draft model gets a longer report of its own, which also says where the draft
+    should run, and what its money would give as more of the target.
 
     [bold]Words[/bold]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -24,12 +25,13 @@ from benchmarks.gpu.language import END_TOKEN_ID, made_language, make_language
 from benchmarks.gpu.models_part import prompts_of
 from benchmarks.gpu.outcome import Outcome, Setting, read
 from benchmarks.gpu.page import WIDTH, page
-from benchmarks.gpu.pair_part import same_outputs
+from benchmarks.gpu.pair_part import DraftPlace, same_outputs, started
 from benchmarks.gpu.schedule import PARTS, TAIL_S, Part, turn
 from benchmarks.shared.machine import ROOT
 from benchmarks.shared.options import load
 from benchmarks.shared.worker_pair import Generation
 from outrider.engine.model import Engine, SequenceChunk
+from outrider.sampling_params import SamplingParams
 from outrider.text.tokenizer import fingerprint
 
 Z = 4.5
@@ -347,6 +349,17 @@ def run_session(*words: object, cwd: Path, path: Path = ROOT) -> subprocess.Comp
     )  # fmt: skip
 
 
+async def is_drafted_through_a_command(setting: Setting) -> bool:
+    """Whether a draft worker that a command starts, as that of a second GPU, attaches to the target."""
+    place = DraftPlace("elsewhere", ("--device", "cpu"), ("env", "CUDA_VISIBLE_DEVICES="))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    language = made_language(is_tiny=True)
+    async with started(setting, place) as pair:
+        assert pair.draft_stub is not None
+        found = await pair.generate([5, 9], params, attach_first=True)
+    return found.token_ids == language.walk(9, 8)
+
+
 class TestWholeSession:
     @pytest.mark.slow
     @pytest.mark.timeout(300)
@@ -373,6 +386,7 @@ class TestWholeSession:
         later = json.loads((tmp_path / "gpu_session.json").read_text())["parts"]
         assert later["pair"] == report["parts"]["pair"]
         assert later["checkpoints"]["figures"]["target_written_in_s"] == 0.0
+        assert asyncio.run(is_drafted_through_a_command(Setting(scratch, 60.0, is_tiny=True)))
 
     def test_a_bare_machine_is_told_what_is_missing(self, tmp_path: Path) -> None:
         """Where packages of the workers are not installed, the session starts all the same, and names them."""
